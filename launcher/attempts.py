@@ -1,5 +1,7 @@
-"""The attempts of one job: a rank that dies ends one, and the next goes on from the newest
-checkpoint."""
+"""Describe the attempts of one job, and write their record.
+
+A rank that dies ends an attempt. The next attempt goes on from the newest checkpoint.
+"""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +19,15 @@ RECORD = "attempts.json"  # in the run directory
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: it went on after step `began`, and had done step `reached` when it ended after
-    `seconds`. `status` is a job's; `failure` is given where that is `failed`."""
+    """One attempt of a job.
+
+    began: the optimizer step after which the attempt started.
+    reached: the last optimizer step that was done when the attempt ended.
+    seconds: the time that the attempt took, in seconds.
+    ranks: number of ranks.
+    status: the status of a job, `done`, `failed` or `interrupted`.
+    failure: the reason of a `failed` attempt; None for every other status.
+    """
 
     began: int
     reached: int
@@ -29,7 +38,8 @@ class Attempt:
 
     @property
     def why(self) -> str:
-        """What ended it, in a line."""
+        """Return the end of the attempt in one line: the status, or what the failed rank or host
+        did."""
         if self.failure is None:
             return self.status
         failure = self.failure
@@ -42,19 +52,27 @@ class Attempt:
 
 
 def steps_done(run_dir: Path, began: int) -> int:
-    """Return how many steps the metrics of a run have, of which `began` were done before."""
+    """Return the number of the last optimizer step in a run's metrics.
+
+    A line cut off by the end of the attempt is skipped. Without a whole line, `began` is returned:
+    the step that was done before the attempt.
+    """
     path = run_dir / METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError):  # cut off by the end of the attempt
+        except (ValueError, KeyError):  # a line cut off by the end of the attempt
             continue
     return began
 
 
 def is_its_own(attempts: Sequence[Attempt]) -> bool:
-    """Return whether the last two attempts failed of the same at the same step: a third would."""
+    """Return whether the last two attempts failed in the same way at the same step.
+
+    A third attempt would fail like them. Compared are the kind, exception type, message, signal,
+    exit status and step of the failures.
+    """
     if len(attempts) < 2:
         return False
     first, second = (attempt.failure for attempt in attempts[-2:])
@@ -65,12 +83,12 @@ def is_its_own(attempts: Sequence[Attempt]) -> bool:
 
 
 def write_attempts(run_dir: Path, attempts: Sequence[Attempt]) -> None:
-    """Write what became of a job's attempts so far."""
+    """Write the record of a job's attempts so far to `attempts.json` of the run directory."""
     write_json(run_dir / RECORD, [asdict(attempt) for attempt in attempts])
 
 
 def attempts_view(attempts: Sequence[Attempt]) -> Table:
-    """Return the attempts, a row each."""
+    """Return a table of the attempts, with one row for each."""
     table = Table("attempt", "steps", "ranks", "time", "ended by", box=None, pad_edge=False)
     for number, attempt in enumerate(attempts, start=1):
         steps = f"{attempt.began} to {attempt.reached}"

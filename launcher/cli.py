@@ -1,4 +1,7 @@
-"""`whale-train`: Hydra composes, once, in the parent; every job runs in processes of its own."""
+"""Define the command `whale-train`.
+
+Hydra composes the config once, in the parent. Every job runs in processes of its own.
+"""
 
 import os
 import sys
@@ -26,16 +29,19 @@ from whale_train.launcher.ui.terminal import open_console
 
 
 def main() -> None:
-    """Run the command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130
-    interrupted."""
+    """Run the command, and exit.
+
+    The exit status is 0 when all is done, 1 when a run failed, 2 when a request was refused, and
+    130 when the command was interrupted.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
-            stream.reconfigure(errors="backslashreplace")  # of a locale without these letters
-    # What pip installed beside this Python (ninja) is found, though the environment may not be
-    # activated.
+            stream.reconfigure(errors="backslashreplace")  # for a locale without these letters
+    # Programs that pip installed beside this Python (ninja) are found even where the environment is
+    # not activated.
     beside = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
-    # Two runs of one second get directories of their own.
+    # Two runs that start in the same second get directories of their own.
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
     place = None
     try:
@@ -84,27 +90,35 @@ def main() -> None:
 
 
 def _version() -> str:
-    """Return what `--version` says, without importing what it is of."""
+    """Return the text of `--version`, without importing the packages that it names."""
     ours, torch, deepspeed = map(version, ("whale-train", "torch", "deepspeed"))
     return f"whale-train {ours} (torch {torch}, deepspeed {deepspeed})"
 
 
 def _again(config: Any, run_dir: Path) -> list[str]:
-    """Return the command line of one job, of a sweep too, by what Hydra composed it of."""
-    sources = (each for each in config.runtime.config_sources if each.provider == "command-line")
-    flags = [f"--config-dir={each.path}" for each in sources]
-    # What deletes a graph is written anew for one that is given whole.
+    """Return command-line arguments that make the request of one job again, one job of a sweep
+    included.
+
+    config: Hydra's own part of the composed config.
+    run_dir: the run directory of the job, which the arguments name.
+    """
+    sources = (
+        source for source in config.runtime.config_sources if source.provider == "command-line"
+    )
+    flags = [f"--config-dir={source.path}" for source in sources]
+    # `rewritten` adds this override again for a graph that is given whole.
     overrides = [text for text in config.overrides.task if text != "~strategy.graph"]
     overrides += [text for text in config.overrides.hydra if text.startswith("hydra.searchpath=")]
     return [*overrides, f"hydra.run.dir={run_dir.absolute()}", *flags]
 
 
 def _status(ends: list[tuple[tuple[str, ...], JobEnd]]) -> int:
-    """Return the exit status of all jobs together: the worst one's."""
+    """Return the exit status of all jobs together, which is the highest one."""
     return max((EXIT_STATUS[end.status] for _, end in ends), default=0)
 
 
 def _row(overrides: tuple[str, ...], end: JobEnd) -> SweepRow:
+    """Return the row of a job in the table of a sweep."""
     summary = end.summary
     return SweepRow(
         overrides=overrides,

@@ -1,8 +1,8 @@
-"""Whether a run can go on from a checkpoint: what the two have in common, and what they must.
+"""Decide whether a run can go on from a checkpoint.
 
-Another plan, precision, learning rate, number of steps or global batch is all right: each is a
-matter of the steps that follow. The model, what is trained of it and the data have to be the same,
-or to differ in a way that is known to be right, of which the user is told.
+A run may go on under another plan, precision, learning rate, number of steps or global batch: each
+concerns only the steps that follow. The model, its trained part and the data have to be the same,
+or to differ in a way that is known to be right. The user is told of such a difference.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,14 +28,22 @@ from whale_train.validation import as_yaml
 
 KEY, DATA_KEY = "train.resume", "train.resume_data"
 _ORDER = ("seed", "data.shuffle", "data.evaluation_fraction")
-# Where rows are read, which says nothing of them.
+# Options that say where rows are read, and nothing about the rows.
 _PLACES = ("data.path", "data.split", "data.columns", "data.max_bytes")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def refuse_other_run(saved: Request, state: CheckpointState, request: Request, named: str) -> None:
-    """Raise ConfigError where the run of a checkpoint, which the user calls `named`, was asked for
-    data in another order, or for an optimizer with another state."""
+    """Raise ConfigError where a checkpoint's run had other data or another optimizer.
+
+    It is raised where `request` asks for data in another order, for an optimizer with another
+    state, or for layers with shared weights where the checkpoint's layers have weights of their
+    own.
+
+    saved: the request of the checkpoint's run.
+    state: the checkpoint's state.
+    named: the name by which the user calls the checkpoint, for messages.
+    """
     faults = []
     if request.model.share_layers and not saved.model.share_layers:
         rule = f"is not so of {named}, whose layers have weights of their own"
@@ -56,7 +64,8 @@ def refuse_other_run(saved: Request, state: CheckpointState, request: Request, n
 
 
 def _kind(options: OptimizerOptions) -> str:
-    """Return what the optimizer's state is of: a run may go on with another of the kind."""
+    """Return the kind of optimizer, in words. A run may go on with any optimizer of the same kind,
+    since the state is the same."""
     if options.name == "sgd":
         return "sgd with momentum" if options.momentum else "sgd without momentum"
     return "adam, adamw or lamb"
@@ -66,14 +75,17 @@ def _kind(options: OptimizerOptions) -> str:
 
 
 def _data_options(request: Request) -> dict[str, Any]:
-    """Return what says which samples a run sees in which order, by key."""
+    """Return the options that determine the samples of a run and their order, by key."""
     options = request.data.model_dump()
     return {"seed": request.seed, **{f"data.{key}": value for key, value in options.items()}}
 
 
 def _unlike_options(saved: Request, state: CheckpointState, request: Request) -> list[str]:
-    """Return the keys that make the order of two runs' samples, or the samples, different. Where
-    these are compared themselves, the kind of data and its place say nothing of them."""
+    """Return the keys of data options under which two runs see other samples, or another order.
+
+    The kind and the place of the data are ignored where the checkpoint has a fingerprint, since the
+    samples themselves are compared then.
+    """
     before, now = _data_options(saved), _data_options(request)
     if state.data is None:
         keys: Iterable[str] = (key for key in before if key != "data.path")
@@ -86,8 +98,11 @@ def _unlike_options(saved: Request, state: CheckpointState, request: Request) ->
 
 @dataclass(frozen=True)
 class GoingOn:
-    """How a run goes on: `data_anew` from the first sample of its data, and what the plan says of
-    that and of the rest."""
+    """How a run goes on.
+
+    data_anew: whether the run begins with the first sample of its data.
+    decisions: notes for the plan, about the data and about the rest of the checkpoint.
+    """
 
     data_anew: bool
     decisions: tuple[Decision, ...]
@@ -101,9 +116,18 @@ def compared_data(
     num_samples: int,
     here: Fingerprint | None,
 ) -> GoingOn:
-    """Return whether the data begins anew, and what is said of it: `here` is its fingerprint, of
-    `num_samples` samples. Raises ConfigError where it is not what the checkpoint's run had seen a
-    part of, and has to be."""
+    """Compare the data of a run with the data that the checkpoint's run has seen a part of.
+
+    path: the checkpoint.
+    state: the checkpoint's state.
+    saved: the request of the checkpoint's run.
+    request: the request of the run that goes on.
+    num_samples: number of training samples in the data of `request`.
+    here: fingerprint of that data, or None where there is none.
+
+    Returns whether the data begins anew, and the notes for the plan. Raises ConfigError where the
+    data differs and `train.resume_data=same`.
+    """
     unlike = ""
     before = num_samples if state.num_samples is None else state.num_samples
     if before != num_samples:
@@ -128,7 +152,8 @@ def compared_data(
 
 
 def _moved(saved: Request, request: Request) -> str:
-    """Return which options said where the data is, as far as they have changed."""
+    """Return the end of a remedy that names the options under which the data was found before, or
+    '' where none of them has changed."""
     before, now = _data_options(saved), _data_options(request)
     keys = [key for key in ("data.kind", *_PLACES) if key in before and before[key] != now.get(key)]
     shown = ", ".join(f"{key}={as_yaml(before[key])}" for key in keys)
@@ -145,14 +170,23 @@ def compared_model(
     optimizer: OptimizerOptions,
     parts: bool = False,
 ) -> tuple[Decision, ...]:
-    """Return what the plan says of moments that begin at zero, and of those that nobody goes on
-    with. With `parts`, layers have what the checkpoint has of the first of them.
+    """Compare the tensors of a checkpoint with the model and the optimizer of a run.
+
+    path: the checkpoint.
+    options: the model of the run.
+    plan: the plan of the run.
+    optimizer: the optimizer of the run.
+    parts: whether layers that shared their weights part here. Every such layer then has what the
+        checkpoint has of the first of them.
+
+    Returns notes for the plan: on moments that begin at zero, on moments in the checkpoint that are
+    not used, and on counts of updates that ZeRO makes one.
 
     Raises ConfigError where the checkpoint lacks a tensor of the model, has one that the model
     lacks, or has one of another shape or kind of number, and where the plan's engines cannot begin
     with moments for some parameters alone.
     """
-    from whale_train.models.export.export import model_on_meta  # and with it torch
+    from whale_train.models.export.export import model_on_meta  # which imports torch
     from whale_train.models.loss_module import LossModule
     from whale_train.models.weights.kept_tensors import kept_tensors, saved_names
     from whale_train.models.weights.shared_layers import shared_places
@@ -211,14 +245,18 @@ def broken(path: Path, error: BrokenCheckpoint) -> Fault:
 
 
 def _described(tensor: Any) -> tuple[Shape, str]:
-    """Return the shape of a tensor, and its dtype as torch calls it."""
+    """Return the shape of a tensor, and the name of its dtype in torch, such as `float32`."""
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def _unlike_tensors(
     path: Path, saved: Mapping[str, Sequence[StoredBlock]], ours: Mapping[str, tuple[Shape, str]]
 ) -> list[Fault]:
-    """Return what differs between the tensors of a checkpoint and the model's."""
+    """Return the faults of a checkpoint whose tensors differ from the model's.
+
+    saved: the blocks of the checkpoint's tensors, by name.
+    ours: the shape and dtype of the model's tensors, by name.
+    """
     shapes = {name: whole_shape(x) for name, x in saved.items()}
     missing = [name for name, (shape, _) in ours.items() if name not in saved and 0 not in shape]
     more = [name for name in saved if name not in ours]
@@ -248,8 +286,12 @@ def _unlike_tensors(
 
 
 def _converts(code: str, dtype: str) -> bool:
-    """Return whether numbers of a file's dtype stand for a tensor's: a plan may hold floating-point
-    numbers in fewer bits, and all others are as they are."""
+    """Return whether numbers of the safetensors dtype `code` can be loaded into a tensor of
+    `dtype`.
+
+    All floating-point dtypes convert to each other, since a plan may hold weights in fewer bits.
+    Any other dtype has to be the same.
+    """
     if dtype.startswith(("float", "bfloat")):
         return code in _FLOATS
     kind, bits = dtype.rstrip("0123456789"), dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
@@ -257,6 +299,7 @@ def _converts(code: str, dtype: str) -> bool:
 
 
 def _size(shape: Sequence[int]) -> str:
+    """Return a shape as text, such as `128 x 64`, or `a scalar`."""
     return " x ".join(map(str, shape)) or "a scalar"
 
 
@@ -264,7 +307,7 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _slots(options: OptimizerOptions) -> tuple[str, ...]:
-    """Return what the optimizer keeps of every parameter, by torch's names."""
+    """Return torch's names of the state that the optimizer keeps for every parameter."""
     if options.name == "sgd":
         return ("momentum_buffer",) if options.momentum else ()
     return ("exp_avg", "exp_avg_sq", "step")
@@ -273,25 +316,33 @@ def _slots(options: OptimizerOptions) -> tuple[str, ...]:
 def _by_parameter(
     moments: Mapping[str, Sequence[StoredBlock]],
 ) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of a checkpoint's moments, by parameter and by torch's names for them."""
-    found: dict[str, dict[str, Shape]] = {}
+    """Return the shapes of a checkpoint's moments, by parameter, then by torch's name of the
+    moment."""
+    shapes: dict[str, dict[str, Shape]] = {}
     for name, stored in moments.items():
         path, _, kind = name.removeprefix("state.").rpartition(".")
-        found.setdefault(path, {})[kind] = whole_shape(stored)
-    return found
+        shapes.setdefault(path, {})[kind] = whole_shape(stored)
+    return shapes
 
 
 def _is_whole(kept: Mapping[str, Shape] | None, slots: Sequence[str], shape: Shape) -> bool:
-    """Return whether what a checkpoint has of a parameter of `shape` is all that the optimizer
-    wants: everything, or nothing at all."""
+    """Return whether a checkpoint has all moments of a parameter, or none.
+
+    kept: the shapes of the moments in the checkpoint, by slot; None where it has none.
+    slots: the moments that the optimizer needs. `step` is a scalar.
+    shape: the shape of the parameter, which all other moments have too.
+    """
     if kept is None:
         return True
     return all(kept.get(slot) == (() if slot == "step" else shape) for slot in slots)
 
 
 def _counted_together(path: Path, new: Sequence[str], plan: Plan) -> list[Fault]:
-    """Return the fault of a plan whose engines count the updates of all their parameters as one,
-    and would correct the `new` moments by a number that is not theirs."""
+    """Return the fault of a plan whose engines keep one count of updates for all their parameters.
+
+    Such an engine would correct the bias of the `new` moments by a count that is not theirs. The
+    list is empty where no engine has both new and old moments.
+    """
     for task_graph in _with_zero(plan):
         begin = [name for name in new if name in task_graph.trained]
         if begin and len(begin) < len(task_graph.trained):
@@ -306,8 +357,12 @@ def _counted_together(path: Path, new: Sequence[str], plan: Plan) -> list[Fault]
 def _unlike_counts(
     path: Path, moments: Mapping[str, Sequence[StoredBlock]], plan: Plan
 ) -> tuple[float, float] | None:
-    """Return the smallest and the largest number of updates of parameters that ZeRO counts
-    together, None where they are the same. Raises ConfigError for a number that is none."""
+    """Return the smallest and the largest number of updates among parameters that ZeRO counts
+    together.
+
+    Returns None where all numbers are equal. Raises ConfigError where a stored count cannot be
+    read.
+    """
     counts = []
     for task_graph in _with_zero(plan):
         stored = (moments.get(f"state.{name}.step") for name in task_graph.trained)
@@ -319,8 +374,8 @@ def _unlike_counts(
 
 
 def _with_zero(plan: Plan) -> Iterator[TaskGraph]:
-    """Yield the parts of the model whose engines are DeepSpeed's."""
+    """Yield the TaskGraphs of a plan whose engines are DeepSpeed's."""
     for task_graph in plan.task_graphs:
         engines = (plan.ranks[ranks[0]].deepspeed for ranks in task_graph.replicas)
-        if any(found.get(str(task_graph.id)) for found in engines):
+        if any(configs.get(str(task_graph.id)) for configs in engines):
             yield task_graph

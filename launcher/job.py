@@ -1,4 +1,5 @@
-"""One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
+"""Run one job, from its composed config to its end: Request, profile, Plan, run directory,
+ranks."""
 
 import os
 import sys
@@ -86,10 +87,14 @@ def run_job(
     place: LaunchPlace | None = None,
     files: tuple[Decision, ...] = (),
 ) -> JobEnd:
-    """Serve one request; prints what happens and raises nothing a user can cause.
+    """Serve one request. Prints what happens, and raises nothing that a user can cause.
 
-    `arguments` are a command line that makes the same request. `place` is given where others have
-    started the ranks, and this process as rank 0. `files` is what a plan says of the config's.
+    config: the composed config of the job.
+    names: the option chosen in each config group.
+    run_dir: the directory that Hydra made for the job.
+    arguments: command-line arguments that make the same request.
+    place: the place of this process, rank 0, where others have started the ranks.
+    files: notes for the plan, about the user's own config files.
     """
     console = open_console(sys.stdout)
     try:
@@ -119,7 +124,7 @@ def run_job(
                 return _train(request, run_dir, console, place, signals)
     except RequestError as error:
         is_told = (run_dir / REFUSED).exists()
-        if not isinstance(error, RunDirInUse):  # whose files are another's
+        if not isinstance(error, RunDirInUse):  # whose files belong to another run
             remove_unused(run_dir)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
@@ -134,8 +139,11 @@ def run_job(
 
 
 def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
-    """Refuse a mode that needs no ranks, where others have started some, and a run in two parts
-    where this process does not start them."""
+    """Raise ConfigError for a mode that does not fit how the ranks are started.
+
+    Refused are a mode that needs no ranks where others have started some, and a run in two parts
+    (`train.delink_at`) where this process does not start the ranks.
+    """
     elsewhere = place is not None or request.launcher.kind in ("ssh", "slurm")
     if request.is_pseudo and elsewhere and request.mode == "train":
         rule = "starts ranks anew where layers part, and they are started elsewhere"
@@ -148,15 +156,17 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
 
 
 def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
-    """Resolve, write and show the plan, or one for each strategy to compare; nothing starts, but
-    perhaps what rehearses it."""
+    """Resolve, write and show the plan, or one plan for each strategy to compare.
+
+    No rank starts. Only a rehearsal of the plan runs, where one is asked for.
+    """
     run_dir = make_run_dir(request, run_dir)
     asked, request = request, request.model_copy(update={"mode": "plan"})
     if request.compare:
-        found = resolve_each(request, compared_strategies(request.compare))
-        refuse_all(found)
-        written = [("the plan", path) for path in write_plans(run_dir, found)]
-        console.print(comparison_view(found))
+        plans = resolve_each(request, compared_strategies(request.compare))
+        refuse_all(plans)
+        written = [("the plan", path) for path in write_plans(run_dir, plans)]
+        console.print(comparison_view(plans))
     else:
         resolved = resolve_request(request)
         refuse_other_ranks(asked, resolved.plan)
@@ -182,8 +192,11 @@ def _train(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Train, in as many attempts as `launcher.max_restarts` allows: after one that failed, the next
-    goes on from the newest checkpoint, on what devices there are then."""
+    """Train, in as many attempts as `launcher.max_restarts` allows.
+
+    After a failed attempt, the next goes on from the newest checkpoint, on the devices that are
+    there then. Attempts end early where the last two failed in the same way at the same step.
+    """
     attempts: list[Attempt] = []
     wanted = request
     # torchrun and srun start their ranks again themselves.
@@ -191,7 +204,7 @@ def _train(
     while True:
         try:
             resumed = _resumed(wanted, run_dir, console)
-            if resumed is None and wanted is not request:  # nothing was saved since
+            if resumed is None and wanted is not request:  # the attempts have saved nothing
                 resumed = _resumed(request, run_dir, console)
             if resumed is not None and resumed.step >= request.train.steps:
                 if request.checkpoint.final and not (run_dir / MODEL).exists():
@@ -205,7 +218,7 @@ def _train(
             if not attempts:
                 raise
             sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
-            break  # and with the failure of the attempt before
+            break  # ends with the failure of the attempt before
         except NeverMet as error:
             return never_met(error.outcome, run_dir)
         if outcome.status == "done" and phase.is_pseudo and summary_of(run_dir).get("delinks"):
@@ -230,13 +243,17 @@ def _train(
 
 
 def next_attempt(request: Request) -> Request:
-    """Return the request of a job's next attempt: the same, from what the job itself saved."""
+    """Return the request of a job's next attempt: the same request, resumed from the job's own
+    newest checkpoint."""
     train = request.train.model_copy(update={"resume": AUTO})
     return request.model_copy(update={"train": train})
 
 
 def _resumed(request: Request, run_dir: Path, console: Console) -> Resumed | None:
-    """Return the checkpoint that the request goes on from, if any, and say so."""
+    """Find, check and announce the checkpoint that the request goes on from.
+
+    Returns None where the request names none, or where `auto` finds none.
+    """
     if request.train.resume is None:
         return None
     resumed = find_checkpoint(request.train.resume, run_dir)
@@ -254,7 +271,8 @@ def _attempt(
     signals: StopSignals,
     resumed: Resumed | None,
 ) -> tuple[Outcome, Resolved]:
-    """Resolve the request and run its ranks to their end."""
+    """Resolve the request and run its ranks to their end. Returns the outcome and the resolved
+    plan."""
     parts = delinks(resumed, request)
     if parts:
         parted = "layers that shared their weights go on by themselves, each with what all had"

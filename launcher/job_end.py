@@ -1,4 +1,4 @@
-"""How a job ends: its status, and what is said last."""
+"""Describe how a job ends: its status, and the last lines that are printed of it."""
 
 import json
 import sys
@@ -33,8 +33,14 @@ EXIT_STATUS: dict[Status, int] = {"done": 0, "failed": 1, "refused": 2, "interru
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended, and what it measured (empty unless it is done). `is_told` says that ranks
-    started by others know of it. Of one that is to be submitted, `submission` says how."""
+    """The end of a job.
+
+    status: `done`, `failed`, `refused` or `interrupted`.
+    run_dir: the run directory.
+    summary: the measurements of a job that is done; empty for any other.
+    is_told: whether ranks that others started have been told of the end.
+    submission: how to submit a job that goes to a queue; None for any other job.
+    """
 
     status: Status
     run_dir: Path
@@ -44,8 +50,10 @@ class JobEnd:
 
 
 def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> JobEnd | None:
-    """Run a program that needs no ranks on a run directory, to its end. Return how the job ended,
-    said already, where that was not well."""
+    """Run a program that needs no ranks on a run directory, to its end.
+
+    Returns None where it succeeded. Otherwise prints the failure and returns the end of the job.
+    """
     host = HostProcess.start(run_dir, tuple(program))
     try:
         outcome = host.wait(signals.poll)
@@ -60,13 +68,13 @@ def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> Jo
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
-    """Return what a run that is done came to."""
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    return found
+    """Return the content of `summary.json`, which a run that is done has written."""
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return summary
 
 
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
-    """Say how a run ended."""
+    """Print how a run ended, and return the end of the job."""
     if outcome.status == "done":
         summary = summary_of(run_dir)
         if summary["stopped_after"] is not None:
@@ -93,7 +101,7 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
 
 
 def never_met(outcome: Outcome, run_dir: Path) -> JobEnd:
-    """Say why ranks that others started did not meet, and return the end that this is."""
+    """Print why ranks that others started did not meet, and return the end of the job."""
     if outcome.failure is None:
         return interrupted(run_dir)
     sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
@@ -101,40 +109,49 @@ def never_met(outcome: Outcome, run_dir: Path) -> JobEnd:
 
 
 def started_elsewhere(status: int, run_dir: Path) -> JobEnd:
-    """Return the end of a job by the exit status of its ranks, which have said all there is to say.
-    What was measured is in the run directory, where their first host shares it."""
+    """Return the end of a job whose ranks ran elsewhere, by their exit status.
+
+    The ranks have printed all there is to say. Measurements are read from the run directory, where
+    the first host shares it.
+    """
     named = {number: name for name, number in EXIT_STATUS.items()}
     summary = run_dir / "summary.json"
     measured = (
         json.loads(summary.read_text(encoding="utf-8")) if status == 0 and summary.exists() else {}
     )
-    remove_unused(run_dir)  # of Hydra's own files, where it is not shared
+    remove_unused(run_dir)  # which has only Hydra's own files where it is not shared
     return JobEnd(named.get(status, "failed"), run_dir, measured, is_told=True)
 
 
 def model_line(run_dir: Path, size: int) -> Text:
-    """Return where the trained weights of a run are."""
+    """Return the line that says where a run's trained weights are.
+
+    run_dir: the run directory.
+    size: bytes of the weights.
+    """
     return Text(f"the trained model: {run_dir / MODEL} ({in_bytes(size)})")
 
 
 def _why(resolved: Resolved) -> str:
-    """Return what may be behind a prediction far off, and what to do."""
+    """Return the likely reason of a prediction far from the measurement, and a remedy."""
     precision = resolved.plan.precision
     if resolved.emulated or is_measured(resolved.cluster, precision):
         return "the machine may have been busy, or other programs while it was calibrated"
     kind, command = resolved.cluster.devices[0].name, "whale-train mode=calibrate"
-    if resolved.cluster.on_cpu:  # by how many threads each has
+    if resolved.cluster.on_cpu:  # the calibration depends on the threads of each process
         command += f" hardware=cpu hardware.devices={resolved.plan.world_size}"
     return f"{kind}'s {precision} is the catalogue's: {command} measures it"
 
 
 def interrupted(run_dir: Path) -> JobEnd:
+    """Print that a job was interrupted, and return the end of the job."""
     sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")
     return JobEnd("interrupted", run_dir)
 
 
 def _place(plan: Plan, rank: int | None) -> str:
-    """Return a rank's place in the plan, in words."""
+    """Return the place of a rank in the plan, in words: device, node and TaskGraphs. It is '' for
+    None."""
     if rank is None:
         return ""
     held = plan.ranks[rank]

@@ -1,4 +1,4 @@
-"""Jobs of a command that go to Slurm's queue: together, when all are composed."""
+"""Submit the jobs of a command to Slurm's queue, together, once all are composed."""
 
 import sys
 from collections.abc import Sequence
@@ -16,26 +16,29 @@ from whale_train.launcher.ui.show_error import error_text, terminal_width
 
 
 def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
-    """Submit the jobs of `ends` that are to be, and return how all ended; or that they are
-    submitted, where they are not to be waited for."""
+    """Submit the jobs among `ends` that have a submission, and return the ends of all jobs.
+
+    The jobs are waited for where `launcher.wait` is set. Otherwise the ends are returned unchanged,
+    with their submissions.
+    """
     numbers = [number for number, end in enumerate(ends) if end.submission is not None]
     submissions = [end.submission for end in ends if end.submission is not None]
     if not submissions:
         return list(ends)
-    found = list(ends)
-    folders = [each.run_dir for each in submissions]
+    final_ends = list(ends)
+    folders = [submission.run_dir for submission in submissions]
     folder = (folders[0] if len(folders) == 1 else Path(commonpath(folders))) / "slurm"
     try:
         jobs = submit(submissions, folder)
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         for number in numbers:
-            found[number] = replace(found[number], status="refused", submission=None)
-        return found
+            final_ends[number] = replace(final_ends[number], status="refused", submission=None)
+        return final_ends
     for job, run_dir in zip(jobs, folders, strict=True):
         _say(console, f"job {job.job_id}: {run_dir}, its output {job.paths.stdout}")
     if not submissions[0].request.launcher.wait:
-        return found
+        return final_ends
 
     def changed(number: int, state: str) -> None:
         _say(console, f"job {jobs[number].job_id}: {state.lower()}")
@@ -47,16 +50,16 @@ def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
         sys.stderr.write(
             f"interrupted; the jobs stay in the queue, and scancel {first} ends them\n"
         )
-        return [replace(end, status="interrupted", submission=None) for end in found]
+        return [replace(end, status="interrupted", submission=None) for end in final_ends]
     for number, job, status in zip(numbers, jobs, statuses, strict=True):
-        found[number] = started_elsewhere(status, found[number].run_dir)
-        _say(console, f"job {job.job_id}: {found[number].status}")
+        final_ends[number] = started_elsewhere(status, final_ends[number].run_dir)
+        _say(console, f"job {job.job_id}: {final_ends[number].status}")
         if len(jobs) == 1:
             _say(console, summary_of(job))
-        if found[number].status in ("failed", "refused"):
+        if final_ends[number].status in ("failed", "refused"):
             said = last_lines(job) or "it ended without a word"
-            sys.stderr.write(f"error: job {job.job_id} {found[number].status}:\n{said}\n")
-    return found
+            sys.stderr.write(f"error: job {job.job_id} {final_ends[number].status}:\n{said}\n")
+    return final_ends
 
 
 def _say(console: Console, text: str) -> None:

@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from, and whether it can.
+"""Find the checkpoint that a run goes on from, and check whether the run can.
 
-Files are checked here, every byte; what they hold is compared with the request in `going_on.py`. A
-run that cannot go on is refused before any rank starts.
+Every byte of the files is checked here. Their content is compared with the request in
+`going_on.py`. A run that cannot go on is refused before any rank starts.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,12 @@ from whale_train.strategies.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Resumed:
-    """A whole checkpoint, `step` steps into a run, and what the user is to be told of others."""
+    """A whole checkpoint from which a run goes on.
+
+    path: the folder of the checkpoint.
+    manifest: the manifest of its files.
+    broken: one message for each newer checkpoint that is not whole, to be shown to the user.
+    """
 
     path: Path
     manifest: Manifest
@@ -38,13 +43,20 @@ class Resumed:
 
     @property
     def step(self) -> int:
+        """Return the number of optimizer steps after which the checkpoint was written."""
         return self.manifest.step
 
 
 def find_checkpoint(wanted: str, run_dir: Path) -> Resumed | None:
-    """Return the checkpoint that `train.resume` asks for: of `auto` the newest whole one of this
-    run directory, None where it has none; else `checkpoint_at` that path. Raises ConfigError where
-    there is none."""
+    """Return the checkpoint that `train.resume` asks for.
+
+    wanted: the value of `train.resume`. `auto` asks for the newest whole checkpoint of `run_dir`;
+        any other value is a path, as in `checkpoint_at`.
+    run_dir: the run directory of this run.
+
+    Returns None where `auto` finds no checkpoint. Raises ConfigError where all checkpoints are
+    broken, or the path has none.
+    """
     if wanted != AUTO:
         return checkpoint_at(wanted, KEY)
     there = checkpoints_in(run_dir / CHECKPOINTS)
@@ -52,8 +64,14 @@ def find_checkpoint(wanted: str, run_dir: Path) -> Resumed | None:
 
 
 def checkpoint_at(wanted: str, key: str) -> Resumed:
-    """Return the newest whole checkpoint of a run directory or a folder of checkpoints, or the
-    checkpoint of that path; `key` has asked for it. Raises ConfigError where there is none."""
+    """Return the checkpoint at a path.
+
+    wanted: a checkpoint, or a run directory or a folder of checkpoints, of which the newest whole
+        checkpoint is taken.
+    key: the key of the config that has asked for it, for messages.
+
+    Raises ConfigError where there is no whole checkpoint.
+    """
     path = Path(wanted)
     if not path.is_dir():
         remedy = "name a run directory or a checkpoint in one, as runs/MY_RUN/checkpoints/step_100"
@@ -69,8 +87,8 @@ def checkpoint_at(wanted: str, key: str) -> Resumed:
 
 
 def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> Resumed:
-    """Return the first of `checkpoints`, of which there are some, that is whole. Raises ConfigError
-    where none is."""
+    """Return the first whole checkpoint among `checkpoints`, which are not empty and ordered newest
+    first. Raises ConfigError where none is whole."""
     broken: list[str] = []
     for path in checkpoints:
         try:
@@ -85,14 +103,14 @@ def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> R
 
 
 def say_passed_over(found: Resumed, console: Console) -> None:
-    """Warn of the checkpoints that are newer than the one found, and not whole."""
+    """Warn of the broken checkpoints that are newer than the checkpoint `found`."""
     for why in found.broken:
         said = f"warning: a checkpoint is passed over: {why}"
         console.print(Text(said, style="yellow"), soft_wrap=True)
 
 
 def say_resumed(found: Resumed | None, request: Request, console: Console) -> None:
-    """Tell the user where the run goes on, and which checkpoints were passed over."""
+    """Print the step after which the run goes on, and the checkpoints that were passed over."""
     if found is None:
         console.print(f"{KEY}={request.train.resume}: there is no checkpoint yet; from step 0")
         return
@@ -103,7 +121,8 @@ def say_resumed(found: Resumed | None, request: Request, console: Console) -> No
 
 
 def refuse_unlike(found: Resumed, request: Request) -> None:
-    """Raise ConfigError where what a checkpoint says of its run keeps `request` from going on."""
+    """Raise ConfigError where the request or the state in a checkpoint keeps `request` from going
+    on."""
     named = request.train.resume or str(found.path)
     refuse_other_run(saved_request(found), saved_state(found), request, named)
 
@@ -117,8 +136,17 @@ def go_on(
     *,
     parts: bool = False,
 ) -> GoingOn:
-    """Return how a run goes on from a checkpoint under a plan, with `data` of `num_samples`
-    samples; its layers part if it `parts`. Raises ConfigError where it cannot."""
+    """Compare a checkpoint with the model and the data of a run, and return how the run goes on.
+
+    found: the checkpoint.
+    request: the request of the run.
+    plan: the plan of the run.
+    num_samples: number of training samples in the run's data.
+    data: fingerprint of the run's data.
+    parts: whether layers that shared their weights part here.
+
+    Raises ConfigError where the run cannot go on.
+    """
     said = compared_model(found.path, request.model, plan, request.optimizer, parts)
     state, saved = saved_state(found), saved_request(found)
     of_data = compared_data(found.path, state, saved, request, num_samples, data)
@@ -126,7 +154,8 @@ def go_on(
 
 
 def saved_state(found: Resumed) -> CheckpointState:
-    """Return what `state.json` of a checkpoint says. Raises ConfigError."""
+    """Return the content of `state.json` of a checkpoint. Raises ConfigError where it cannot be
+    read, or is of another step than the manifest."""
     try:
         state = CheckpointState.read(found.path)
         if state.step != found.step:
@@ -138,7 +167,8 @@ def saved_state(found: Resumed) -> CheckpointState:
 
 
 def saved_request(found: Resumed) -> Request:
-    """Return what the run of a checkpoint was asked for. Raises ConfigError."""
+    """Return the request of the run that wrote a checkpoint. Raises ConfigError where it cannot be
+    read."""
     path = found.path / "request.json"
     try:
         return Request.from_json(read_text(path))
@@ -150,9 +180,11 @@ def saved_request(found: Resumed) -> Request:
 
 
 def phase_of(request: Request, found: Resumed | None) -> Request:
-    """Return the request of what comes next of a run: where its layers share their weights for a
-    time, with shared layers, or from a checkpoint on at which they part with layers of their
-    own."""
+    """Return the request of the next phase of a run whose layers share their weights for a time.
+
+    The layers stay shared up to the checkpoint at which they part, and have weights of their own
+    from there on. Any other request is returned unchanged.
+    """
     if not request.is_pseudo or found is None:
         return request
     at = request.train.delink_at
@@ -164,7 +196,7 @@ def phase_of(request: Request, found: Resumed | None) -> Request:
 
 
 def delinks(found: Resumed | None, request: Request) -> bool:
-    """Return whether the layers of `request` are those of a checkpoint in which they are shared,
-    and part."""
+    """Return whether shared layers part when `request` goes on from a checkpoint: the checkpoint's
+    layers share their weights, and the request's do not."""
     shared = found is not None and saved_request(found).model.share_layers
     return shared and not request.model.share_layers

@@ -1,7 +1,7 @@
-"""Hydra's command line, checked before Hydra runs: its complaints in our words, exit status 2.
+"""Check Hydra's command line before Hydra runs, with complaints in our words and exit status 2.
 
-Hydra itself then composes, sweeps and makes the directories. Owns the few rewritings that let a
-user's own model take arguments, and a strategy keys, that its config file does not list.
+Hydra itself then composes, sweeps and makes the directories. This file owns the few rewritings that
+let a user's own model take arguments, and a strategy keys, that its config file does not list.
 """
 
 from argparse import Namespace
@@ -47,15 +47,17 @@ _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
 def asks_version(arguments: Sequence[str]) -> bool:
-    """Return whether the command line has the flag `--version`, or the start of it that argparse
-    takes for it, among its flags."""
+    """Return whether the command line has the flag `--version`, or a beginning of it that argparse
+    accepts as that flag."""
     return any(len(text) > 2 and "--version".startswith(text) for text in arguments)
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with `model._target_=` standing for model=custom, and arguments of a
-    model's class and keys of a strategy, whose own readers know them, allowed though no file lists
-    them; overrides before flags, as Hydra wants them.
+    """Return the command line in the form that Hydra accepts, overrides before flags.
+
+    An override of `model._target_` without one of `model` stands for `model=custom`. Arguments of a
+    model's class, keys of a strategy and options of `sbatch` get a `++`, since no config file lists
+    them; their own readers check them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -71,7 +73,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     own_class = "model._target_" in keys and "model" not in keys
     custom = own_class or any(o.key_or_group == "model" and o.value() == "custom" for o in parsed)
     on_slurm = any(o.key_or_group == "launcher" and o.value() == "slurm" for o in parsed)
-    found = []
+    overrides = []
     for override in parsed:
         first, _, name = override.key_or_group.partition(".")
         text = str(override.input_line)
@@ -83,25 +85,25 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         if name and free and not override.is_delete():
             text = "++" + text.lstrip("+")
         if override.key_or_group == "strategy.graph" and not override.is_delete():
-            # A graph given whole is that graph: Hydra would merge it into the file's.
-            found.append("~strategy.graph")
-        found.append(text)
-    return [*(["model=custom"] if own_class else []), *found, *flags]
+            # A graph that is given whole replaces the file's, into which Hydra would merge it.
+            overrides.append("~strategy.graph")
+        overrides.append(text)
+    return [*(["model=custom"] if own_class else []), *overrides, *flags]
 
 
 def read_own_files(arguments: Sequence[str]) -> None:
-    """Have Hydra read the user's own files before the built-in ones."""
+    """Have Hydra read the user's own config files before the built-in ones."""
     options = _flags(arguments)
     parsed = [o for text in options.overrides if (o := read_override(text, []))]
     put_own_files_first(options.config_dir, parsed)
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Compose as Hydra will and read what it composes, before it makes any directory or calls
+    """Compose the config as Hydra will, and read it, before Hydra makes any directory or calls
     anything.
 
-    Of a sweep only what would stop all of it is refused here; its jobs are read one by one as
-    they run. Raises ConfigError with all faults found.
+    For a sweep, only faults that would stop all of it are raised here. Its jobs are read one by one
+    as they run. Raises ConfigError with all faults.
     """
     options = _flags(arguments)
     if options.shell_completion:
@@ -112,11 +114,11 @@ def check(arguments: Sequence[str]) -> None:
     with _hydra(options.config_dir, options.config_path):
         parsed = OverridesParser.create().parse_overrides(list(options.overrides))
         common = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
-        if shows:  # Hydra itself says what is wrong, but does what logging is said to
-            found = _attempt(name, common)
-            if isinstance(found, RequestError):
-                raise found
-            faults = code_faults(found) if isinstance(found, DictConfig) else []
+        if shows:  # Hydra reports faults itself, but first runs the logging config
+            attempt = _attempt(name, common)
+            if isinstance(attempt, RequestError):
+                raise attempt
+            faults = code_faults(attempt) if isinstance(attempt, DictConfig) else []
             if faults:
                 raise ConfigError(faults)
             return
@@ -149,7 +151,8 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return one job's config. Raises ConfigError with all faults of the overrides."""
+    """Return the config of one job, without Hydra's own part. Raises ConfigError with all faults of
+    the overrides."""
     with _hydra(None):
         config, faults = _compose("config", overrides)
     if config is None or faults:
@@ -159,8 +162,13 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def _hydra(config_dir: str | None, config_path: str | None = None) -> Iterator[None]:
-    """Hydra initialised as its command line will be, the user's own folder first; `config_path` is
-    where the primary config is, if not ours."""
+    """Initialise Hydra as its command line will, for the time of the context.
+
+    config_dir: the user's own folder of config files, which is searched first.
+    config_path: where the primary config is; None for the built-in one.
+
+    Raises ConfigError where either is not a folder.
+    """
     folders = (("--config-dir", config_dir), ("--config-path", config_path))
     for flag, given in folders:
         if given is not None and "://" not in given and not Path(given).absolute().is_dir():
@@ -180,12 +188,13 @@ def _hydra(config_dir: str | None, config_path: str | None = None) -> Iterator[N
 
 
 def _flags(arguments: Sequence[str]) -> Namespace:
-    """Hydra's flags; `overrides` may stand between them. Raises ConfigError for unknown ones."""
+    """Return the parsed flags of Hydra's command line. Overrides, in `overrides`, may stand between
+    flags. Raises ConfigError for unknown flags and for `--experimental-rerun`."""
     parser = get_args_parser()
     parser.prog = "whale-train"
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
-        # What stands behind an unknown flag is listed with it, and may be right.
+        # argparse lists the words behind an unknown flag as unknown too. They may be right.
         flags = [x for x in unknown if x.startswith("-")] or unknown
         raise ConfigError([Fault(x, "", "is not a flag", remedy_for_flag(x)) for x in flags])
     if options.experimental_rerun is not None:
@@ -197,10 +206,11 @@ def _flags(arguments: Sequence[str]) -> Namespace:
 
 
 def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:
-    """Return the config, Hydra's own part included, and what is wrong with the overrides.
+    """Return the config, with Hydra's own part, and the faults of the overrides.
 
-    What cannot be composed is left out, so that all of it is found: first of what chooses options,
-    then, value by value, of what is set in them. None where it is not an override that is wrong.
+    Overrides that cannot be composed are left out, so that all of their faults are found: first
+    those of overrides that choose an option, then, value by value, those of overrides that set a
+    key. The config is None where the fault is not in an override.
     """
     config = _attempt(name, overrides)
     if isinstance(config, DictConfig):
@@ -218,7 +228,7 @@ def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, li
         del choices[culprit]
     kept = list(choices)
     parts = [[override for override in parsed if not is_choice(override)]]
-    while parts:  # halves of what fails, in order
+    while parts:  # parts that fail are halved, in order
         part = parts.pop(0)
         attempt = _attempt(name, [*kept, *(str(override.input_line) for override in part)])
         if isinstance(attempt, DictConfig):
@@ -236,8 +246,14 @@ def _override_faults(
     config: DictConfig | None,
     overrides: Sequence[Override],
 ) -> list[Fault]:
-    """Return what is wrong with overrides, but with those below an option that does not exist: they
-    may be right."""
+    """Return the faults of overrides, from the errors that they raised.
+
+    errors: every wrong override and its error.
+    config: the config composed without them; None where there is none.
+    overrides: all overrides of the request.
+
+    Overrides of keys below an option that does not exist are left out, since they may be right.
+    """
     missing = {o.key_or_group for o, e in errors if isinstance(e, MissingConfigException)}
     chosen = {override.key_or_group for override in overrides}
     silent = missing if config is None else unread(missing, config, chosen)
@@ -252,8 +268,11 @@ def _override_faults(
 
 
 def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
-    """Return the config, or what composing it raises: Hydra, OmegaConf and what they are made of
-    meet values that they do not expect by errors of any kind."""
+    """Return the composed config, or the exception that composing raises.
+
+    Hydra, OmegaConf and the libraries below them raise errors of any kind for values that they do
+    not expect.
+    """
     try:
         config = compose(name, list(overrides), return_hydra_config=True)
     except Exception as error:
@@ -263,16 +282,17 @@ def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
 
 
 def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | None:
-    """Return the override without which `error` is not raised."""
+    """Return the index of the override without which `error` is not raised, or None where there is
+    no such override."""
     for i in range(len(overrides)):
-        found = _attempt(name, [*overrides[:i], *overrides[i + 1 :]])
-        if isinstance(found, DictConfig) or str(found) != str(error):
+        attempt = _attempt(name, [*overrides[:i], *overrides[i + 1 :]])
+        if isinstance(attempt, DictConfig) or str(attempt) != str(error):
             return i
     return None
 
 
 def _override_fault(override: Override, error: Exception, config: DictConfig | None) -> Fault:
-    """Hydra's complaint about one override, in our words."""
+    """Return Hydra's complaint about one override as a Fault, in our words."""
     key, value = override.key_or_group, value_of(override)
     said = " ".join(str(error).split())
     if isinstance(error, MissingConfigException):
@@ -292,7 +312,7 @@ def _override_fault(override: Override, error: Exception, config: DictConfig | N
         return Fault(key, value, "is not a key of the config", remedy_for(key, config))
     if said.startswith("Config group override must be"):
         return Fault(key, value, "is not the name of an option", f"write {key}=NAME")
-    if key == PARAMS or key.startswith(f"{PARAMS}."):  # which OmegaConf cannot update where null
+    if key == PARAMS or key.startswith(f"{PARAMS}."):  # OmegaConf cannot update a key below null
         rule = "is for config files, and cannot be given on the command line"
         return Fault(key, value, rule, "write the choices themselves, as -m seed=1,2")
     of_a_file = (yaml.YAMLError, OSError, ValueError, AssertionError)
@@ -304,7 +324,8 @@ def _override_fault(override: Override, error: Exception, config: DictConfig | N
 
 
 def _file_fault(error: Exception) -> Fault:
-    """Return what is wrong with a config file, the user's own."""
+    """Return the fault of one of the user's own config files, from the error that reading it
+    raised."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         rule = f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
@@ -318,20 +339,21 @@ def _file_fault(error: Exception) -> Fault:
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
+    """Return a copy of the config without Hydra's own part."""
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
 def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the strategies of these names as their files have them, Hydra being initialised.
-    Raises ConfigError for those that are none."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the strategies of these names, as their config files write them. Hydra has to be
+    initialised. Raises ConfigError for names that are no strategy."""
+    strategies: dict[str, dict[str, Any]] = {}
     faults = []
     for name in names:
         config = _attempt("config", [f"strategy={name}"])
         if isinstance(config, DictConfig):
             plain = OmegaConf.to_container(config.strategy, resolve=True)
             assert isinstance(plain, dict)
-            found[name] = {str(key): value for key, value in plain.items()}
+            strategies[name] = {str(key): value for key, value in plain.items()}
         elif isinstance(config, MissingConfigException) and config.options:
             remedy = nearest(name, config.options)
             faults.append(Fault("compare", name, "is not a strategy", remedy))
@@ -339,18 +361,21 @@ def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             faults.append(_file_fault(config))
     if faults:
         raise ConfigError(faults)
-    return found
+    return strategies
 
 
 def _request_faults(
     config: DictConfig, wrong: Sequence[Fault], overrides: Sequence[str]
 ) -> list[Fault]:
-    """Return the faults that reading the request will find, but those that what is `wrong` with its
-    overrides may have made."""
+    """Return the faults that reading the request raises.
+
+    wrong: the known faults of the overrides. Faults that these may have caused are left out.
+    overrides: the overrides as they were given.
+    """
     choices = config.hydra.runtime.choices
     names = {str(key): str(value) for key, value in choices.items() if value is not None}
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    # Hydra merges the options of a list into one that has no name.
+    # Hydra merges the options in a list into one section, which has no name of its own.
     several = [o for o in parsed if o.key_or_group in _GROUPS and isinstance(o.value(), list)]
     if several:
         rule, named = "is a list, and one option is read", [(o.key_or_group, o) for o in several]
@@ -368,8 +393,8 @@ def _request_faults(
 
 
 def _faults_of_export(overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:
-    """Return a fault for every override, but those that are `wrong` already, that says of an export
-    what its checkpoint says."""
+    """Return a fault for every override that has no effect on `mode=export`, since the checkpoint
+    determines it. Overrides with a fault in `wrong` are left out."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     known = {"mode", "checkpoint", "checkpoint.path", *(fault.key for fault in wrong)}
     others = [o for o in parsed if o.key_or_group not in known]

@@ -1,4 +1,4 @@
-"""The user's config files as Hydra reads them, within bounds."""
+"""Have Hydra read the user's config files within bounds."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -13,19 +13,21 @@ from whale_train.bounds import check_yaml
 
 
 class BoundedFiles(FileConfigSource):
-    """Hydra's folder of config files, each of which is looked at before it is made a config."""
+    """Hydra's source of config files in a folder. Every file is checked against the bounds before a
+    config is made of it."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the config of a file. Raises ConfigError for one that passes a bound, and what
-        Hydra raises."""
+        """Return the config of a file. Raises ConfigError for a file that passes a bound, and the
+        errors of Hydra's own source."""
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.exists():
-            with suppress(yaml.YAMLError):  # which Hydra will say of it, and where
+            with suppress(yaml.YAMLError):  # Hydra reports it, with its place
                 check_yaml(path)
         return super().load_config(config_path)
 
 
 def read_within_bounds() -> None:
-    """Have Hydra read folders of config files by `BoundedFiles`, from the next composing on."""
-    Plugins.instance()  # registers Hydra's own
+    """Have Hydra read folders of config files through `BoundedFiles`, from the next composition
+    on."""
+    Plugins.instance()  # registers Hydra's own sources
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = BoundedFiles

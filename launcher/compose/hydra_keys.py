@@ -1,8 +1,8 @@
-"""What the keys of Hydra's own part of a config may name: directories, names and choices, no code.
+"""Check that Hydra's own part of a config names directories, names and choices, and no code.
 
-Hydra calls what `_target_` names anywhere in its callbacks, launcher and sweeper, and Python's
-logging what a handler or formatter is said to be; both import what they are given. Allowed is what
-Hydra and the plugins installed for it register themselves, and logging to files and streams.
+Hydra calls any `_target_` in its callbacks, launcher and sweeper, and Python's logging calls the
+class of a handler or formatter. Both import what they are given. Allowed are the targets that Hydra
+and the plugins installed for it register themselves, and logging to files and streams.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from whale_train.errors import Fault, nearest, shortened
 from whale_train.validation import as_yaml
 
-# Called by Hydra (`_target_`) and by logging (`()` and `class`).
+# Sections in which Hydra calls targets (`_target_`), and in which logging does (`()`, `class`).
 _CALLED = ("callbacks", "launcher", "sweeper")
 _LOGGING = ("hydra_logging", "job_logging")
 _LOGGERS = (
@@ -34,8 +34,9 @@ _LOGGERS = (
 )
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 
-# Variables that a job may be given: those of libraries that read numbers and choices from them.
-# Others name what is loaded or run (LD_PRELOAD, PYTHONPATH, PATH, CXX, NCCL_NET_PLUGIN).
+# Prefixes of the environment variables that a config may set for a job. Libraries read numbers and
+# choices from them. Others name code that is run (LD_PRELOAD, PYTHONPATH, PATH, CXX,
+# NCCL_NET_PLUGIN).
 _VARIABLES = (
     *("OMP_", "MKL_NUM_THREADS", "KMP_", "OPENBLAS_NUM_THREADS", "NUMEXPR_", "GLOO_", "NCCL_"),
     *("TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS"),
@@ -51,7 +52,7 @@ _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def code_faults(config: DictConfig) -> list[Fault]:
-    """Return a fault for every key of `hydra` that names code which would be run; calls nothing."""
+    """Return a fault for every key of `hydra` that names code which would be run. Calls nothing."""
     hydra = config.hydra
     HydraConfig.instance().set_config(config)
     known = _registered()
@@ -64,7 +65,8 @@ def code_faults(config: DictConfig) -> list[Fault]:
         faults += _logging_faults(config, name)
     faults += _plugin_faults(hydra, "launcher", Launcher)
     faults += _plugin_faults(hydra, "sweeper", Sweeper)
-    copied = set(hydra.job.env_copy or ())  # has what the environment of the command has
+    # A copied variable keeps the value that it has in the environment of the command.
+    copied = set(hydra.job.env_copy or ())
     for name, value in (hydra.job.env_set or {}).items():
         if name not in copied:
             faults += _variable_faults(str(name), str(value))
@@ -73,7 +75,12 @@ def code_faults(config: DictConfig) -> list[Fault]:
 
 
 def _plugin_faults(hydra: DictConfig, name: str, kind: type) -> Iterator[Fault]:
-    """Yield the faults of Hydra's launcher or sweeper, but for a target that is refused already."""
+    """Yield the faults of Hydra's launcher or sweeper, except for a target that is refused already.
+
+    hydra: Hydra's own part of the config.
+    name: `launcher` or `sweeper`.
+    kind: the base class of such plugins.
+    """
     config, key = hydra.get(name), f"hydra.{name!s}"
     kinds = {f"{x.__module__}.{x.__name__}" for x in Plugins.instance().discover(kind)}
     target = config.get("_target_") if isinstance(config, DictConfig) else None
@@ -96,6 +103,7 @@ def _plugin_faults(hydra: DictConfig, name: str, kind: type) -> Iterator[Fault]:
 
 
 def _verbosity_faults(value: Any) -> Iterator[Fault]:
+    """Yield a fault where `hydra.verbose` is not true, false, or names of loggers."""
     names = value if isinstance(value, ListConfig) else [value]
     if not isinstance(value, bool) and not all(isinstance(x, str) for x in names):
         shown = as_yaml(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
@@ -104,7 +112,14 @@ def _verbosity_faults(value: Any) -> Iterator[Fault]:
 
 
 def _target_faults(node: Any, key: str, known: frozenset[str], is_called: bool) -> Iterator[Fault]:
-    """Yield the faults of targets in a node of the config, which Hydra calls or does not."""
+    """Yield the faults of the targets below a node of the config.
+
+    node: the node.
+    key: the path of the node, for messages.
+    known: the targets that are allowed.
+    is_called: whether Hydra calls targets in this part. Interpolations of mappings and lists are
+        refused there, since they may change what is called.
+    """
     if is_called and isinstance(node, DictConfig | ListConfig) and node._is_interpolation():
         rule = "is written elsewhere, and what it calls can change"
         yield Fault(key, str(node._value()), rule, "write it out here")
@@ -131,11 +146,12 @@ def _target_faults(node: Any, key: str, known: frozenset[str], is_called: bool) 
 
 
 def _is_known(node: Any, known: frozenset[str]) -> bool:
+    """Return whether the value written at a node is one of the `known` targets."""
     return _written(node) in known
 
 
 def _written(node: Any) -> Any:
-    """Return what is written at a node, its interpolations as they are."""
+    """Return the value written at a node, with its interpolations unresolved."""
     if isinstance(node, DictConfig | ListConfig):
         return OmegaConf.to_container(node, resolve=False)
     return node._value()
@@ -174,7 +190,8 @@ def _registered() -> frozenset[str]:
 
 
 def _logging_faults(config: DictConfig, name: str) -> Iterator[Fault]:
-    """Yield the faults of a description of logging, resolved as it will be in a job."""
+    """Yield the faults of a logging config, resolved as it will be in a job. `name` is
+    `hydra_logging` or `job_logging`."""
     hydra = config.hydra
     if OmegaConf.is_missing(hydra, name) or hydra[name] is None:
         return
@@ -204,6 +221,8 @@ def _logging_faults(config: DictConfig, name: str) -> Iterator[Fault]:
 
 
 def _logger_faults(value: Any, key: str) -> Iterator[Fault]:
+    """Yield a fault for every class and stream below `value` that logging would call or import and
+    that is not in the lists of allowed ones."""
     if isinstance(value, dict):
         for name, item in value.items():
             inside = f"{key}.{name}"
@@ -221,6 +240,8 @@ def _logger_faults(value: Any, key: str) -> Iterator[Fault]:
 
 
 def _variable_faults(name: str, value: str) -> Iterator[Fault]:
+    """Yield a fault where an environment variable that the config sets is not one of those that
+    hold numbers and choices."""
     is_number_or_choice = name.startswith(_VARIABLES) and not any(x in name for x in _LOADED)
     if not (is_number_or_choice and name.isidentifier() and "\0" not in value):
         rule = "is no variable that a config may set: others name code that is run"

@@ -1,7 +1,7 @@
-"""How much the interpolations of a config stand for, counted before any is resolved.
+"""Bound the size of what a config's interpolations stand for, before any is resolved.
 
-OmegaConf resolves each anew wherever it is named, so that `a: ${b}${b}`, `b: ${c}${c}` and so on
-double at every step.
+OmegaConf resolves an interpolation anew wherever it is named, so that `a: ${b}${b}`, `b: ${c}${c}`
+and so on double at every step.
 """
 
 import re
@@ -14,11 +14,12 @@ from whale_train.errors import Fault, shortened
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _PARTS = re.compile(r"[^.\[\]]+")
-_CHARACTERS = 100  # of a text that count as a value
+_CHARACTERS = 100  # number of characters of a text that count as one more value
 
 
 def interpolation_faults(config: DictConfig) -> list[Fault]:
-    """Return a fault for every key whose interpolations stand for more values than are read."""
+    """Return a fault where a key's interpolations stand for more than MOST_VALUES values. Only the
+    first such key has one, since the others name it or are named by it."""
     plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
     weights = _Weights(plain)
     faults: list[Fault] = []
@@ -28,11 +29,12 @@ def interpolation_faults(config: DictConfig) -> list[Fault]:
             rule = f"stands for {values:,} values, and at most {MOST_VALUES:,} are read"
             remedy = "write less, or what it stands for"
             faults.append(Fault(".".join(path), shortened(text), rule, remedy))
-    return faults[:1]  # the others name it, or are named by it
+    return faults[:1]  # other keys name the first, or are named by it
 
 
 def _interpolations(value: Any, path: tuple[str, ...]) -> Any:
-    """Yield (path, text) of every text with an interpolation."""
+    """Yield (path, text) for every text below `value` that has an interpolation. `path` is that of
+    `value`."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
@@ -42,20 +44,22 @@ def _interpolations(value: Any, path: tuple[str, ...]) -> Any:
 
 
 class _Weights:
-    """The values that parts of a config stand for; of a part that names itself, nothing."""
+    """The number of values that each part of a config stands for. A part that names itself counts
+    as 0 there."""
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
         self.known: dict[tuple[str, ...], int] = {}
 
     def of(self, value: Any, path: tuple[str, ...]) -> int:
-        """Return the values that `value`, which is at `path`, stands for."""
+        """Return the number of values that `value`, which is at `path`, stands for."""
         if path not in self.known:
             self.known[path] = 0
             self.known[path] = self._counted(value, path)
         return self.known[path]
 
     def _counted(self, value: Any, path: tuple[str, ...]) -> int:
+        """Return the same number for a `value` that was not counted before."""
         if isinstance(value, dict | list):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             return 1 + sum(self.of(item, (*path, str(key))) for key, item in items)
@@ -68,7 +72,8 @@ class _Weights:
         return total
 
     def _named(self, text: str, path: tuple[str, ...]) -> int:
-        """Return what a reference stands for, or the arguments of a resolver that are some."""
+        """Return the number of values that the interpolation `text` stands for. For a resolver, it
+        is the sum over its arguments, and at least 1."""
         _, _, arguments = text.partition(":")
         if ":" in text:
             return sum(self._named(argument, path) for argument in arguments.split(",")) or 1

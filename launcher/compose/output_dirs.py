@@ -1,4 +1,4 @@
-"""The directories that Hydra makes for a run or a sweep, looked at before it makes any."""
+"""Check the directories that Hydra makes for a run or a sweep, before it makes any."""
 
 import os
 import tempfile
@@ -12,13 +12,19 @@ from whale_train.config import AUTO
 from whale_train.errors import Fault, shortened
 from whale_train.launcher.ranks.run_dir import taken_by
 
-# What a run writes inside is no longer than that: checkpoints/step_N/optimizer/..., logs/...
+# The longest path below a run directory: checkpoints/step_N/optimizer/..., logs/...
 _INSIDE_BYTES = 256
 _NAME_BYTES, _PATH_BYTES = 255, 4096  # NAME_MAX and PATH_MAX of limits.h, the NUL included
 
 
 def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
-    """Return what is wrong with the directories Hydra will make; `job` is its number in a sweep."""
+    """Return the faults of the directories that Hydra will make.
+
+    config: the composed config, with Hydra's own part.
+    job: the number of the job in a sweep; None for a single run.
+
+    A directory that holds a run is no fault where `train.resume=auto`.
+    """
     key = "hydra.run.dir" if job is None else "hydra.sweep.dir"
     HydraConfig.instance().set_config(config)
     try:
@@ -47,7 +53,8 @@ def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
 
 
 def _path_faults(path: Path, key: str, shown: str) -> list[Fault]:
-    """Return why no system call would take a path."""
+    """Return the fault of a path that no system call would take: with a NUL, not in UTF-8, or too
+    long."""
     rule = ""
     try:
         written = os.fsencode(path)
@@ -66,7 +73,7 @@ def _path_faults(path: Path, key: str, shown: str) -> list[Fault]:
 
 
 def _unwritable(path: Path, key: str, shown: str) -> list[Fault]:
-    """Return why a directory cannot be made, and files in it."""
+    """Return the fault of a directory that cannot be made, or in which no file can be written."""
     try:
         existing = next(folder for folder in (path, *path.parents) if folder.exists())
         with tempfile.TemporaryFile(dir=existing):

@@ -1,4 +1,4 @@
-"""One override of the command line, read by Hydra's grammar, or what is wrong with its text."""
+"""Read one override of the command line by Hydra's grammar, or find the fault of its text."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ _BARE = re.compile(r"[\w/\-+.$%*@?|]")
 
 
 def read_override(text: str, faults: list[Fault]) -> Override | None:
-    """Return an override; None when it is a fault."""
+    """Return the parsed override, or None after adding its fault to `faults`."""
     if "=" not in text and not text.startswith("~"):
         instead = known_elsewhere(text)
         remedy = f"write {text}=VALUE" if instead is None else instead.remedy
@@ -41,8 +41,11 @@ def read_override(text: str, faults: list[Fault]) -> Override | None:
 
 
 def _without_quoted_keys(text: str) -> str | None:
-    """Return an override whose mappings' keys have no quotes, as YAML and JSON allow them and Hydra
-    does not; None where that cannot be read either, or changes nothing."""
+    """Return the override `text` with the quotes around keys of its mappings removed.
+
+    YAML and JSON allow such quotes, and Hydra does not. Returns None where the text cannot be read
+    without them either, or has none.
+    """
 
     def plain(match: re.Match[str]) -> str:
         key = "".join(x if _BARE.match(x) else f"\\{x}" for x in match[2])

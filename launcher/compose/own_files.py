@@ -1,8 +1,8 @@
-"""Config files of the user's own: read first, by Hydra's search path, and what is said of them.
+"""Have Hydra read the user's own config files first, and write the plan's notes about them.
 
-Hydra reads what an application brings before the folder of `--config-dir` and those of
-`hydra.searchpath`. Here these come first, so that a file of theirs is what its name means. Which
-keys there are is the application's: its `config.yaml` stays the primary config.
+Hydra reads the files of an application before the folder of `--config-dir` and those of
+`hydra.searchpath`. Here the user's files come first, so that a name means the user's file. The
+application determines which keys there are: its `config.yaml` stays the primary config.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from whale_train.launcher.compose.config_files import BoundedFiles
 from whale_train.strategies.plan.plan import Decision
 
 PRIMARY = "config"  # the name of the primary config, which is not the user's to replace
-_BUILT_IN = ("main", "hydra", "schema")  # who provides what is no file of the user's own
+_BUILT_IN = ("main", "hydra", "schema")  # providers of files that are not the user's own
 _OWN = "own"
 
 
 class _OwnFiles(BoundedFiles):  # type: ignore[misc, unused-ignore]
-    """A folder without its primary config."""
+    """A folder of config files, without a primary config."""
 
     @staticmethod
     def scheme() -> str:
@@ -41,7 +41,7 @@ class _OwnFiles(BoundedFiles):  # type: ignore[misc, unused-ignore]
 
 
 class _OwnPackage(ImportlibResourcesConfigSource):  # type: ignore[misc, unused-ignore]
-    """A package without its primary config."""
+    """A package of config files, without a primary config."""
 
     @staticmethod
     def scheme() -> str:
@@ -52,8 +52,12 @@ class _OwnPackage(ImportlibResourcesConfigSource):  # type: ignore[misc, unused-
 
 
 def put_own_files_first(config_dir: str | None, overrides: Sequence[Override]) -> None:
-    """Have Hydra, in this process, read the files of `--config-dir`, and then those of the folders
-    and packages that an override of `hydra.searchpath` lists, before the built-in ones."""
+    """Have Hydra, in this process, read the user's own files before the built-in ones.
+
+    config_dir: the folder of `--config-dir`, which is read first; None where there is none.
+    overrides: all overrides. The folders and packages that one of `hydra.searchpath` lists are read
+        next.
+    """
     folders = [] if config_dir is None else [f"own-file://{Path(config_dir).absolute()}"]
     for override in overrides:
         value = override.value() if override.key_or_group == "hydra.searchpath" else None
@@ -76,8 +80,11 @@ def put_own_files_first(config_dir: str | None, overrides: Sequence[Override]) -
 
 
 def said_of_own_files(hydra: Any) -> tuple[Decision, ...]:
-    """Return what a plan says of the user's own files that have the name of a built-in one which
-    this job means. `hydra` is Hydra's part of the job's config; Hydra is initialised."""
+    """Return the plan's notes about own files that have the name of a built-in file which this job
+    uses.
+
+    hydra: Hydra's own part of the job's config. Hydra has to be initialised.
+    """
     if all(source.provider in _BUILT_IN for source in hydra.runtime.config_sources):
         return ()
     loader = GlobalHydra.instance().config_loader()
@@ -112,14 +119,17 @@ _OF_PRIMARY = (
 
 
 def _source(schema: str, provider: str, path: str) -> ConfigSource | None:
+    """Return Hydra's source of config files at a path, or None for a kind of source that is not
+    registered here."""
     try:
         return SourcesRegistry.instance().resolve(schema)(provider, f"{schema}://{path}")
-    except ValueError:  # a kind of source that nothing here knows
+    except ValueError:  # a kind of source that is not registered
         return None
 
 
 def _path(source: ConfigSource, config_path: str) -> str:
-    """Return the path of a config as a user knows it: relative, where it is below this folder."""
+    """Return the path of a config as a user knows it: relative where it is below the working
+    directory."""
     if not source.scheme().endswith("file"):
         return f"{source.path}/{config_path}.yaml"
     path = Path(source.path, f"{config_path}.yaml")

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: the product of the choices that the command line and a config file give."""
+"""Expand a sweep into jobs: the product of the choices on the command line and in a config file."""
 
 from collections.abc import Iterable, Sequence
 from math import ceil, prod
@@ -12,17 +12,17 @@ from omegaconf import DictConfig
 
 from whale_train.errors import ConfigError, Fault
 
-MOST_JOBS = 1_000  # of a sweep
+MOST_JOBS = 1_000  # the most jobs of a sweep
 PARAMS = "hydra.sweeper.params"
 
 
 def value_of(override: Override) -> str:
-    """Return what was written after the equals sign."""
+    """Return the text behind the equals sign of an override."""
     return str(override.input_line).partition("=")[2]
 
 
 def refuse_swept(overrides: Iterable[Override]) -> None:
-    """Refuse several values for one run."""
+    """Raise ConfigError for overrides that give several values to one run."""
     rule = "gives several values to one run"
     faults = [
         Fault(o.key_or_group, value_of(o), rule, f"add -m to sweep, or give one {_kind(o)}")
@@ -34,9 +34,13 @@ def refuse_swept(overrides: Iterable[Override]) -> None:
 
 
 def jobs(config: DictConfig | None, overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep, in Hydra's order. `config` is what all jobs have
-    in common, which may have choices too (`hydra.sweeper.params`). Raises ConfigError for choices
-    that cannot be swept, and for more jobs than MOST_JOBS."""
+    """Return the overrides of each job of a sweep, in Hydra's order.
+
+    config: the config that all jobs share, which may have choices too (`hydra.sweeper.params`).
+    overrides: the overrides of the command line.
+
+    Raises ConfigError for choices that cannot be swept, and for more jobs than MOST_JOBS.
+    """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed = {o.get_key_element(): o for o in [*_params(config, parser), *_all(parser, overrides)]}
     numbers = []
@@ -51,27 +55,29 @@ def jobs(config: DictConfig | None, overrides: Sequence[str]) -> list[list[str]]
         rule = f"makes a sweep of {prod(numbers):,} jobs, and at most {MOST_JOBS:,} are swept"
         remedy = "sweep fewer values, or in several commands"
         raise ConfigError([Fault(widest.key_or_group, value_of(widest), rule, remedy)])
-    found: list[list[str]] = [[]]
+    combinations: list[list[str]] = [[]]
     for key, override in parsed.items():
         choices = [str(override.input_line)]
         if override.is_sweep_override():
             choices = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        found = [[*job, choice] for job in found for choice in choices]
-    return found
+        combinations = [[*job, choice] for job in combinations for choice in choices]
+    return combinations
 
 
 def _all(parser: OverridesParser, overrides: Sequence[str]) -> list[Override]:
+    """Return the overrides of the command line, parsed."""
     return list(parser.parse_overrides(list(overrides)))
 
 
 def _params(config: DictConfig | None, parser: OverridesParser) -> list[Override]:
-    """Return the choices that a config file gives. Raises ConfigError for what is none."""
+    """Return the choices in a config file's `hydra.sweeper.params`. Raises ConfigError where one
+    cannot be parsed."""
     sweeper: Any = None if config is None else config.hydra.get("sweeper")
     params = sweeper.get("params") if isinstance(sweeper, DictConfig) else None
-    found, faults = [], []
+    choices, faults = [], []
     for key, value in (params or {}).items():
         try:
-            found += parser.parse_overrides([f"{key}={value}"])
+            choices += parser.parse_overrides([f"{key}={value}"])
         except HydraException as error:
             reason = str(error).splitlines()[0].rpartition("Exception: ")[2].rstrip(".:")
             remedy = "write values as on the command line, as '1,2'"
@@ -80,11 +86,12 @@ def _params(config: DictConfig | None, parser: OverridesParser) -> list[Override
             )
     if faults:
         raise ConfigError(faults)
-    return found
+    return choices
 
 
 def _choices(override: Override) -> int:
-    """Return how many values an override gives, without making them."""
+    """Return the number of values that an override gives. A range is not expanded for that; one
+    with step 0 counts as more than MOST_JOBS."""
     value = override.value()
     if isinstance(value, RangeSweep):
         start, stop, step = (float(x or 0) for x in (value.start, value.stop, value.step))
@@ -95,4 +102,5 @@ def _choices(override: Override) -> int:
 
 
 def _kind(override: Override) -> str:
+    """Return the word for what an override chooses: a value of a key, or an option of a group."""
     return "value" if "." in override.key_or_group else "option"

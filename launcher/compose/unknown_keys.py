@@ -1,7 +1,7 @@
-"""Keys that a config does not have: what was meant, and what can be said of the rest.
+"""Find the remedy for keys that a config does not have, and the faults that follow from them.
 
-A suggestion names only what this request may set: keys of the options that are chosen, of the
-mode that is asked for; or else the option that has the key.
+A remedy names only keys that this request may set: keys of the chosen options, in the requested
+mode. Failing that, it names the option that has the key.
 """
 
 import re
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from whale_train.errors import Fault, closest, listed
 from whale_train.other_trainers import known_elsewhere
 
-# What a file of a group says of itself, which choosing another file changes.
+# Keys by which a file of a group identifies itself. Choosing another file changes them.
 _OF_FILES = ("kind", "name", "_target_")
 _MODES = {
     "compare": ("plan",),
@@ -30,8 +30,11 @@ _NO_GROUPS = ("train", "verify", "checkpoint")  # sections that no name can be g
 
 
 def remedy_for(key: str, config: DictConfig | None) -> str:
-    """Return the remedy for a key that `config`, of which the rest of the request is composed, does
-    not have. Hydra is initialised; None is a request that cannot be composed."""
+    """Return the remedy for a key that the config does not have. Hydra has to be initialised.
+
+    key: the unknown key.
+    config: the config of the rest of the request; None where that cannot be composed.
+    """
     if config is None:
         return "see whale-train --cfg job for all keys"
     mode = OmegaConf.select(config, "mode")
@@ -61,7 +64,8 @@ def remedy_for_flag(text: str) -> str:
 
 
 def is_choice(override: Override) -> bool:
-    """Return whether an override chooses the option of a group, or says where files are."""
+    """Return whether an override chooses the option of a group, or names folders of config
+    files."""
     sources = GlobalHydra.instance().config_loader().get_sources()
     group = override.key_or_group
     is_group = any(source.is_group(group) for source in sources if source.available())
@@ -69,9 +73,13 @@ def is_choice(override: Override) -> bool:
 
 
 def unread(missing: Iterable[str], config: DictConfig, chosen: Collection[str]) -> set[str]:
-    """Return the sections of `config` of which nothing can be said, as the options of the groups
-    `missing` are none: these groups, and where one of them may choose others' options, as an
-    experiment does, all groups that are not `chosen` by themselves."""
+    """Return the sections of `config` that cannot be checked because an option does not exist.
+
+    missing: the groups whose chosen option does not exist. They are among the sections returned.
+    config: the config composed without these choices.
+    chosen: the keys that the request sets. Where a missing option may choose options of other
+        groups, as an experiment does, all groups that are not among these are returned too.
+    """
     groups = {str(key) for key in config.hydra.runtime.choices if "/" not in str(key)}
     sections = groups & {str(key) for key in config}
     missing = set(missing)
@@ -82,8 +90,15 @@ def unread(missing: Iterable[str], config: DictConfig, chosen: Collection[str]) 
 def without_doubtful(
     faults: Iterable[Fault], unknown: Iterable[Fault], given: Collection[str]
 ) -> list[Fault]:
-    """Return the faults but those that name a key that one of the `unknown` keys was perhaps meant
-    to be, where the request has not `given` it as well: they go by a value that nobody wants."""
+    """Return the faults that do not follow from a mistyped key.
+
+    faults: all faults of the request.
+    unknown: the faults of unknown keys. Each remedy names the keys that may have been meant.
+    given: the keys that the request sets.
+
+    A fault that names a key which was perhaps meant, and which is not `given` as well, is left out:
+    it concerns a value that nobody wants.
+    """
     words = {word for fault in unknown for word in re.findall(_WORD, fault.remedy)}
     meant = {word for word in words if "." in word or word in ("checkpoint", "seed", "mode")}
     meant -= set(given)
@@ -91,7 +106,8 @@ def without_doubtful(
 
 
 def _settable(config: DictConfig, mode: object) -> list[str]:
-    """Return the keys that a request of this mode may set, and what is often set of Hydra's own."""
+    """Return the keys that a request of this mode may set, and the keys of Hydra's own that are
+    often set."""
     if mode == "export":
         return ["mode", "checkpoint", "hydra.run.dir"]
     keys: list[str] = []
@@ -115,8 +131,11 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
 
 
 def _spelled(key: str, keys: Collection[str]) -> str | None:
-    """Return the key that a mistyped one was meant to be: of its own section, by its last name; or
-    of a mistyped section."""
+    """Return the key that a mistyped one was meant to be, or None.
+
+    Compared is the last name, among the keys of the same section. Where the section is mistyped
+    too, the whole key is compared.
+    """
     section, _, name = key.rpartition(".")
     if section and any(x.startswith(f"{section}.") for x in keys):
         beside = {x.rpartition(".")[2]: x for x in keys if x.rpartition(".")[0] == section}
@@ -129,19 +148,19 @@ def _spelled(key: str, keys: Collection[str]) -> str | None:
 
 
 def _alike(name: str, other: str) -> bool:
-    """Return whether one name may be the other mistyped: they begin alike, or have the same
-    letters, and are about equally long."""
+    """Return whether one name may be the other one mistyped: both have the same letters, or
+    difflib's ratio of the two is at least 0.7."""
     if sorted(name) == sorted(other):
         return True
     return bool(get_close_matches(name, [other], cutoff=0.7))
 
 
 def _options_with(key: str) -> list[str]:
-    """Return the options, as GROUP=OPTION, whose files have a key that the chosen one lacks."""
+    """Return the options, as GROUP=OPTION, whose files have a key that the chosen option lacks."""
     group, _, rest = key.partition(".")
     loader = GlobalHydra.instance().config_loader()
     named = rest and group != "hydra"
-    found = []
+    options = []
     for option in loader.get_group_options(group, ObjectType.CONFIG) if named else []:
         path = f"{group}/{option}"
         source = next((s for s in loader.get_sources() if s.is_config(path)), None)
@@ -150,11 +169,12 @@ def _options_with(key: str) -> list[str]:
         except Exception:  # a file of the user's own that cannot be read has no key
             continue
         if isinstance(written, DictConfig) and rest.split(".")[0] in list(written):
-            found.append(f"{group}={option}")
-    return found
+            options.append(f"{group}={option}")
+    return options
 
 
 def _any_of(options: list[str], most: int = 4) -> str:
+    """Return `GROUP=A, B` for options of one group, shortened to `most` names."""
     group = options[0].partition("=")[0]
     names = [option.partition("=")[2] for option in options]
     return f"{group}={listed(names, most)}"

@@ -1,4 +1,5 @@
-"""`mode=calibrate`: this machine's devices and links measured, and the figures kept for plans."""
+"""Run `mode=calibrate`: measure this machine's devices and links, and keep the figures for
+plans."""
 
 import json
 from collections import Counter
@@ -33,7 +34,7 @@ from whale_train.strategies.hardware.cluster import Cluster, Link
 
 _MODEL = {"_target_": "whale_train.models.class_head.ClassHead", "num_classes": 10}
 _DATA = {"kind": "classes", "num_classes": 10, "num_samples": 1000}
-_SAMPLES = 1000  # of which every rank has some
+_SAMPLES = 1000  # enough for every rank to have some
 
 
 def calibrate(
@@ -43,8 +44,11 @@ def calibrate(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Have ranks measure the devices that are here, or on the hosts they were started on; keep and
-    show the figures."""
+    """Have ranks measure their devices and links, then keep and show the figures.
+
+    The devices are those of this host, or of the hosts on which others started ranks (`place`). On
+    CPUs, only as many processes measure as there are cores for.
+    """
     request = measuring(request)
     run_dir = make_run_dir(request, run_dir)
     process = JobProcess(run_dir, place)
@@ -73,8 +77,11 @@ def calibrate(
 
 
 def measuring(request: Request, devices: int | None = None) -> Request:
-    """Return the request whose ranks measure: on the same devices (or so many of them), with a
-    model that is in nobody's way and a copy of it on each."""
+    """Return the request of the ranks that measure.
+
+    It asks for the same devices, or for `devices` of them, each with a copy of a tiny model that
+    does not disturb the measurement.
+    """
     data: TypeAdapter[DataOptions] = TypeAdapter(DataOptions)
     train = {"global_batch": _SAMPLES, "accumulate": 1, "trace": False, "evaluate_every": None}
     return request.model_copy(
@@ -89,13 +96,16 @@ def measuring(request: Request, devices: int | None = None) -> Request:
 
 
 def at_once(cluster: Cluster) -> int:
-    """Return how many devices measure: as many processes as there are processors for. More would
-    measure how they wait for each other, which plans count by themselves."""
+    """Return the number of devices that measure at once, at most one process for each processor.
+
+    More processes would measure how they wait for each other, which plans account for by
+    themselves.
+    """
     return max(1, int(min(len(cluster.devices), cluster.processors)))
 
 
 def refuse_others(resolved: Resolved) -> None:
-    """Raise ConfigError where the inventory's devices are not those that are here."""
+    """Raise ConfigError where the inventory's devices are not here."""
     if resolved.emulated:
         rule = f"measures the devices that are here, and those of hardware={resolved.cluster.name} "
         rule += "are others"
@@ -103,40 +113,56 @@ def refuse_others(resolved: Resolved) -> None:
 
 
 def announced(cluster: Cluster, count: int, threads_of: Callable[[int], int]) -> str:
-    """Return the line that says who measures (`count` devices of `cluster`), and how long that is
-    waited for. So many of its processes have `threads_of` them each."""
+    """Return the line that announces a calibration: its devices, and how long it takes.
+
+    cluster: the devices of the request.
+    count: number of its first devices that measure.
+    threads_of: maps a number of processes to the number of threads that each of them has.
+    """
     kinds = Counter(device.name for device in cluster.first(count).devices)
     said = "measuring " + " and ".join(f"{number} x {kind}" for kind, number in kinds.items())
-    each, alone = threads_of(count), threads_of(1)
-    if cluster.on_cpu and each != alone:
-        said += f", {_in_threads(each)}, in turns with one that has {alone}"
+    threads_each, alone = threads_of(count), threads_of(1)
+    if cluster.on_cpu and threads_each != alone:
+        said += f", {_in_threads(threads_each)}, in turns with one that has {alone}"
     across = len({node.at for node in cluster.nodes}) > 1
     return f"{said}: {'a minute or two' if across else 'less than a minute'}"
 
 
 def _in_threads(threads: int) -> str:
+    """Return the number of threads of each process, in words."""
     return f"{threads} thread{'s' if threads > 1 else ''} each"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What ranks measured: devices, and the files that it is kept in, and the network."""
+    """The measurements of all ranks.
+
+    devices: the calibration of each kind of device, and the file in which it is kept.
+    network: the link between hosts; None on one host.
+    """
 
     devices: tuple[tuple[Calibration, Path], ...]
     network: Link | None
 
 
 def kept_of(run_dir: Path) -> Measured:
-    """Return what the ranks measured, a file a kind of device."""
+    """Return the measurements in `calibration.json` of a run directory, after keeping them in a
+    file for each kind of device."""
     written = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))
-    found = (Calibration.from_mapping(each) for each in written["devices"])
+    calibrations = (Calibration.from_mapping(mapping) for mapping in written["devices"])
     network = written["network"] and Link(**written["network"])
-    return Measured(tuple((calibration, keep(calibration)) for calibration in found), network)
+    return Measured(
+        tuple((calibration, keep(calibration)) for calibration in calibrations), network
+    )
 
 
 def show(found: Measured, console: Console) -> None:
-    """Print a table for each kind of device: a line a kind of operation, then the links; and what
-    joins the hosts, as an inventory has it. Fits 60 columns and more."""
+    """Print a table for each kind of device, then the network between hosts in the form of an
+    inventory.
+
+    A table has a line for each kind of operation, followed by the links. It fits 60 columns and
+    more.
+    """
     for calibration, path in found.devices:
         console.print(Portable(_view(calibration, path)))
     if found.network is not None:
@@ -150,6 +176,7 @@ def show(found: Measured, console: Console) -> None:
 
 
 def _view(calibration: Calibration, path: Path) -> Group:
+    """Return the table of one kind of device, its links, and the file in which they are kept."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("operation")
     for name in ("each", "FLOP/s", "bytes/s"):
@@ -175,12 +202,14 @@ def _view(calibration: Calibration, path: Path) -> Group:
 
 
 def _links(calibration: Calibration) -> list[tuple[str, Link]]:
+    """Return the measured links of a calibration, by name."""
     pairs = (("link", calibration.link), ("shared memory", calibration.shared_memory))
     return [(name, link) for name, link in pairs if link is not None]
 
 
-_REACHED = 1e25  # rates beyond are no limits
+_REACHED = 1e25  # a rate above this limits nothing
 
 
 def _rate(rate: float) -> str:
+    """Return a rate, in FLOP/s or bytes/s, as text in units of 1e9; `-` where it is no limit."""
     return f"{rate / 1e9:,.2f} G" if rate < _REACHED else "-"

@@ -1,5 +1,7 @@
-"""`mode=export`, and the end of a run that died after its last step: the weights of a checkpoint as
-a folder that others open."""
+"""Run `mode=export`: write the weights of a checkpoint as a folder that other programs open.
+
+A run that died after its last step is ended in the same way.
+"""
 
 from pathlib import Path
 
@@ -25,18 +27,24 @@ from whale_train.launcher.ui.terminal import Portable
 
 
 def export(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
-    """Export the checkpoint that the request names into its own run directory. Raises ConfigError
-    for one that is not whole, or a model that cannot be built here."""
+    """Export the checkpoint that the request names into the request's run directory.
+
+    Raises ConfigError for a checkpoint that is not whole, and for a model that cannot be built
+    here.
+    """
     assert request.checkpoint.path is not None
-    found = checkpoint_at(request.checkpoint.path, "checkpoint")
-    say_passed_over(found, console)
+    checkpoint = checkpoint_at(request.checkpoint.path, "checkpoint")
+    say_passed_over(checkpoint, console)
     run_dir = make_run_dir(request, run_dir)
-    return export_into(run_dir, found, console, signals)
+    return export_into(run_dir, checkpoint, console, signals)
 
 
 def export_into(run_dir: Path, found: Resumed, console: Console, signals: StopSignals) -> JobEnd:
-    """Make the folder of weights of a run directory from a checkpoint."""
-    from whale_train.models.build import load_class  # and with it torch
+    """Write the folder of weights of a run directory from the checkpoint `found`.
+
+    Raises ConfigError as `export` does. Returns the end of the job.
+    """
+    from whale_train.models.build import load_class  # which imports torch
 
     load_class(saved_request(found).model)
     try:

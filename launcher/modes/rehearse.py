@@ -1,5 +1,5 @@
-"""`mode=rehearse`, and the verdict of `mode=plan rehearse=true`: every rank's step gone through
-without its device."""
+"""Run `mode=rehearse`, and the verdict of `mode=plan rehearse=true`: go through the step of every
+rank without its device."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def refuse_other_ranks(request: Request, plan: Plan) -> None:
-    """Raise ConfigError where ranks are to be rehearsed that the plan has not."""
+    """Raise ConfigError where the request rehearses ranks that the plan does not have."""
     asked = request.rehearse if isinstance(request.rehearse, tuple) else ()
     others = [rank for rank in asked if rank >= plan.world_size]
     if others:
@@ -27,8 +27,11 @@ def refuse_other_ranks(request: Request, plan: Plan) -> None:
 
 
 def rehearse(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
-    """Rehearse the plan of a run directory, and show what came of it: all of it for
-    `mode=rehearse`, else the verdict and what is wrong."""
+    """Rehearse the plan of a run directory, and show the outcome.
+
+    `mode=rehearse` shows all of it. Any other mode shows the verdict, and the rest only where
+    something is wrong.
+    """
     console.print(Text("rehearsing its ranks, without their devices"))
     ranks = request.rehearse
     asked = "kinds" if isinstance(ranks, bool) else ranks
@@ -36,8 +39,10 @@ def rehearse(request: Request, run_dir: Path, console: Console, signals: StopSig
     ended = run_alone(run_dir, (*REHEARSE_PROGRAM, "--ranks", said), signals)
     if ended is not None:
         return ended
-    found = Rehearsal.from_json((run_dir / FILE).read_text(encoding="utf-8"))
-    if request.mode == "rehearse" or not found.is_clean:
-        console.print(Portable(rehearsal_view(found)))
-    console.print(Text(verdict(found), style="green" if found.is_clean else "red"), soft_wrap=True)
-    return JobEnd("done" if found.is_clean else "failed", run_dir)
+    rehearsal = Rehearsal.from_json((run_dir / FILE).read_text(encoding="utf-8"))
+    if request.mode == "rehearse" or not rehearsal.is_clean:
+        console.print(Portable(rehearsal_view(rehearsal)))
+    console.print(
+        Text(verdict(rehearsal), style="green" if rehearsal.is_clean else "red"), soft_wrap=True
+    )
+    return JobEnd("done" if rehearsal.is_clean else "failed", run_dir)

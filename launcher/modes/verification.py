@@ -1,7 +1,7 @@
-"""What a verification comes to: every difference, and the verdict.
+"""Hold the outcome of a verification: every difference, and the verdict.
 
-Owns how far rounding excuses a difference (`MARGIN`), and `verify.json`; the differences are
-launcher/modes/compare_runs.py's.
+This file owns how far rounding excuses a difference (`MARGIN`), and `verify.json`. The differences
+are computed by launcher/modes/compare_runs.py.
 """
 
 import math
@@ -9,20 +9,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# A plan may differ from one process by so many times what the worst of `ROUNDED_RUNS` runs with
-# other roundings does. Their noise is several roundings', so that it is rarely less than a plan's.
+# A plan may differ from one process by MARGIN times the difference of the worst of ROUNDED_RUNS
+# runs with other roundings. Their noise is that of several roundings, so that it is rarely less
+# than a plan's.
 MARGIN, ROUNDED_RUNS = 2.0, 3
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far `what` of `path` (a parameter; empty for the model's) is off at most.
+    """The largest difference between the plan's run and one process, in one figure or tensor.
 
-    `what` is `loss`, `gradient norm`, `initial value`, `gradient`, `update`, `buffer` or `frozen
-    parameter`; `step` counts from 1 where it is of one step, an update up to it. `difference` and
-    `largest` (the reference's largest element) are in its own unit; `of_allowed` is the largest
-    quotient of a difference and what is allowed there, up to 1 when equal. `apart` is how far
-    copies of it are from each other.
+    path: the parameter or buffer; '' for a figure of the whole model.
+    what: `loss`, `gradient norm`, `initial value`, `gradient`, `update`, `buffer` or `frozen
+        parameter`.
+    step: the step, from 1; for an update, the step up to which it goes; None where it has none.
+    difference: the difference, in the unit of what is compared.
+    largest: the largest element of the reference, in the same unit.
+    of_allowed: the largest quotient of a difference and the allowance there, at most 1 when equal.
+    apart: the largest difference between copies on several ranks.
     """
 
     path: str
@@ -35,33 +39,46 @@ class Difference:
 
     @property
     def relative(self) -> float:
+        """Return the difference divided by the largest element of the reference, infinite where
+        that is 0."""
         if self.difference == 0:
             return 0.0
         return self.difference / self.largest if self.largest else math.inf
 
     @property
     def within(self) -> bool:
+        """Return whether the difference is allowed. NaN is not."""
         return self.of_allowed <= 1  # false for NaN
 
     @property
     def kind(self) -> "Kind":
+        """Return the pair of `what` and `step`."""
         return self.what, self.step
 
 
-Kind = tuple[str, int | None]  # a difference's `what` and `step`
+Kind = tuple[str, int | None]  # the `what` and the `step` of a difference
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The whole comparison. Losses and norms are per step; a NaN stands for what is no number.
+    """The whole comparison of the plan's run with one process.
 
-    `undecided` of the `elements` have updates that only rounding decides. `differences` are of
-    every step and every parameter, the worst first. `skipped` are the steps that overflowed, on
-    either side. `rounding` is, by kind of difference, what the worst of the runs with other
-    roundings came to, in what was allowed then; empty where none was needed. `no_gradient` says
-    that no gradient but 0 reached any parameter. `shared` are what both sides have alike, so that
-    it is not compared. `dropout_off` says that the model has dropout,
-    which both sides left out; `drew_random` that they drew random numbers all the same.
+    ranks: number of ranks of the plan.
+    steps: number of steps compared.
+    precision: the precision of both runs.
+    tolerance: relative tolerance.
+    losses: the loss of every step, on both sides; NaN stands for a value that is not finite.
+    norms: the gradient norm of every step, on both sides, likewise.
+    skipped: the steps that overflowed in fp16, on both sides.
+    differences: every difference of every step and parameter, the worst first.
+    undecided: number of elements whose updates only rounding decides.
+    elements: number of all elements that are trained.
+    no_gradient: whether no gradient but 0 reached any parameter.
+    dropout_off: whether the model has dropout, which both sides left out.
+    drew_random: whether a side drew random numbers all the same.
+    rounding: by kind of difference, the worst `of_allowed` among the runs with other roundings;
+        empty where no such run was needed.
+    shared: properties that both sides share, so that they are not compared.
     """
 
     ranks: int
@@ -82,19 +99,22 @@ class Verification:
 
     @property
     def equal(self) -> bool:
+        """Return whether all differences are within their allowances, both sides skipped the same
+        steps, and a gradient reached some parameter."""
         is_same = all(difference.within for difference in self.differences)
         return is_same and self.skipped[0] == self.skipped[1] and not self.no_gradient
 
     @property
     def may_be_rounding(self) -> bool:
-        """Whether differences of a size that rounding can make are all that is wrong."""
+        """Return whether all that is wrong are differences of a size that rounding can make."""
         wrong = [x for x in self.differences if not x.within]
         is_sized = all(math.isfinite(x.difference) and x.what != "initial value" for x in wrong)
         return bool(wrong) and is_sized and self.skipped[0] == self.skipped[1]
 
     @property
     def not_finite(self) -> int | None:
-        """The first step, from 1, whose loss or gradient norm is no number on both sides."""
+        """Return the first step, from 1, in which the loss or the gradient norm is no number on
+        both sides, or None."""
         sides = zip(*self.losses, *self.norms, strict=False)
         for step, (a, b, c, d) in enumerate(sides, 1):
             if step in self.skipped[0] or step in self.skipped[1]:
@@ -105,22 +125,24 @@ class Verification:
 
     @property
     def parted(self) -> Difference | None:
-        """The first step at which the losses part."""
+        """Return the loss difference of the first step in which the losses part, or None."""
         losses = (x for x in self.differences if x.what == "loss" and not x.within)
         return min(losses, key=lambda x: x.step or 0, default=None)
 
     @property
     def worst(self) -> Difference | None:
-        """The parameter that is most off, if one is: as it began, else its gradient, else its
-        first update, else its last, else what is not trained, for an error of one is in all that
-        follow."""
+        """Return the difference of the parameter or buffer that is most off, or None.
+
+        Differences are searched in an order: initial values, gradients, first updates, last
+        updates, then what is not trained. An error in one of them is in all that follow.
+        """
         wrong = [x for x in self.differences if x.path and not x.within]
         return min(wrong, key=lambda x: (_ORDER.index(x.what), x.step or 0), default=None)
 
     @property
     def stretched(self) -> float:
-        """How many times the tolerance the largest difference needs that rounding explains: 1 where
-        all are within the tolerance itself."""
+        """Return the multiple of the tolerance that the largest difference needs, where rounding
+        explains it. It is 1 where all differences are within the tolerance itself."""
         needed = (x.of_allowed * stretch(self.rounding, x.kind) for x in self.differences)
         return max((x for x in needed if math.isfinite(x)), default=1.0)
 
@@ -153,12 +175,12 @@ _ORDER = ("initial value", "gradient", "update", "buffer", "frozen parameter")
 
 
 def stretch(rounding: Mapping[Kind, float], kind: Kind) -> float:
-    """Return how many times what is allowed without is allowed where rounding was measured."""
+    """Return the factor by which measured rounding raises an allowance. It is at least 1."""
     return max(1.0, MARGIN * rounding.get(kind, 0.0))
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """Return `value` as JSON can hold it: null stands for NaN and infinities."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

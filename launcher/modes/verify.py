@@ -1,4 +1,4 @@
-"""`mode=verify`: the first steps under the plan, and the same on one process."""
+"""Run `mode=verify`: compare the first steps under the plan with the same steps on one process."""
 
 import sys
 from dataclasses import replace
@@ -32,9 +32,12 @@ def verify(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Run the first steps under the plan, then the same on one process of this host, and compare.
-    Where they differ and no tolerance was asked for, one process runs them again with other
-    roundings, to tell what rounding does."""
+    """Run the first steps under the plan, then the same on one process of this host, and compare
+    them.
+
+    Where they differ and no tolerance was asked for, one process runs the steps again with other
+    roundings, to measure what rounding does.
+    """
     request = only_steps(request)
     run_dir = make_run_dir(request, run_dir)
     processes = [JobProcess(run_dir, place)]
@@ -44,7 +47,8 @@ def verify(
         start_ranks(run_dir, resolved, request)
         show_resolved(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
-        processes.append(JobProcess(alone_dir, None))  # imports meanwhile, and waits for its plan
+        # It imports in the meantime, and waits for its plan.
+        processes.append(JobProcess(alone_dir, None))
         outcome = processes[0].wait(signals.poll)
         if outcome.status != "done":
             return finish(outcome, resolved, run_dir, console)
@@ -54,9 +58,9 @@ def verify(
             return finish(outcome, one_process, alone_dir, console)
         ranks, precision = resolved.plan.world_size, resolved.plan.precision
         shared = shared_by_both(request, resolved.profile)
-        found = compare(request, run_dir, alone_dir, ranks, precision, shared=shared)
-        if found.may_be_rounding and request.verify.tolerance is None:
-            console.print(Portable(rounded_line(found)))
+        verification = compare(request, run_dir, alone_dir, ranks, precision, shared=shared)
+        if verification.may_be_rounding and request.verify.tolerance is None:
+            console.print(Portable(rounded_line(verification)))
             rounded = []
             for seed in range(1, ROUNDED_RUNS + 1):
                 rounded.append(make_run_dir(alone, run_dir / "verify" / f"rounded_{seed}"))
@@ -65,32 +69,33 @@ def verify(
                 outcome = processes[-1].wait(signals.poll)
                 if outcome.status != "done":
                     return finish(outcome, one_process, rounded[-1], console)
-            found = compare(request, run_dir, alone_dir, ranks, precision, rounded, shared)
+            verification = compare(request, run_dir, alone_dir, ranks, precision, rounded, shared)
     except NeverMet as error:
         return never_met(error.outcome, run_dir)
     finally:
         for process in processes:
             process.stop()
-    write_json(run_dir / "verify.json", found.to_json())
-    console.print(verification_view(found))
-    if not found.equal:
+    write_json(run_dir / "verify.json", verification.to_json())
+    console.print(verification_view(verification))
+    if not verification.equal:
         sys.stdout.flush()
-        sys.stderr.write(f"error: {verdict_line(found)}; see {run_dir / 'verify.json'}\n")
+        sys.stderr.write(f"error: {verdict_line(verification)}; see {run_dir / 'verify.json'}\n")
         return JobEnd("failed", run_dir)
     return JobEnd("done", run_dir)
 
 
 def only_steps(request: Request) -> Request:
-    """Return the request for a verification, which measures gradients and evaluates nothing."""
+    """Return the request of a verification, which records gradient norms and evaluates nothing."""
     options = {"grad_norm": True, "evaluate_every": None, "tensorboard": False, "trace": False}
     return request.model_copy(update={"train": request.train.model_copy(update=options)})
 
 
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
-    """Return the same request for the first device alone, the batch in one piece and nothing
-    compiled. Raises PlanError where that cannot hold it.
+    """Return the request and the plan of the same steps on the first device alone.
 
-    A CPU process has the host's memory, whatever device it stands for.
+    The batch is not split into micro-batches, and nothing is compiled. A CPU process has the host's
+    memory, whatever device it stands for. Raises PlanError where one process cannot hold the model
+    and the batch.
     """
     names = request.names | {"strategy": "single"}
     strategy = {"devices": 1, "graph": {"replicate": {}}}

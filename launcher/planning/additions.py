@@ -1,5 +1,8 @@
-"""What a plan says of low-rank additions: how many weights get some, and which of them are a
-mixture's experts and routers. peft adds to these too where all products are asked for."""
+"""Write the plan's note about low-rank additions: the number of weights that get one.
+
+The note counts experts and routers of a mixture by themselves. peft adds to these too where all
+products are asked for.
+"""
 
 import re
 
@@ -12,8 +15,8 @@ _INSIDE = re.compile(r"(.+?)(?:\.base_layer)+\.[^.]+")
 
 
 def said_of_additions(profile: ModelProfile) -> tuple[Decision, ...]:
-    """Return what is said of the additions among the trained parameters of `profile`; nothing where
-    there are none. Layers that share a weight have one addition."""
+    """Return the note about the additions among the trained parameters of `profile`; nothing where
+    there are none. Layers that share a weight count as one addition."""
     matches = (_ADDITION.fullmatch(parameter.path) for parameter in profile.parameters)
     modules = [match[1] for match in matches if match is not None]
     if not modules:
@@ -38,4 +41,5 @@ def said_of_additions(profile: ModelProfile) -> tuple[Decision, ...]:
 
 
 def _counted(number: int, one: str = "weight", many: str = "weights") -> str:
+    """Return a count with its noun, `no weights` for 0."""
     return f"{number or 'no'} {one if number == 1 else many}"

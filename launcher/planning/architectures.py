@@ -1,4 +1,4 @@
-"""Whether the torch that is installed was built for the GPUs that a plan uses."""
+"""Check that the installed torch was built for the GPUs that a plan uses."""
 
 import re
 from collections.abc import Sequence
@@ -11,16 +11,22 @@ _REMEDY = "install a torch that was (README, Hardware)"
 
 
 def refused_architectures(cards: Sequence[GpuFacts]) -> list[Fault]:
-    """Return what keeps this torch from running on `cards`, a fault for each kind of them."""
+    """Return a fault for each kind of card among `cards` on which the installed torch cannot
+    run."""
     import torch
 
-    # Not get_arch_list, which says nothing where CUDA has no device, and may start it.
+    # Not torch.cuda.get_arch_list: it is empty where CUDA has no device, and may start CUDA.
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
     return faults_of(cards, torch.__version__, flags.split() if flags else [])
 
 
 def faults_of(cards: Sequence[GpuFacts], version: str, flags: Sequence[str]) -> list[Fault]:
-    """Return the same of a torch `version` built with the architecture `flags` (`sm_80`)."""
+    """Return a fault for each kind of card on which a torch cannot run.
+
+    cards: the cards that a plan uses.
+    version: the version of torch.
+    flags: the architectures that torch was built for, such as `sm_80`; empty without CUDA.
+    """
     kinds = {device_of(card).name: card.capability for card in cards}
     if not flags:
         rule = f"cannot be used by torch {version}, which was built without CUDA"
@@ -39,13 +45,17 @@ def faults_of(cards: Sequence[GpuFacts], version: str, flags: Sequence[str]) -> 
 
 
 def _runs(flag: str, capability: tuple[int, int]) -> bool:
-    """Return whether code built for `flag` runs on a GPU of `capability`: code of its major
-    architecture and no later minor one, or what its driver compiles of an earlier one's; of code
-    for one architecture alone (`sm_90a`), that one's."""
-    found = _FLAG.fullmatch(flag)
-    if found is None:
+    """Return whether code that was built for `flag` runs on a GPU of compute capability
+    `capability`.
+
+    Machine code (`sm_80`) runs on its major architecture, from its minor version on. Code that the
+    driver compiles (`compute_80`) runs on that architecture and later ones. Code for one
+    architecture alone (`sm_90a`) runs there only.
+    """
+    match = _FLAG.fullmatch(flag)
+    if match is None:
         return False
-    kind, major, minor, alone = found.groups()
+    kind, major, minor, alone = match.groups()
     built = int(major), int(minor)
     if alone == "a":
         return built == capability

@@ -1,4 +1,4 @@
-"""What a request's data and model must agree on beyond names."""
+"""Check that a request's data and model agree on numbers of tokens and classes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,8 +24,11 @@ from whale_train.strategies.plan.plan import Decision
 def check_data(
     request: Request, profile: ModelProfile, dataset: Dataset, faults: list[Fault]
 ) -> None:
-    """Add faults where data and model do not agree: on token and class numbers, and on held-back
-    samples."""
+    """Add to `faults` where the data and the model do not agree.
+
+    Checked are held-back samples for evaluations, a parameter to train, and the range of tokens and
+    classes.
+    """
     train = request.train
     if train.evaluate_every is not None and not dataset.num_evaluation_samples:
         rule, every = "needs held-back samples, and there are none", str(train.evaluate_every)
@@ -42,20 +45,24 @@ def check_data(
 
 
 def said_of_data(dataset: Dataset) -> tuple[Decision, ...]:
-    """Return the notes that a plan has of its data."""
+    """Return the plan's notes about the data."""
     notes = dataset.notes if isinstance(dataset, RowDataset) else ()
     return tuple(Decision(note.key, note.value, "", note.reason) for note in notes)
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Integers from the data (`field`; None: the positions of a sequence) that an operation takes
-    for rows of a table, or for classes.
+    """Integers from the data that an operation takes for rows of a table, or for classes.
 
-    They are `field`'s where `narrowed` takes them from, plus `offset`. `bound` is their exclusive
-    upper bound as far as it is known (0: it is not), `count` how many rows or classes (`what`) the
-    `owner` has, `ignored` the class that counts for nothing, and `dtype` what the operation is
-    given.
+    field: the input that the integers come from; None for the positions of a sequence.
+    narrowed: the operations that select part of `field`, in order.
+    offset: the number that the model adds to the values of `field`.
+    bound: the exclusive upper bound of the integers; 0 where it is unknown.
+    what: `rows` or `classes`.
+    count: number of rows or classes that the `owner` has.
+    owner: the path of the table or the operation that gives the logits; `the model` without a path.
+    ignored: the class that counts for nothing; None where there is none.
+    dtype: the dtype of the integers that the operation is given.
     """
 
     field: InputField | None
@@ -69,7 +76,11 @@ class _Numbers:
     dtype: str
 
     def fault(self, data: str, dataset: Dataset) -> Fault | None:
-        """Return what is wrong with these numbers, or None."""
+        """Return the fault of these integers, or None.
+
+        data: the name of the data, for messages.
+        dataset: the data, which is searched for the first wrong row where that is possible.
+        """
         name = "positions" if self.field is None else self.field.name
         if self.what == "classes" and self.dtype not in _CLASS_DTYPES:
             rule = f"has {name} of dtype {self.dtype}, and {self.owner} numbers {self.what} by them"
@@ -79,7 +90,7 @@ class _Numbers:
             return None
         if self.field is not None and can_be_searched(dataset):
             wrong = first_row(dataset, self.field, self._are_wrong)
-            if wrong is None:  # but for the class that is left out, or what nobody reads
+            if wrong is None:  # all wrong numbers are the ignored class, or are not read
                 return None
             if wrong.value + self.offset < 0:
                 rule = f"has {name} of {wrong.value} (in row {wrong.row}, from 0 on), and "
@@ -96,7 +107,8 @@ class _Numbers:
         return Fault("data", data, rule, remedy)
 
     def _are_wrong(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return those of some rows' values `[n, ...]` that are neither rows nor classes."""
+        """Return those elements of `values` `[n, ...]` that are neither rows nor classes, as int64
+        `[m]`."""
         for operation in self.narrowed:
             values = _narrowed(operation, values)
         values = values.astype(np.int64)
@@ -108,7 +120,7 @@ class _Numbers:
 
 
 def _numbers(profile: ModelProfile) -> Iterator[_Numbers]:
-    """Yield all numbers of the data that are known to be rows or classes of the model."""
+    """Yield all integers of the data that are known to be rows or classes of the model."""
     fields = {field.name: field for field in profile.inputs}
     labels = fields.get("labels")
     if profile.graph is None:
@@ -126,11 +138,11 @@ def _numbers(profile: ModelProfile) -> Iterator[_Numbers]:
         holder, dtype = profile.graph[table.name], profile.graph[numbers.name].dtype
         shape = holder.shape or ()
         if is_loss and "float" in dtype and profile.graph[numbers.name].shape == shape:
-            continue  # the probabilities of classes
+            continue  # the labels are probabilities of classes
         source = _source(profile.graph, numbers.name)
         if source is None:
             continue
-        # Rows come first; classes second, but for logits without a batch.
+        # Rows are dimension 0 of a table. Classes are dimension 1 of logits, or 0 without a batch.
         count = shape[min(1, len(shape) - 1) if is_loss else 0].fixed if shape else source.stop
         field = fields.get(source.name)
         bound = source.stop if field is None else field.upper_bound
@@ -149,16 +161,22 @@ def _numbers(profile: ModelProfile) -> Iterator[_Numbers]:
 
 
 def _option(operation: Operation, position: int, name: str, default: int) -> int:
+    """Return an integer argument of an operation, given by position or by name, or `default`."""
     given = dict(operation.kwargs).get(name, default)
-    found = operation.args[position] if len(operation.args) > position else given
-    assert isinstance(found, int)
-    return found
+    argument = operation.args[position] if len(operation.args) > position else given
+    assert isinstance(argument, int)
+    return argument
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where integers come from: an input of the model, narrowed and with `offset` added, or the
-    positions of a sequence (`stop`: one more than the last; 0: unknown)."""
+    """The origin of integers: an input of the model, or the positions of a sequence.
+
+    name: the name of the input, or `positions`.
+    narrowed: the operations that select part of the input, in order.
+    offset: the number that is added to the values.
+    stop: one more than the last position; 0 where it is unknown.
+    """
 
     name: str
     narrowed: tuple[Operation, ...]
@@ -167,13 +185,13 @@ class _Source:
 
 
 def _source(graph: OperationGraph, name: str) -> _Source | None:
-    """Return where the integers `name` come from; None where that is not known.
+    """Return the origin of the integers that the node `name` gives, or None where it is not known.
 
-    They are followed back through what only moves them (shifts, pads, flattens), to an input or to
-    the positions of a sequence.
+    The integers are followed back through operations that only move them (shifts, pads, flattens),
+    to an input or to the positions of a sequence.
     """
     offset = 0
-    moves: list[Operation] = []  # the last one first
+    moves: list[Operation] = []  # in reverse order
     while True:
         operation = graph[name]
         if operation.target == "input":
@@ -201,11 +219,14 @@ def _source(graph: OperationGraph, name: str) -> _Source | None:
 
 
 def _narrow_slice(values: NDArray[Any], dim: int = 0, *bounds: Any) -> NDArray[Any]:
+    """Return `values[start:stop:step]` along `dim`, as aten.slice does. `bounds` are start, stop,
+    step."""
     taken: NDArray[Any] = values[(slice(None),) * (dim % values.ndim) + (slice(*bounds),)]
     return taken
 
 
 def _select(values: NDArray[Any], dim: int, place: int) -> NDArray[Any]:
+    """Return `values` at index `place` of `dim`, without that dimension, as aten.select does."""
     taken: NDArray[Any] = values.take(place, axis=dim)
     return taken
 
@@ -217,8 +238,11 @@ _NARROWING: dict[str, Callable[..., NDArray[Any]]] = {
 
 
 def _narrowed(operation: Operation, values: NDArray[Any]) -> NDArray[Any]:
-    """Return what an operation leaves of `values`: all, where it narrows samples, or by what is not
-    a number."""
+    """Return the part of `values` that an operation selects.
+
+    All of `values` is returned where the operation selects samples, the first dimension, or has an
+    argument that is not a number.
+    """
     plain = [*operation.args[1:], *(x for _, x in operation.kwargs)]
     if operation.kwargs or not all(x is None or isinstance(x, int) for x in plain):
         return values

@@ -1,4 +1,4 @@
-"""What checkpoints written beside the steps take of memory: a copy of the state."""
+"""Account for the memory of checkpoints that are written beside the steps: a copy of the state."""
 
 from whale_train.config import CheckpointOptions
 from whale_train.errors import Fault
@@ -13,7 +13,7 @@ KEY = "checkpoint.async"
 
 def state_bytes(profile: ModelProfile, training: Training, keeps_frozen: bool) -> float:
     """Return the bytes of a checkpoint's tensors: weights and the optimizer's states in fp32, and
-    buffers; where it `keeps_frozen` weights, these too."""
+    buffers. Frozen weights are included where `keeps_frozen`."""
     trained = 4 * profile.parameter_elements * (1 + training.optimizer_states)
     return float(trained + profile.buffer_bytes + keeps_frozen * profile.frozen_bytes)
 
@@ -27,8 +27,14 @@ def said_of_copies(
     faults: list[Fault],
     keeps_frozen: bool = True,
 ) -> list[Decision]:
-    """Return what the plan says of the copy that its ranks make of what they save. Where all of
-    them share `memory_bytes`, a copy without room is added to `faults`."""
+    """Return the plan's note about the copy that its ranks make of the state that they save.
+
+    memory_bytes: bytes of memory that all ranks share; None where they do not.
+    faults: gets a fault where the copy does not fit into that memory.
+    keeps_frozen: whether a checkpoint has the frozen weights.
+
+    The list is empty where no checkpoint is written beside the steps.
+    """
     if options.every is None or not options.asynchronous:
         return []
     copied = state_bytes(profile, training, keeps_frozen)

@@ -1,7 +1,7 @@
-"""Comparing a model's batch with its parts before the first step, where its graph does not tell.
+"""Compare a model's batch with its parts before the first step, where its graph does not tell.
 
-The comparison is `models/batch_parts/compare_parts.py`'s. This file owns when it is made, how large
-it may be, and what is said of it.
+models/batch_parts/compare_parts.py makes the comparison. This file owns when it is made, how large
+it may be, and the plan's note about it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,33 +26,37 @@ from whale_train.strategies.resolver.shared_batch import (
 )
 
 _PARTS = ((8, 4), (4, 2), (2, 1))
-_POOL = 64  # samples from all over the data, of which batches are made
-_MOST_COPIES = 4  # of a plan whose own parts are compared
-_SORTED = 3  # fields by which samples are sorted into parts, at most
-# A few seconds of products on a slow core, which reaches some 10 GFLOP/s in fp32.
+_POOL = 64  # number of samples, evenly spaced in the data, that batches are made of
+_MOST_COPIES = 4  # the most copies of a plan whose own parts are compared
+_SORTED = 3  # the most fields by which samples are sorted into parts
+# FLOPs of a few seconds on a slow core, which reaches some 10 GFLOP/s in fp32.
 _FLOPS_PER_CORE = 5e10
-# A training step takes three forwards' work; every batch is run whole and in parts, and its parts'
-# forwards once more to count their targets.
+# A training step takes the work of three forwards. Every batch is trained whole and in parts, and
+# the parts' forwards run once more to count their targets.
 _FORWARDS = 7 * (1 + _SORTED)
 
 
 def must_compare(request: Request, plan: Plan) -> bool:
-    """Return whether `plan` trains a model in parts of which nobody knows that it may."""
+    """Return whether `plan` trains a model in parts without knowing that this trains it equally."""
     return request.mode == "train" and is_unknown(plan)
 
 
 def is_unknown(plan: Plan) -> bool:
-    """Return whether `plan` shares a batch of which the graph does not say that it may be."""
+    """Return whether `plan` shares a batch that may not be shareable, as far as the graph says."""
     return any(decision.chosen == COMPARED for decision in plan.decisions)
 
 
 def compared(
     request: Request, dataset: Dataset, profile: ModelProfile, plan: Plan
 ) -> tuple[ModelProfile, Plan]:
-    """Compare a batch of the model with its parts, as `plan` has copies or micro-batches.
+    """Compare a batch of the model with its parts, in copies or micro-batches as `plan` has them.
 
-    Returns the plan with what was found, or, where they differ, the profile that says so. Raises
-    PlanError where the model is too large to be compared.
+    Returns the profile and the plan. Where batch and parts are equal, the plan has a note of it.
+    Where they differ, the profile says so in `unequal_parts`.
+
+    Raises PlanError where the model is too large to be compared, where the forward changes a
+    parameter that ZeRO would put back, and where the samples of some copies alone reach a module
+    whose statistics or order all copies share.
     """
     parts = _affordable(profile, dataset, plan)
     # Torch is imported here and not before: a request that is wrong is answered at once.
@@ -65,27 +69,30 @@ def compared(
     batches = list(_batches({k: x for k, x in pool.items() if k in fields}, parts))
     one_copy = any(rank.micro_batches > 1 for rank in plan.ranks)
     with quiet_exports():
-        found = compare_parts(request.model, batches, parts, one_copy=one_copy, seed=request.seed)
+        comparison = compare_parts(
+            request.model, batches, parts, one_copy=one_copy, seed=request.seed
+        )
     faults: list[Fault] = []
     zero = max(task_graph.zero for task_graph in plan.task_graphs)
-    refuse_written_parameters(profile, zero, faults, found.written)
+    refuse_written_parameters(profile, zero, faults, comparison.written)
     if len(plan.task_graphs[0].replicas) > 1:
-        norm = found.unlike_norm if request.model.sync_batchnorm else ""
-        refuse_unlike_copies(profile, zero, norm, found.unlike, faults)
+        norm = comparison.unlike_norm if request.model.sync_batchnorm else ""
+        refuse_unlike_copies(profile, zero, norm, comparison.unlike, faults)
     if faults:
         raise PlanError(faults)
-    took = in_seconds(found.seconds)
+    took = in_seconds(comparison.seconds)
     sizes = " and ".join(map(str, parts))
-    if found.different:
+    if comparison.different:
         doubt = next(d.reason for d in plan.decisions if d.chosen == COMPARED)
-        said = f"{found.different} (samples in parts of {sizes}, compared in {took}; {doubt})"
-        remedy = found.remedy
+        said = f"{comparison.different} (samples in parts of {sizes}, compared in {took}; {doubt})"
+        remedy = comparison.remedy
         if profile.graph is None and remedy == TOGETHER:  # there is no plan of one copy to split
             remedy = "use strategy=single"
         return replace(profile, unequal_parts=said, unequal_remedy=remedy), plan
     reason = f"loss and gradients of {sum(parts)} samples and of parts of {sizes} are equal "
     reason += (
-        f"({found.loss:.6g} and {found.of_parts:.6g}), {len(batches)} times; compared in {took}"
+        f"({comparison.loss:.6g} and {comparison.of_parts:.6g}), {len(batches)} times; "
+        f"compared in {took}"
     )
     decisions = [d for d in plan.decisions if d.chosen != COMPARED]
     return profile, replace(plan, decisions=(*decisions, Decision("model", "equal", "", reason)))
@@ -94,9 +101,15 @@ def compared(
 def _batches(
     pool: Mapping[str, NDArray[Any]], parts: tuple[int, ...]
 ) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield batches whose parts are `parts`: samples as they come, then, by one field after
-    another, the least in one part and the largest in the other. What a loss divides by, such as
-    the targets that count, then is unlike in them."""
+    """Yield batches of samples from `pool`, to be cut into `parts`.
+
+    The first batch has samples as they come. Every other batch is sorted by one field, so that the
+    smallest samples are in the first part, and the largest in the others. Numbers that a loss
+    divides by, such as the count of targets, then differ between parts.
+
+    pool: arrays `[samples, ...]`, by field.
+    parts: number of samples in each part.
+    """
     count = len(next(iter(pool.values())))
     yield {k: x[np.linspace(0, count - 1, sum(parts)).round().astype(int)] for k, x in pool.items()}
     unlike = []
@@ -112,16 +125,18 @@ def _batches(
 
 
 def _own_parts(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the parts in which copies share the batch, where they are few: what a forward does
-    may follow their sizes."""
+    """Return the parts in which the plan's copies share the batch, or nothing where they are many.
+
+    They are compared first, since a forward may depend on their sizes.
+    """
     shares = plan.task_graphs[0].shares
     shared = all(rank.micro_batches <= 1 for rank in plan.ranks) and sum(shares) <= _POOL
     return [shares] if shared and 1 < len(shares) <= _MOST_COPIES else []
 
 
 def _across_bounds(profile: ModelProfile) -> list[tuple[int, ...]]:
-    """Return parts of a batch that lie on the other side of a size that the forward asks for than
-    the batch itself does."""
+    """Return parts of a batch that lie on one side of a size which the forward asks for, while the
+    batch itself lies on the other."""
     smallest, largest = profile.batch_sizes
     ends = [largest + 1] if largest else []
     ends += [smallest] if smallest > 1 else []
@@ -129,13 +144,13 @@ def _across_bounds(profile: ModelProfile) -> list[tuple[int, ...]]:
 
 
 def _affordable(profile: ModelProfile, dataset: Dataset, plan: Plan) -> tuple[int, ...]:
-    """Return the parts to compare in a few seconds: the plan's own, or else the largest that can
-    be. Raises PlanError for none."""
+    """Return the sizes of the parts to compare: the plan's own if they take a few seconds, else the
+    largest that do. Raises PlanError where none do, or where memory is too small."""
     wanted = [*_own_parts(plan), *_across_bounds(profile), *_PARTS]
     samples = [n for n in wanted if sum(n) <= dataset.num_samples]
     flops = _FORWARDS * profile.forward_flops
     affordable = [n for n in samples if flops * sum(n) <= _FLOPS_PER_CORE * cores()]
-    # A model for the whole and one for each copy, with gradients.
+    # Bytes of a model for the whole batch and of one for each copy, all with gradients, in fp32.
     need = (1 + len(wanted[0])) * 8.0 * profile.parameter_elements
     if affordable and need <= memory_bytes() / 2:
         return affordable[0]

@@ -1,5 +1,5 @@
-"""What a plan says of evaluations that are not what the model computes in evaluation mode, and
-evaluations that are refused."""
+"""Write the plan's notes about evaluations that do not compute the model's evaluation mode, and
+refuse evaluations that cannot be computed."""
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
@@ -13,8 +13,10 @@ from whale_train.strategies.resolver.shared_batch import refuse_learned_targets
 def refuse_uncounted(
     request: Request, plan: Plan, profile: ModelProfile, faults: list[Fault]
 ) -> None:
-    """Faults for a run that evaluates, from a graph, means over targets that nobody can count
-    before parameters have a part in them."""
+    """Add a fault for a run that evaluates means over targets which nobody can count beforehand.
+
+    Such targets depend on parameters. Only models that run from a graph are concerned.
+    """
     every = request.train.evaluate_every
     if every is not None and plan.rewrite is not None:
         remedy = "use null, or a strategy of one replicate"
@@ -22,12 +24,12 @@ def refuse_uncounted(
 
 
 def said_of_evaluations(request: Request, plan: Plan, dataset: Dataset) -> tuple[Decision, ...]:
-    """Return the note a plan has where the run evaluates a split or staged model that computes
-    otherwise in evaluation mode."""
+    """Return the plan's note where a run evaluates a split or staged model that computes otherwise
+    in evaluation mode."""
     every = request.train.evaluate_every
     if every is None or plan.rewrite is None:
         return ()
-    from whale_train.models.export.eval_mode import changed_in_evaluation  # it imports torch
+    from whale_train.models.export.eval_mode import changed_in_evaluation  # which imports torch
 
     with quiet_exports():
         changed = changed_in_evaluation(request.model, dataset.fields)

@@ -1,5 +1,5 @@
-"""What is said of the logits that `model.loss=cross_entropy` reads, and of all that `mode=verify`
-cannot see, because both of its sides share it."""
+"""Describe the logits that `model.loss=cross_entropy` reads, and what `mode=verify` cannot see
+because both of its sides share it."""
 
 from whale_train.config import Request
 from whale_train.data.sources.text import IGNORED_LABEL
@@ -10,8 +10,8 @@ _KEY = "model.class_dim"
 
 
 def said_of_logits(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
-    """Return the note a plan has where the classes of a model's logits are not in the last of their
-    dimensions, or might as well be in another."""
+    """Return the plan's note where the classes of a model's logits are not in the last dimension,
+    or might as well be in another one."""
     logits = profile.logits
     if logits is None or len(logits.shape) < 2 or request.model.class_dim is not None:
         return ()
@@ -30,8 +30,8 @@ def said_of_logits(request: Request, profile: ModelProfile) -> tuple[Decision, .
 
 
 def shared_by_both(request: Request, profile: ModelProfile) -> tuple[str, ...]:
-    """Return what the plan and one process have alike whether it is right or wrong, so that a
-    verification does not show that it is."""
+    """Return the properties that the plan and one process share, right or wrong, so that a
+    verification does not check them."""
     loss = f"the loss that {request.model.class_name} computes"
     if profile.logits is not None:
         loss = f"the loss as model.loss=cross_entropy reads it, {_read(profile.logits)}"
@@ -45,10 +45,12 @@ def shared_by_both(request: Request, profile: ModelProfile) -> tuple[str, ...]:
 
 
 def _read(logits: Logits) -> str:
+    """Return the classes and the dimension of the logits that are read, in words."""
     dim = len(logits.shape) if logits.class_dim < 0 else logits.class_dim
     where = f"dimension {dim} of the logits {_batch(logits.shape)}"
     return f"its {logits.num_classes} classes in {where}, without labels of {IGNORED_LABEL}"
 
 
 def _batch(shape: tuple[int, ...]) -> str:
+    """Return a shape without its batch dimension as text with it, such as `[batch, 128, 1000]`."""
     return f"[{', '.join(['batch', *map(str, shape)])}]"

@@ -1,4 +1,4 @@
-"""From a Request to its Plan: the hardware, the data and the model are looked at, and agree.
+"""Resolve a Request to its Plan, and check that hardware, data and model agree.
 
 Every fault that can be found without the model is found before torch is imported.
 """
@@ -57,13 +57,22 @@ from whale_train.strategies.stages.analysis import Findings
 
 @dataclass(frozen=True)
 class Resolved:
-    """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
-    machine does not have, each of which takes `paces` seconds for a second of computing, and any
-    two of which are joined by `links` of the fastest link's bandwidth (None: all are as fast as
-    they can). `num_samples` are what the data has to train on, and `data` is its fingerprint, where
-    the run saves or goes on from what another saved. `timeline` is the predicted step's,
-    of the stand-ins where these were measured. `found` is the strategy that `graph: auto` came to,
-    as a file has it."""
+    """A request's plan and what it was made from.
+
+    plan: the plan.
+    cluster: the devices that the plan uses.
+    profile: the profile of the model.
+    device: the kind of device that ranks run on.
+    emulated: whether CPU processes stand for devices that this machine does not have.
+    num_samples: number of training samples in the data.
+    data: fingerprint of the data, where the run saves checkpoints or goes on from one.
+    paces: the seconds that each emulated device takes for a second of computing; None where all are
+        as fast as they can be.
+    links: the bandwidth between any two emulated devices, relative to the fastest link; None
+        likewise.
+    timeline: the predicted step's events; those of the stand-ins where these were measured.
+    found: the strategy that `graph: auto` came to, in the form of a file; None for any other.
+    """
 
     plan: Plan
     cluster: Cluster
@@ -79,7 +88,7 @@ class Resolved:
 
 
 def training_of(request: Request) -> Training:
-    """Return what of the request's training a plan depends on."""
+    """Return the part of the request's training options that a plan depends on."""
     return Training(
         request.train.global_batch,
         request.train.precision or "fp32",
@@ -96,8 +105,13 @@ def training_of(request: Request) -> Training:
 
 
 def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Resolved:
-    """Return the plan for a request, on this host, or on all devices of the `hosts` on which ranks
-    were started. Raises ConfigError or PlanError with all faults of a stage."""
+    """Return the plan of a request.
+
+    hosts: the hosts on which others started ranks, all of whose devices are used; None for this
+        host.
+
+    Raises ConfigError or PlanError with all faults of a stage.
+    """
     faults: list[Fault] = []
     strategy = request.strategy_graph()
     use_all = hosts is not None
@@ -128,7 +142,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     cluster, device, emulated = place.cluster, place.device, place.emulated
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset, faults)
-    if not profile.parameters:  # and no plan to find more faults by
+    if not profile.parameters:  # without which there is no plan, nor more faults to find
         raise ConfigError(faults)
     weights = _weights(request, faults)
     planned = partial(_planned, request, strategy, cluster, emulated, use_all)
@@ -191,7 +205,8 @@ def _has_checkpoints(request: Request) -> bool:
 
 
 def _refuse_biases(request: Request, plan: Plan, faults: list[Fault]) -> None:
-    """Refuse to move biases that routers have not, or by loads that nobody sees."""
+    """Add a fault where `train.router_bias_rate` is set and routers have no biases, or loads that
+    are hidden by torch.compile."""
     rate = request.train.router_bias_rate
     if rate is None:
         return
@@ -207,8 +222,8 @@ def _refuse_biases(request: Request, plan: Plan, faults: list[Fault]) -> None:
 
 
 def _weights(request: Request, faults: list[Fault]) -> list[Decision]:
-    """Return what the plan says of the weights that training begins with, after adding to `faults`
-    what makes them another model's."""
+    """Return the plan's notes about the initial weights. Adds to `faults` where a folder has the
+    weights of another model."""
     folder = request.model.pretrained
     if request.mode == "plan":
         return []
@@ -216,7 +231,7 @@ def _weights(request: Request, faults: list[Fault]) -> list[Decision]:
         why = "there is no model.pretrained, and model/ has the additions alone"
         said = Decision(ADAPTERS, "added to weights that begin at random", "", why)
         return [] if request.model.adapters is None else [said]
-    from whale_train.launcher.planning.pretrained import compare_names  # and with it torch
+    from whale_train.launcher.planning.pretrained import compare_names  # which imports torch
 
     with quiet_exports():
         names = compare_names(request.model)
@@ -226,8 +241,14 @@ def _weights(request: Request, faults: list[Fault]) -> list[Decision]:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan, the devices it has `used`, its step simulated on them or, where `here` are measured,
-    on what stands for them, and the strategy that was found, as `written` in a file."""
+    """A plan, and what it was made from.
+
+    plan: the plan.
+    used: the devices that it uses.
+    step: its step, simulated on `here` where that is given, else on `used`.
+    here: the measured processes that stand for the devices; None where there are none.
+    written: the strategy that was found, in the form of a file; None where none was searched.
+    """
 
     plan: Plan
     used: Cluster
@@ -244,29 +265,40 @@ def _planned(
     use_all: bool,
     profile: ModelProfile,
 ) -> _Planned:
-    """Return the plan for `strategy`, or for the one that is found where it is to be. Raises
-    PlanError with all faults."""
-    training, found = training_of(request), None
+    """Return the plan for `strategy`, or for the strategy that is found where `graph: auto` asks
+    for one.
+
+    emulated: whether CPU processes stand for the devices.
+    use_all: whether a strategy that is found has to use all devices.
+
+    Raises PlanError with all faults.
+    """
+    training, chosen = training_of(request), None
     findings = Findings(profile, training.precision)
     if strategy.is_auto:
         can_offload = _can_offload(request)
-        found = search(
+        chosen = search(
             strategy, cluster, findings, training, can_offload=can_offload, use_all=use_all
         )
-        strategy = found.strategy
+        strategy = chosen.strategy
     here = _stand_ins(request, strategy, cluster) if emulated else None
     plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
-    if found is not None:
-        plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
+    if chosen is not None:
+        plan = replace(plan, decisions=(*chosen.decisions, *plan.decisions))
     used = cluster.chosen(strategy.devices)
-    return _Planned(plan, used, step, here, None if found is None else found.written)
+    return _Planned(plan, used, step, here, None if chosen is None else chosen.written)
 
 
 def resolve_each(
     request: Request, strategies: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Resolved | RequestError]:
-    """Return the plan of the request under each of `strategies` (as written), or why there is none.
-    Raises ConfigError where the request is wrong under all of them."""
+    """Return the plan of the request under each of `strategies`, or the error that says why there
+    is none.
+
+    strategies: strategies as their config files write them, by name.
+
+    Raises ConfigError where the request is wrong under all of them.
+    """
     faults: list[Fault] = []
     place, dataset = place_of(request, this_host_of(request), faults), _dataset(request, faults)
     if faults or place is None or dataset is None:
@@ -281,7 +313,7 @@ def resolve_each(
     if faults:
         raise ConfigError(faults)
     findings = Findings(profile, training.precision)
-    found: dict[str, Resolved | RequestError] = {}
+    plans: dict[str, Resolved | RequestError] = {}
     for name, written in strategies.items():
         wrong: list[Fault] = []
         strategy = read_strategy(written, name, wrong)
@@ -292,13 +324,14 @@ def resolve_each(
                 strategy = search(strategy, cluster, findings, training).strategy
             plan, _ = resolve_and_simulate(strategy, cluster, findings, training)
             used = cluster.chosen(strategy.devices)
-            found[name] = Resolved(*(plan, used, profile, device, emulated, dataset.num_samples))
+            plans[name] = Resolved(*(plan, used, profile, device, emulated, dataset.num_samples))
         except RequestError as error:
-            found[name] = error
-    return found
+            plans[name] = error
+    return plans
 
 
 def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
+    """Return the data of the request, or None after adding its faults."""
     try:
         return open_dataset(request.data)
     except ConfigError as error:
@@ -307,7 +340,8 @@ def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
 
 
 def _refuse_compiling(request: Request, faults: list[Fault]) -> None:
-    """Refuse to compile for CPUs where torch finds no compiler (torch._inductor.config.cpp.cxx)."""
+    """Add a fault where the run compiles for CPUs and torch finds no compiler
+    (torch._inductor.config.cpp.cxx)."""
     compiler = os.environ.get("CXX", "g++")
     if request.train.compile and shutil.which(compiler) is None:
         rule = f"needs a C++ compiler for CPUs, and there is no {compiler}"
@@ -315,7 +349,8 @@ def _refuse_compiling(request: Request, faults: list[Fault]) -> None:
 
 
 def _refuse_offloading(request: Request, faults: list[Fault]) -> None:
-    """Refuse to offload where that needs a compiler, and there is none."""
+    """Add a fault where the strategy offloads the optimizer to the host, and a tool that compiles
+    the optimizer there is missing."""
     offloading = [
         node
         for node in every_node(request.strategy_graph().graph)
@@ -336,9 +371,11 @@ def _can_offload(request: Request) -> bool:
 
 
 def _missing_tools() -> list[str]:
-    """Return what DeepSpeed lacks to compile its CPU optimizer, which it does at first use where it
-    was not installed compiled; torch then runs ninja and the compiler $CXX, or c++
-    (torch.utils.cpp_extension)."""
+    """Return the tools that DeepSpeed lacks to compile its CPU optimizer.
+
+    DeepSpeed compiles it at first use where it was not installed compiled. torch then runs ninja
+    and the compiler $CXX, or c++ (torch.utils.cpp_extension).
+    """
     spec = find_spec("deepspeed")
     if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
         return []
@@ -347,8 +384,11 @@ def _missing_tools() -> list[str]:
 
 
 def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:
-    """Return the CPU processes that stand for the devices `strategy` uses, where they were measured
-    at its precision and nothing else slows them."""
+    """Return the CPU processes that stand for the devices of `strategy`, as measured.
+
+    Returns None where they were not measured at the precision of the training, or where emulated
+    links slow them.
+    """
     used = cluster.chosen(strategy.devices)
     threads = threads_of(request, cores(), len(used.devices))
     precision = training_of(request).precision
@@ -365,7 +405,8 @@ def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluste
 def _refuse_device_speed(
     request: Request, cluster: Cluster, emulated: bool, faults: list[Fault]
 ) -> None:
-    """Refuse `launcher.device_speed` where ranks stand for no other devices, or for equal ones."""
+    """Add a fault where `launcher.device_speed` is set and has no effect: ranks stand for no other
+    devices, or for devices of one kind."""
     if not request.launcher.device_speed:
         return
     rule = ""
@@ -380,8 +421,8 @@ def _refuse_device_speed(
 def _refuse_link_speed(
     request: Request, used: Cluster, emulated: bool, faults: list[Fault]
 ) -> None:
-    """Refuse `launcher.link_speed` where links stand for no others, or for equal ones, or there is
-    none."""
+    """Add a fault where `launcher.link_speed` is set and has no effect: links stand for no others,
+    all have one bandwidth, or there is none."""
     if not request.launcher.link_speed:
         return
     rule = ""
@@ -396,7 +437,8 @@ def _refuse_link_speed(
 
 
 def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
-    """Return how slowly each rank computes, if they keep their devices' proportions."""
+    """Return the seconds that each rank takes for a second of computing, or None where ranks do not
+    keep their devices' proportions."""
     if not request.launcher.device_speed:
         return None
     processors = cores() / (request.launcher.threads or 1)
@@ -404,7 +446,8 @@ def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
 
 
 def _links(request: Request, cluster: Cluster) -> tuple[tuple[float, ...], ...] | None:
-    """Return how fast what joins any two ranks is, if links keep their proportions."""
+    """Return the relative bandwidth between any two ranks, or None where links do not keep their
+    proportions."""
     if not request.launcher.link_speed or request.mode == "plan":
         return None
     return relative_bandwidths(cluster)

@@ -1,4 +1,4 @@
-"""What a request's numbers are computed in, and at what rates: what its devices are made for."""
+"""Choose the precision of a request, and the rates of fp32, from what its devices compute."""
 
 from typing import Literal
 
@@ -11,14 +11,17 @@ from whale_train.strategies.plan.plan import Decision
 def with_precision(
     request: Request, used: Cluster, device: Literal["cpu", "cuda"]
 ) -> tuple[Request, tuple[Decision, ...]]:
-    """Return the request with the precision it is trained in, and what is said of that: bf16 where
-    every device of `used` computes it, and ranks run on those devices or only a plan is asked for.
-    CPU processes that stand for devices compute fp32, of which some have no other."""
+    """Return the request with its precision, and the plan's notes about it.
+
+    The precision is bf16 where the request leaves it open, every device of `used` computes bf16,
+    and ranks run on those devices or only a plan is asked for. CPU processes that stand for devices
+    compute fp32, since some have no other precision.
+    """
     if request.train.precision is not None or not used.devices or used.on_cpu:
         return request, ()
     if device == "cpu" and request.mode != "plan":
         return request, ()
-    if request.train.tf32 or not all("bf16" in each.flops for each in used.devices):
+    if request.train.tf32 or not all("bf16" in used_device.flops for used_device in used.devices):
         return request, ()
     train = request.train.model_copy(update={"precision": "bf16"})
     why = "every device computes it; train.precision=fp32 asks for fp32"
@@ -27,7 +30,7 @@ def with_precision(
 
 
 def refuse_reduce_dtype(request: Request, faults: list[Fault]) -> None:
-    """Add to `faults` that gradients are to be sent in 16 bits that the run does not compute."""
+    """Add a fault where gradients are to be sent in 16 bits that the run does not compute."""
     precision, sent = request.train.precision or "fp32", request.train.reduce_dtype
     if sent not in ("fp32", precision):
         rule = f"is neither the precision of the run ({precision}) nor fp32"
@@ -38,8 +41,11 @@ def refuse_reduce_dtype(request: Request, faults: list[Fault]) -> None:
 def with_tf32(
     request: Request, cluster: Cluster, faults: list[Fault]
 ) -> tuple[Cluster, tuple[Decision, ...]]:
-    """Return the cluster as it computes fp32 for the request, and what is said of that, after
-    adding to `faults` that no device computes TF32 where that is asked for."""
+    """Return the cluster with the rates at which it computes fp32 for the request, and the plan's
+    notes.
+
+    Adds to `faults` where TF32 is asked for and no device computes it.
+    """
     if not request.train.tf32 or not cluster.devices:
         return cluster, ()
     faster = cluster.in_tf32()

@@ -1,7 +1,7 @@
-"""What a folder of weights has of a model of transformers, by name and shape; no weight is read.
+"""Compare a folder of weights with a model of transformers, by name and shape. No weight is read.
 
-Names are compared by transformers itself, which knows what it renamed and joined since a folder was
-written: it is given tensors of the shapes that the files say, which take no memory.
+transformers itself compares the names, since it knows which were renamed and joined after a folder
+was written. It is given tensors of the shapes in the files, which take no memory.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,13 @@ from whale_train.strategies.plan.plan import Decision
 
 @dataclass(frozen=True)
 class LoadedNames:
-    """Names that the model has and the folder lacks (`missing`), names of the folder that the model
-    has no use for (`unused`), and those of `other_shapes` in the two. `of_base` are the missing
-    ones that are not of a head."""
+    """The names of weights in a folder and in a model, as far as they differ.
+
+    missing: names that the model has and the folder lacks.
+    unused: names in the folder that the model does not use.
+    other_shapes: names with another shape in the folder than in the model.
+    of_base: the missing names that are not of a head.
+    """
 
     missing: tuple[str, ...]
     unused: tuple[str, ...]
@@ -31,26 +35,30 @@ class LoadedNames:
     of_base: tuple[str, ...]
 
     def faults(self, folder: str, class_name: str) -> list[Fault]:
-        """Return what makes the folder another model's: trained from it would be random weights."""
+        """Return the faults of a folder that has another model's weights: parameters would be
+        trained from random weights."""
         remedy = f"use the weights of a {class_name}, or the model that these are of"
         rules = (("has no", self.of_base), ("has another shape of", self.other_shapes))
         return [Fault(KEY, folder, f"{rule} {listed(x)}", remedy) for rule, x in rules if x]
 
     def decisions(self) -> list[Decision]:
-        """Return what the user is to know of weights that are loaded."""
-        found = []
+        """Return the plan's notes about weights that begin at random or are not used."""
+        decisions = []
         if self.missing:
             reason = f"the folder has no {listed(self.missing)}"
-            found.append(Decision(KEY, "some weights begin at random", "", reason))
+            decisions.append(Decision(KEY, "some weights begin at random", "", reason))
         if self.unused:
             reason = f"the model has no {listed(self.unused)}"
-            found.append(Decision(KEY, "some weights are not used", "", reason))
-        return found
+            decisions.append(Decision(KEY, "some weights are not used", "", reason))
+        return decisions
 
 
 def compare_names(options: ModelOptions) -> LoadedNames:
-    """Return how the names in the folder `options.pretrained` and the model's agree. Raises
-    ConfigError for a folder without weights in safetensors, and for what `load_class` refuses."""
+    """Compare the names in the folder `options.pretrained` with the model's.
+
+    Raises ConfigError for a folder without weights in safetensors, for weights that transformers
+    cannot join, and where `load_class` does.
+    """
     assert options.pretrained is not None
     made: Any = load_class(options)
     config = training_config(made.config_class, options.config, options.pretrained)
@@ -66,7 +74,7 @@ def compare_names(options: ModelOptions) -> LoadedNames:
         model: Any = deferred(build, seed=0)
     except ConfigError:
         raise
-    except Exception as error:  # of names and shapes that it cannot join
+    except Exception as error:  # for names and shapes that transformers cannot join
         why = " ".join(f"{type(error).__name__}: {error}".split())
         rule, remedy = f"cannot be loaded ({why})", "use weights that from_pretrained opens"
         raise ConfigError([Fault(KEY, options.pretrained, rule, remedy)]) from error

@@ -1,8 +1,8 @@
-"""The profile of a request's model: measured, or kept from an earlier plan.
+"""Return the profile of a request's model, measured, or kept from an earlier plan.
 
-It owns the folder they are kept in: a file a profile, under the key of all that determines it
-(`models/profile/cache_key.py`). Nothing depends on that folder: what is damaged is measured
-again, and where nothing can be written nothing is kept.
+This file owns the folder of kept profiles: one file for each, named by the key of all that
+determines it (`models/profile/cache_key.py`). Nothing depends on that folder: a damaged profile is
+measured again, and where nothing can be written nothing is kept.
 """
 
 import logging
@@ -26,34 +26,37 @@ from whale_train.strategies.graph.profile_json import profile_from_json, profile
 
 VARIABLE = "WHALE_TRAIN_CACHE"
 MOST_KEPT = 64
-MOST_BYTES = 512_000_000  # of a profile; that of 126 blocks with 405 B parameters has 5 MB
+MOST_BYTES = 512_000_000  # the largest profile; that of 126 blocks with 405 B parameters has 5 MB
 
 
 def profile_of(request: Request, dataset: Dataset) -> ModelProfile:
-    """Return the profile of the request's model. Raises ConfigError, for what its forward raises
-    too."""
+    """Return the profile of the request's model. Raises ConfigError, also where the model's forward
+    raises an exception."""
     key = _key(request, dataset)
-    found = kept(key) if key else None
-    if found is not None:
-        return found
+    cached = kept(key) if key else None
+    if cached is not None:
+        return cached
     profile = _measured(request, dataset)
-    # Only what was measured whole; and of what the key says, had it been changed meanwhile.
+    # Kept only where the model has a graph, and where nothing in the key changed meanwhile.
     if key and profile.graph is not None and key == _key(request, dataset):
         keep(key, profile)
     return profile
 
 
 def _key(request: Request, dataset: Dataset) -> str | None:
+    """Return the key of the request's profile, or None for a model whose profile may depend on more
+    than the key covers."""
     return profile_key(request.model, dataset.fields, by_folding=_by_folding(request))
 
 
 def _by_folding(request: Request) -> bool:
-    """Return whether the profile is of a plan nobody runs, and may be made out of some of the
-    blocks."""
+    """Return whether the profile may be measured on some of the blocks alone, since nobody runs the
+    plan."""
     return request.mode == "plan"
 
 
 def _measured(request: Request, dataset: Dataset) -> ModelProfile:
+    """Return the profile of the request's model, measured."""
     # Torch is imported here and not before: a request that is wrong is answered at once.
     from whale_train.models.fp32_precision import compute_fp32
     from whale_train.models.loss_module import LossModule
@@ -84,7 +87,8 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
 
 @contextmanager
 def quiet_exports() -> Iterator[None]:
-    """Without the pages that torch logs and prints of what it cannot trace."""
+    """Suppress the errors that torch logs and prints about what it cannot trace, within the
+    context."""
     logging.disable(logging.ERROR)
     try:
         with redirect_stderr(StringIO()):
@@ -94,7 +98,7 @@ def quiet_exports() -> Iterator[None]:
 
 
 def folder() -> Path:
-    """Return where profiles are: in $WHALE_TRAIN_CACHE, or in the user's cache."""
+    """Return the folder of kept profiles: in $WHALE_TRAIN_CACHE, or in the user's cache."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given) / "profiles"
@@ -103,7 +107,7 @@ def folder() -> Path:
 
 
 def kept(key: str) -> ModelProfile | None:
-    """Return the profile of that key, if there is one."""
+    """Return the kept profile of a key, or None where there is none that can be read."""
     path = folder() / f"{key}.json"
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -115,16 +119,17 @@ def kept(key: str) -> ModelProfile | None:
         said = f"note: {path} {error}; the model is measured again"
         sys.stderr.write(said + "\n")
         return None
-    with suppress(OSError):  # of a folder that is only read
-        os.utime(path)  # when it was last used: `keep` removes by it
+    with suppress(OSError):  # the folder may be read-only
+        os.utime(path)  # the time of the last use, by which `keep` removes profiles
     return profile
 
 
 def keep(key: str, profile: ModelProfile) -> None:
-    """Write it, for whoever asks next, and remove those not asked for the longest."""
+    """Write a profile under its key, and remove the profiles beyond MOST_KEPT that were not used
+    the longest."""
     with suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
-        # A name nobody else writes to, then all of it at once under the one that is read.
+        # Written under a name of its own, then renamed, so that readers see all of it or nothing.
         handle, written = tempfile.mkstemp(suffix=".json", dir=folder())
         with open(handle, "w", encoding="utf-8") as file:
             file.write(profile_to_json(profile))
@@ -133,6 +138,7 @@ def keep(key: str, profile: ModelProfile) -> None:
 
 
 def _remove_oldest() -> None:
+    """Remove the profiles beyond the MOST_KEPT that were used last."""
     ages = {}
     for path in folder().glob("*.json"):
         with suppress(OSError):  # another process removed it

@@ -1,6 +1,6 @@
-"""Remedies for a model without a graph, found to be some before they are said.
+"""Find the remedies for a model without a graph, and check them before they are shown.
 
-Such a model runs as it is, in copies where a batch may be shared, which its graph cannot say: a few
+Such a model runs as it is, in copies where a batch may be shared, which its graph cannot say. A few
 samples are trained whole and in parts, as they are before the first step of such a run.
 """
 
@@ -30,9 +30,11 @@ def with_checked_remedies(
     profile: ModelProfile,
     planned: Callable[[Strategy], Plan],
 ) -> PlanError:
-    """Return `error`, with what can be done instead where it says that the model has no graph:
-    strategies that run it as it is, as far as `planned` has a plan for them and a batch of the data
-    is equal to its parts."""
+    """Return `error` with remedies where it says that the model has no graph.
+
+    The remedies are strategies that run the model as it is, as far as `planned` has a plan for them
+    and a batch of the data is equal to its parts.
+    """
     if not any(fault.remedy == AS_IS for fault in error.faults):
         return error
     remedy = _remedy(request, dataset, profile, planned)
@@ -46,6 +48,11 @@ def _remedy(
     profile: ModelProfile,
     planned: Callable[[Strategy], Plan],
 ) -> str:
+    """Return the remedy: a strategy that runs the model as it is.
+
+    Where the model is too large to be compared with its parts, the remedy also says what the user
+    can vouch for.
+    """
     copies = _plan(0, planned)
     if copies is None:
         return _ALONE
@@ -62,6 +69,7 @@ def _remedy(
 
 
 def _plan(zero: int, planned: Callable[[Strategy], Plan]) -> Plan | None:
+    """Return the plan of copies with ZeRO stage `zero`, or None where there is none."""
     strategy = read_strategy({"graph": {"replicate": {"zero": zero}}}, "copies", [])
     assert strategy is not None
     try:

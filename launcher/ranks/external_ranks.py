@@ -1,7 +1,7 @@
-"""Ranks that torchrun or srun started: rank 0 composes the job, the others join it.
+"""Join ranks that torchrun or srun started: rank 0 composes the job, the others join it.
 
-Every process runs the same `whale-train` command. All but rank 0 become members at once and
-wait to be told the run directory; rank 0 goes the ordinary road and starts its own member.
+Every process runs the same `whale-train` command. All but rank 0 become members at once, and wait
+to be told the run directory. Rank 0 takes the ordinary road, and starts its own member.
 """
 
 import os
@@ -49,19 +49,22 @@ ANSWERS = (
 
 
 def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
-    """This process's place, its variables and the job's key set as members read them; None when
-    it has none.
+    """Return the place of this process among ranks that others started, or None where there are
+    none.
 
-    It ends with torchrun, srun or our own agent, whichever started it, and so does what it starts.
-    On rank 0, SIGTERM, by which torchrun and srun end ranks, acts as Ctrl-C does from here on:
-    its member is ended with it. Raises ConfigError for variables that make no sense, for a job
-    without a secret, and on rank 0, after telling the others, for what ranks started from outside
-    cannot do.
+    Sets the environment's variables of the place, and the job's key, as members read them.
+
+    This process ends with torchrun, srun or our own agent, whichever started it, and so do the
+    processes that it starts. torchrun and srun end ranks by SIGTERM. On rank 0, SIGTERM acts as
+    Ctrl-C from here on, so that its member is ended with it.
+
+    Raises ConfigError for variables that make no sense, for a job without a secret, and, on rank 0
+    and after telling the others, for arguments that ranks started from outside cannot serve.
     """
     place = place_from_environment(os.environ)
     if place is None:
         return None
-    # Before RANK is set, by which torchrun's ranks are known.
+    # job_name takes ranks for torchrun's where RANK is set, so that it is called before that.
     key = job_key(os.environ, job_name(os.environ))
     os.environ |= {
         "WHALE_TRAIN_JOB_KEY": key,
@@ -75,7 +78,7 @@ def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
     starter = starter_of(os.environ)
     if starter:
         os.environ[STARTER] = starter
-        # Not by SIGTERM, on which ranks that save would wait for the others first.
+        # Not SIGTERM: on that, ranks that save would wait for the others first.
         end_with_parent(os.getppid(), signal.SIGKILL)
     if place.rank == 0:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -87,7 +90,7 @@ def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
 
 
 def _no_job_for_ranks(argument: str) -> list[Fault]:
-    """Return the fault of an argument with which there is not one job to train."""
+    """Return the fault of an argument that asks for several jobs, or for none."""
     flag, _, value = argument.partition("=")
     key, given = (flag, "") if argument.startswith("-") else (flag, value)
     asked = flag if argument.startswith("--") else argument
@@ -101,20 +104,21 @@ def _no_job_for_ranks(argument: str) -> list[Fault]:
 
 
 def become_member() -> NoReturn:
-    """Be a rank other than 0 instead of this process; its exit status becomes ours."""
+    """Replace this process by a rank other than 0. The exit status of that rank becomes ours."""
     os.execv(MEMBER_PROGRAM[0], MEMBER_PROGRAM)
 
 
 def tell_refused() -> None:
-    """Tell the members that wait for rank 0 that there is no job; they leave with status 2."""
-    # Whoever started the ranks ends them all when the first one leaves; we leave by ourselves.
+    """Tell the members that wait for rank 0 that there is no job. They leave with status 2."""
+    # The program that started the ranks ends them all when the first one leaves. This one leaves by
+    # itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
 
 
 class NeverMet(LaunchError):
-    """The ranks did not meet, as `outcome` has it."""
+    """The error of ranks that did not meet. `outcome` says how their run ended."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -122,9 +126,14 @@ class NeverMet(LaunchError):
 
 
 class JobProcess:
-    """What runs a job of `run_dir`: a host that starts the ranks, or, at a `place` among ranks that
-    others started, this process's own. It prepares while a plan is made. Every `JobProcess` needs a
-    `wait` or a `stop`."""
+    """The process that runs a job. Every `JobProcess` needs a `wait` or a `stop`.
+
+    It prepares while a plan is made. It is a host that starts the ranks, or this process's own rank
+    where others have started the ranks.
+
+    run_dir: the run directory.
+    place: the place of this process among ranks that others started; None where there are none.
+    """
 
     def __init__(self, run_dir: Path, place: LaunchPlace | None) -> None:
         self._run_dir, self._place = run_dir, place
@@ -135,9 +144,10 @@ class JobProcess:
     def planned(
         self, request: Request, poll: Callable[[], None], console: Console
     ) -> Iterator[Resolved]:
-        """Give the plan of a request whose ranks start as those of a training, on the hosts that
-        have met. Ranks that wait for it are told where it is refused, here or inside.
+        """Resolve the request as that of a training, on the hosts that have met, and yield the
+        plan.
 
+        Ranks that wait for the plan are told where it is refused, here or inside the context.
         Raises NeverMet where the ranks did not meet, and ConfigError or PlanError.
         """
         hosts = None if self._place is None else self._hosts(poll, console)
@@ -152,16 +162,19 @@ class JobProcess:
             raise
 
     def wait(self, poll: Callable[[], None]) -> Outcome:
-        """Wait for the run's end, as `HostProcess.wait` does."""
+        """Wait for the run's end, as `HostProcess.wait` does, and return its outcome."""
         return self._process.wait(poll)
 
     def stop(self) -> None:
-        """End all its processes, as `HostProcess.stop` does."""
+        """End all processes of the job, as `HostProcess.stop` does."""
         self._process.stop()
 
     def _hosts(self, poll: Callable[[], None], console: Console) -> tuple[Host, ...]:
-        """Return the hosts that ranks were started on, once they have met, and say which of them do
-        not share the run directory."""
+        """Return the hosts on which ranks were started, once they have met.
+
+        Prints the hosts that do not share the run directory. Raises NeverMet where the ranks end
+        before.
+        """
         while not (self._run_dir / HOSTS).exists():
             if self._process.has_ended:
                 raise NeverMet(self._process.wait(poll))
@@ -176,7 +189,7 @@ class JobProcess:
 
 
 def _refuse(run_dir: Path, member: HostProcess) -> None:
-    """Have `member`, which has met the others, tell them that there is no job; all leave with
+    """Have `member`, which has met the others, tell them that there is no job. All leave with
     status 2."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `tell_refused`
     (run_dir / REFUSED).touch()
@@ -187,6 +200,7 @@ def _refuse(run_dir: Path, member: HostProcess) -> None:
 
 
 def _check_world(place: LaunchPlace, plan: Plan) -> None:
+    """Raise PlanError where the plan has another number of ranks than were started."""
     if place.world_size != plan.world_size:
         rule = f"ranks were started, and the plan for hardware={plan.cluster} has {plan.world_size}"
         remedy = f"start {plan.world_size}, or use hardware=cpu hardware.devices={place.world_size}"

@@ -1,7 +1,6 @@
-"""The parent's side of a host: starting its process, waiting for it, ending it, saying what
-it failed of.
+"""Start the process of a host, wait for it, end it, and describe its failure: the parent's side.
 
-The host (`runtime/process/fork_server.py`) starts and watches the ranks; the parent knows it by its
+The host (`runtime/process/fork_server.py`) starts and watches the ranks. The parent knows it by its
 run directory, its exit status and `failure.json`.
 """
 
@@ -25,22 +24,32 @@ EXPORT_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.export_host
 REHEARSE_PROGRAM = (sys.executable, "-m", "whale_train.runtime.rehearse.main")
 HOST_LOG = "logs/host.log"
 POLL_S = 0.1
-# From SIGTERM to SIGKILL of everything; more than a host gives its ranks.
+# Seconds from SIGTERM to SIGKILL of all processes; more than a host gives its ranks.
 STOP_GRACE_S = 5.0
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class RunFailure:
-    """What a run failed of: the content of `failure.json`, as the host wrote it.
+    """The failure of a run: the content of `failure.json`, as the host wrote it.
 
-    `rank` is None when the host itself failed. `kind` is `signal` (then `signal` is its name),
-    `exception` (then `type`, `message` and `traceback` are given), `timeout` or `exit` (then
-    `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
-    without its subject, `traceback` is the stack of the first of them where it was seen, else the
-    waiting rank's. `step` is the optimizer step that was being computed. `log` is relative to the
-    run directory, which is that of `host` where one is given: it has one of its own. Of a `kind`
-    `host`, all of whose ranks, the first of them `rank`, ended without a word, `message` says so.
+    rank: the rank that failed; None where the host itself did. For the kind `host`, the first rank
+        of the host that failed.
+    kind: `signal`, `exception`, `timeout`, `exit`, or `host` where all ranks of a host ended
+        without a word.
+    log: the log to read, relative to the run directory. Where `host` is given, it is in the run
+        directory of that host.
+    step: the optimizer step that was being computed.
+    signal: the name of the signal, for the kind `signal`.
+    exit_status: the exit status, for the kind `exit`.
+    type: the type of the exception, for the kind `exception`.
+    message: the message of the exception. For the kind `timeout`, the sentence that says what
+        `rank` waited for, without its subject. For the kind `host`, a sentence that says that the
+        ranks ended without a word.
+    traceback: the traceback of the exception. For the kind `timeout`, the stack of the first absent
+        rank where it was seen, else that of the waiting rank.
+    absent: the ranks that `rank` waited for in vain, for the kind `timeout`.
+    host: the name of the failed rank's host, where that has a run directory of its own.
     """
 
     rank: int | None
@@ -58,7 +67,11 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `failure` is given when, and only when, it failed."""
+    """The end of a run.
+
+    status: `done`, `failed` or `interrupted`.
+    failure: the failure of a run that failed; None for any other.
+    """
 
     status: Literal["done", "failed", "interrupted"]
     failure: RunFailure | None = None
@@ -73,7 +86,7 @@ class HostProcess:
 
     @classmethod
     def start(cls, run_dir: Path, program: Sequence[str] = HOST_PROGRAM) -> "HostProcess":
-        """Start a host for a run directory made by `create_run_dir`; returns at once.
+        """Start a host for a run directory made by `create_run_dir`. Returns at once.
 
         Call it from a thread that lives as long as the run: the host ends with the thread that
         started it. Every `start` needs a `wait` or a `stop`.
@@ -92,12 +105,13 @@ class HostProcess:
 
     @property
     def pid(self) -> int:
+        """Return the process id of the host."""
         return self._process.pid
 
     def wait(self, poll: Callable[[], None]) -> Outcome:
         """Wait for the run's end, calling `poll` ten times a second and once after it.
 
-        Ctrl-C stops the run, a second one at once. Whatever happens, no process is left.
+        Ctrl-C stops the run, a second one at once. No process is left, whatever happens.
         """
         try:
             while not self.has_ended:
@@ -105,7 +119,7 @@ class HostProcess:
                 time.sleep(POLL_S)
             poll()
         except KeyboardInterrupt:
-            # Whoever started the ranks ends them all when one has failed.
+            # The program that started the ranks ends them all when one has failed.
             failure = self._recorded()
             return Outcome("failed", failure) if failure else Outcome("interrupted")
         finally:
@@ -118,7 +132,7 @@ class HostProcess:
         return Outcome("failed", self._failure(code))
 
     def stop(self) -> None:
-        """End the host and all its processes; does nothing to what has ended."""
+        """End the host and all its processes. Does nothing where they have ended."""
         if self._process.returncode is not None:
             return
         with suppress(KeyboardInterrupt):
@@ -126,27 +140,32 @@ class HostProcess:
             deadline = time.monotonic() + STOP_GRACE_S
             while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(POLL_S / 5)
-        # The host is not reaped yet, so the group is still its own: it, its ranks, and what they
-        # started (data workers, compilers).
+        # The host is not reaped yet, so that the process group is still its own: the host, its
+        # ranks, and the processes that they started (data workers, compilers).
         os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the host has ended; it is not reaped."""
+        """Return whether the host has ended. It is not reaped by that."""
         if self._process.returncode is not None:
             return True
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, look) is not None
 
     def _recorded(self) -> RunFailure | None:
+        """Return the failure that the host wrote to `failure.json`, or None."""
         with suppress(FileNotFoundError):
             content = json.loads((self._run_dir / "failure.json").read_text(encoding="utf-8"))
             return RunFailure(**{**content, "absent": tuple(content["absent"])})
         return None
 
     def _failure(self, code: int) -> RunFailure:
-        """Return what the host wrote, or what its end itself says when it could not."""
+        """Return the failure that the host wrote.
+
+        Where the disk is full, the failure says so instead. Where the host wrote none, the failure
+        is made from the exit status `code` of the host.
+        """
         failure = self._recorded()
         full = has_no_room(self._run_dir)
         if full and (failure is None or failure.kind == "exit"):
@@ -160,11 +179,12 @@ class HostProcess:
 
 
 def describe_failure(failure: RunFailure, rank_place: str) -> str:
-    """Return the one message for a failed run: who, where in the plan, what, and where to read
-    more.
+    """Return the message of a failed run: who failed, where in the plan, of what, and which log to
+    read.
 
-    `rank_place` is the rank's place in the plan (`V100_SXM2_32GB, node 0, TaskGraphs 0 and 1`);
-    it is left out when the host itself failed, and empty where there was no plan yet.
+    failure: the failure.
+    rank_place: the rank's place in the plan, such as `V100_SXM2_32GB, node 0, TaskGraphs 0 and 1`;
+        '' where there was no plan yet. It is not shown where the host itself failed.
     """
     place = f" ({rank_place})" if rank_place else ""
     who = "the host process" if failure.rank is None else f"rank {failure.rank}{place}"
@@ -178,7 +198,7 @@ def describe_failure(failure: RunFailure, rank_place: str) -> str:
         what = f"{who} ended with exit status {failure.exit_status}{when}"
     elif failure.kind == "timeout":
         what = f"{who} {failure.message}\n{(failure.traceback or '').rstrip()}"
-    elif failure.type == LaunchError.__name__:  # whose message is all there is to know
+    elif failure.type == LaunchError.__name__:  # whose traceback would say nothing more
         what = f"{who} failed{when}: {failure.message}"
     else:
         what = f"{who} failed{when}:\n{(failure.traceback or '').rstrip()}"

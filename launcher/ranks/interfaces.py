@@ -1,4 +1,5 @@
-"""The network interfaces of this host, and whether the one that ranks are told to use is there."""
+"""List the network interfaces of this host, and check that the one which ranks are told to use
+exists."""
 
 import ctypes
 import os
@@ -19,12 +20,16 @@ _Address._fields_ = [
     ("next", ctypes.POINTER(_Address)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(ctypes.c_ushort)),  # which begins with its family
+    ("address", ctypes.POINTER(ctypes.c_ushort)),  # the first field of the address is its family
 ]
 
 
 def interfaces_here() -> list[str]:
-    """Return the names of the interfaces that have an IP address, as gloo looks for them."""
+    """Return the names of the interfaces that have an IP address, as gloo looks for them.
+
+    All interfaces are returned where the system is not Linux. Raises OSError where they cannot be
+    listed.
+    """
     if sys.platform != "linux":
         return sorted(name for _, name in socket.if_nameindex())
     library = ctypes.CDLL(None, use_errno=True)
@@ -34,10 +39,10 @@ def interfaces_here() -> list[str]:
     names, at = set(), first
     try:
         while at:
-            found = at.contents
-            if found.address and found.address[0] in (socket.AF_INET, socket.AF_INET6):
-                names.add(os.fsdecode(found.name))
-            at = found.next
+            entry = at.contents
+            if entry.address and entry.address[0] in (socket.AF_INET, socket.AF_INET6):
+                names.add(os.fsdecode(entry.name))
+            at = entry.next
     finally:
         library.freeifaddrs(first)
     return sorted(names)
@@ -46,10 +51,14 @@ def interfaces_here() -> list[str]:
 def refuse_missing_interfaces(
     environment: Mapping[str, str], here: Sequence[str] | None = None
 ) -> None:
-    """Raise ConfigError where ranks on this host, whose interfaces are `here` (None: are looked
-    for), are to communicate over one that it lacks, or that has no address."""
+    """Raise ConfigError where GLOO_SOCKET_IFNAME names an interface that this host lacks, or one
+    without an address.
+
+    environment: the environment of the ranks.
+    here: the interfaces of this host; None has them looked up.
+    """
     wanted = environment.get(GLOO_INTERFACES, "")
-    if len(wanted) < 2:  # which torch takes for none
+    if len(wanted) < 2:  # torch takes a shorter name for none
         return
     there = interfaces_here() if here is None else here
     missing = [name for name in wanted.split(",") if name not in there]

@@ -1,9 +1,9 @@
-"""The key that the ranks of one job share, and nobody else has (docs/adr/030).
+"""Make the key that the ranks of one job share, and nobody else has (docs/adr/030).
 
 Ranks that torchrun or srun started meet at a store that anybody who reaches its port may write to.
-They believe there what was signed with this key alone (`runtime/process/job_message.py`). It is
-made of the job's name and of a secret: the launch's, `$WHALE_TRAIN_SECRET`, which every rank has in
-its environment, or else the user's own, in a file that nobody else can read.
+They believe there only what was signed with this key (`runtime/process/job_message.py`). The key is
+made of the job's name and of a secret. The secret is the launch's, `$WHALE_TRAIN_SECRET`, which
+every rank has in its environment, or else the user's own, in a file that nobody else can read.
 """
 
 import hmac
@@ -15,7 +15,7 @@ from secrets import token_hex
 
 from whale_train.errors import ConfigError, Fault
 
-SECRET = "WHALE_TRAIN_SECRET"  # the variable of the launch's
+SECRET = "WHALE_TRAIN_SECRET"  # the variable that has the secret of the launch
 SHORTEST_SECRET = 32  # characters: 128 bits where they are hexadecimal digits
 
 _REMEDY = f"give every rank the same one: export {SECRET}=$(openssl rand -hex 32)"
@@ -37,15 +37,15 @@ def job_key(environment: Mapping[str, str], job: str) -> str:
 
 
 def _users_file(environment: Mapping[str, str]) -> Path:
-    """Return where the user's own secret is: in the user's configuration."""
+    """Return the path of the user's own secret, in the user's configuration."""
     root = Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return root / "whale-train" / "secret"
 
 
 def _users_secret(path: Path) -> str:
-    """Return the secret in the file `path`, which is made where there is none.
+    """Return the secret in the file `path`. The file is made where there is none.
 
-    Raises ConfigError where that cannot be, or where others could know the secret.
+    Raises ConfigError where it can neither be read nor made, or where others could know the secret.
     """
     try:
         if not path.exists():
@@ -68,14 +68,15 @@ def _users_secret(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret to `path`, unless another rank does so first: all ranks read one."""
+    """Write a new secret to `path`, unless another rank does so first: all ranks read the same
+    one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{token_hex(8)}")
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(file, "w", encoding="utf-8") as opened:
             opened.write(token_hex(32) + "\n")
-        # Never replaces a file, on a network's file system neither.
+        # A link never replaces a file, not even on a network's file system.
         os.link(partial, path)
     except FileExistsError:
         pass

@@ -1,6 +1,6 @@
-"""`launcher=slurm`: jobs submitted to Slurm, through submitit; a sweep is an array of them.
+"""Submit jobs to Slurm for `launcher=slurm`, through submitit. A sweep is an array of jobs.
 
-Every task runs the command that was given and finds its place as srun's tasks do. Before a job is
+Every task runs the command that was given, and finds its place as srun's tasks do. Before a job is
 taken off its nodes, Slurm signals it: it saves, is queued again, and goes on from there.
 """
 
@@ -26,19 +26,27 @@ from whale_train.machine.hosts import this_host
 from whale_train.strategies.hardware.inventory import read_inventory
 
 _POLL_S = 1.0
-# From the end of a job in the queue to its result in a file, on a network's file system.
+# The longest time, in seconds, from the end of a job in the queue to its result in a file, on a
+# network's file system.
 _RESULT_S = 30.0
-# Of the time that a job has to save in, for Slurm to reach it and for it to be queued again.
+# Seconds, beside those that a job has to save, for Slurm to signal it and to queue it again.
 _AROUND_S = 60
-_MOST_TIMEOUTS = 1000  # a job that saves may use up its time as often as it takes
+_MOST_TIMEOUTS = 1000  # how often a job that saves may use up its time limit
 _LAST_LINES = 30
-# Slurm's forms of a time: minutes, with seconds, hours or days beside them.
+# Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job: its request, the `arguments` of a command line that makes it, and where it runs."""
+    """A job to submit.
+
+    request: the request of the job.
+    arguments: command-line arguments that make the request.
+    run_dir: the run directory.
+    nodes: number of nodes.
+    ranks_per_node: number of ranks on each node.
+    """
 
     request: Request
     arguments: tuple[str, ...]
@@ -48,7 +56,7 @@ class Submission:
 
     @classmethod
     def of(cls, request: Request, arguments: Sequence[str], run_dir: Path) -> "Submission":
-        """Return how to submit the request. Raises ConfigError for one that cannot be."""
+        """Return the submission of a request. Raises ConfigError where it cannot be submitted."""
         faults: list[Fault] = []
         for name in ("sbatch", "squeue"):
             if shutil.which(name) is None:
@@ -61,14 +69,19 @@ class Submission:
         minutes(request, faults)
         if faults:
             raise ConfigError(faults)
-        # In the job it is no job to submit.
+        # Within the job, the command must not submit a job again.
         return cls(request, (*arguments, "launcher.kind=auto"), run_dir, nodes, ranks)
 
 
 @dataclass
 class Task:
-    """What every task of a job runs, on its node. `goes_on`: the job saves, and goes on from there
-    when it was taken off its nodes."""
+    """The program of every task of a job, on its node.
+
+    arguments: command-line arguments of the job.
+    goes_on: whether the job saves, and goes on from there when it was taken off its nodes.
+    grace_s: seconds that the job has to save.
+    command: the running command; None before it is started.
+    """
 
     arguments: tuple[str, ...]
     goes_on: bool
@@ -76,10 +89,10 @@ class Task:
     command: "subprocess.Popen[bytes] | None" = None
 
     def __call__(self) -> int:
-        """Return the command's exit status."""
+        """Run the command, and return its exit status."""
         program = (sys.executable, "-m", "whale_train.launcher.cli", *self.arguments)
-        # Slurm's signal to the task is not for what it runs, and would end that; nor is there
-        # anything that a job which does not save could do about it.
+        # The command ignores Slurm's signal to the task, which would end it. A job that does not
+        # save ignores the signal in the task too: it could do nothing about it.
         submitits = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         self.command = subprocess.Popen(program, start_new_session=True)
         if self.goes_on:
@@ -91,7 +104,8 @@ class Task:
         return self.command.wait()
 
     def checkpoint(self) -> Any:
-        """Have the job save and end; return what is to be queued again, None where nothing is."""
+        """Have the job save and end. Returns the submission to be queued again; None where no
+        command runs."""
         import submitit
 
         if self.command is None:
@@ -107,30 +121,41 @@ class Task:
         )
 
     def _has_ended(self) -> bool:
-        """Whether the command has ended; asked in a signal's handler too, where Popen's own wait,
-        interrupted by it, may hold its lock."""
+        """Return whether the command has ended.
+
+        Popen's own wait is not used, since this is called in a signal's handler too, where a wait
+        that the signal has interrupted may hold Popen's lock.
+        """
         assert self.command is not None
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.command.pid, look) is not None
 
     def _pass_on(self, number: int, frame: object) -> None:
+        """Pass SIGTERM on to the running command, and no other signal."""
         if number == signal.SIGTERM and self.command is not None and not self._has_ended():
             self.command.send_signal(number)
 
 
 def submit(submissions: Sequence[Submission], folder: Path) -> list[Any]:
-    """Submit the jobs, as one array where there are several alike; return submitit's job of each.
-    Logs are in `folder`. Raises ConfigError where Slurm does not take them."""
+    """Submit the jobs, and return submitit's job for each of them.
+
+    Jobs of the same size, time and options are submitted as one array. Logs are written to
+    `folder`. Raises ConfigError where Slurm refuses them.
+    """
     import submitit
 
-    # Handed to every job in its environment; ranks know each other by it.
+    # Every job has the secret in its environment. Its ranks know each other by it.
     os.environ[SECRET] = os.environ.get(SECRET) or token_hex(32)
-    found: dict[int, Any] = {}
+    jobs_by_number: dict[int, Any] = {}
     groups: dict[tuple[object, ...], list[int]] = {}
-    for number, each in enumerate(submissions):
-        launcher = each.request.launcher
-        alike = (each.nodes, each.ranks_per_node, tuple(sorted(launcher.sbatch.items())))
-        groups.setdefault((*alike, each.request.checkpoint.grace_s), []).append(number)
+    for number, submission in enumerate(submissions):
+        launcher = submission.request.launcher
+        alike = (
+            submission.nodes,
+            submission.ranks_per_node,
+            tuple(sorted(launcher.sbatch.items())),
+        )
+        groups.setdefault((*alike, submission.request.checkpoint.grace_s), []).append(number)
     for numbers in groups.values():
         first = submissions[numbers[0]]
         executor = submitit.SlurmExecutor(folder, max_num_timeout=_MOST_TIMEOUTS)
@@ -145,13 +170,16 @@ def submit(submissions: Sequence[Submission], folder: Path) -> list[Any]:
             raise ConfigError(
                 [Fault("launcher.sbatch", "", rule, "change what it names")]
             ) from None
-        found |= dict(zip(numbers, jobs, strict=True))
-    return [found[number] for number in range(len(submissions))]
+        jobs_by_number |= dict(zip(numbers, jobs, strict=True))
+    return [jobs_by_number[number] for number in range(len(submissions))]
 
 
 def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[int]:
-    """Return the exit statuses of jobs once all have ended; `changed` is told the number of a job
-    and its state, as squeue has it, whenever that is another."""
+    """Wait until all jobs have ended, and return their exit statuses.
+
+    jobs: submitit's jobs.
+    changed: called with the index of a job and its new state, in squeue's words, at every change.
+    """
     states, ended, lost = [""] * len(jobs), [False] * len(jobs), dict[int, float]()
     while not all(ended):
         there = _states([job.job_id for job in jobs])
@@ -165,7 +193,7 @@ def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[i
             if state and state != states[number]:
                 states[number] = state
                 changed(number, state)
-            if not state:  # it has ended, and its result may be on its way
+            if not state:  # the job has ended, and its result may be on its way
                 lost.setdefault(number, time.monotonic())
                 ended[number] = time.monotonic() - lost[number] > _RESULT_S
             else:
@@ -176,7 +204,7 @@ def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[i
 
 
 def last_lines(job: Any) -> str:
-    """Return the end of what rank 0 of a job said on stderr."""
+    """Return the last lines that rank 0 of a job wrote to stderr, '' where there is no file."""
     try:
         lines: list[str] = job.paths.stderr.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -186,7 +214,7 @@ def last_lines(job: Any) -> str:
 
 
 def summary_of(job: Any) -> str:
-    """Return how a job that is done said so, '' of another."""
+    """Return the summary that a job printed when it was done, '' where it was not done."""
     try:
         said: str = job.paths.stdout.read_text(encoding="utf-8")
     except OSError:
@@ -199,7 +227,8 @@ def summary_of(job: Any) -> str:
 
 
 def minutes(request: Request, faults: list[Fault]) -> int:
-    """Return the time limit of a job."""
+    """Return the time limit of a job, in minutes. Adds a fault, and returns 0, for a time that is
+    not one of Slurm's."""
     text = str(request.launcher.sbatch.get("time", 60))
     match = _TIME.fullmatch(text)
     if match is None:
@@ -218,7 +247,10 @@ def minutes(request: Request, faults: list[Fault]) -> int:
 
 
 def _size(request: Request, faults: list[Fault]) -> tuple[int, int]:
-    """Return how many nodes a job has, and how many ranks on each."""
+    """Return the number of nodes of a job, and the number of ranks on each.
+
+    Adds to `faults` where they are not known, or where nodes have different numbers of devices.
+    """
     launcher, hardware = request.launcher, request.hardware
     name = request.names.get("hardware", "hardware")
     nodes, ranks = launcher.nodes, launcher.ranks_per_node
@@ -245,6 +277,7 @@ def _size(request: Request, faults: list[Fault]) -> tuple[int, int]:
 
 
 def _task(submission: Submission) -> Task:
+    """Return the task of a submission."""
     checkpoint = submission.request.checkpoint
     return Task(submission.arguments, checkpoint.every is not None, checkpoint.grace_s)
 
@@ -263,14 +296,15 @@ def _parameters(submission: Submission) -> dict[str, Any]:
         "time": limit,
         "signal_delay_s": int(request.checkpoint.grace_s) + _AROUND_S,
         "additional_parameters": {k: v for k, v in given.items() if k != "time"},
-        # Since Slurm 22.05 srun does not take it from the job.
+        # Since Slurm 22.05, srun does not take this option from the job.
         "srun_args": [] if cores is None else [f"--cpus-per-task={cores}"],
     }
 
 
 def _states(ids: Sequence[str]) -> dict[str, str]:
-    """Return the states of the jobs that are in the queue."""
-    whole = {each.partition("_")[0] for each in ids}
+    """Return the state of each job that is in the queue, by job id; `UNKNOWN` where Slurm does not
+    answer."""
+    whole = {job_id.partition("_")[0] for job_id in ids}
     command = ("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(whole)}")
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     if done.returncode and "Invalid job id" not in done.stderr:
@@ -280,7 +314,7 @@ def _states(ids: Sequence[str]) -> dict[str, str]:
 
 
 def _status(job: Any) -> int:
-    """Return the exit status of a job that has ended: rank 0's, 1 where it has none."""
+    """Return the exit status of a job that has ended: rank 0's, or 1 where it has none."""
     import submitit
 
     if not job.paths.result_pickle.exists():

@@ -1,8 +1,8 @@
-"""`launcher=ssh`: the ranks of a job on hosts that this one reaches by ssh.
+"""Run the ranks of a job on hosts that this one reaches by ssh, for `launcher=ssh`.
 
-Every host is asked what it has, and what it lacks is said of all of them before anything starts.
-Then the same command runs on each, once a rank, and finds its place as under torchrun. Nothing is
-copied: hosts have the same Python and the same working directory, or a copy of them.
+Every host reports what it has. All that hosts lack is reported before anything starts. Then the
+same command runs on each host, once for each rank, and finds its place as under torchrun. Nothing
+is copied: hosts have the same Python and the same working directory, or a copy of them.
 """
 
 import json
@@ -38,22 +38,24 @@ _SSH = (
 )
 _LOOK_S = 120.0
 _POLL_S = 0.1
-_UNREACHABLE = 255  # ssh's own
+_UNREACHABLE = 255  # ssh's own exit status
 _FAILED = 1
 _NO_FOLDER, _NO_PYTHON = 41, 42
-# From the end of one host's ranks that failed to the end of the others.
+# Seconds that the ranks of the other hosts have to end after those of one host failed.
 _LEAVE_S = 20.0
-# What ranks have of this command's environment.
+# The variables of this command's environment that ranks have too.
 _PASSED = ("COLUMNS", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 
 
 def run_over_ssh(
     request: Request, arguments: Sequence[str], console: Console, signals: StopSignals
 ) -> int:
-    """Run the command with `arguments` as the ranks of a job on `launcher.hosts`, again from its
-    newest checkpoint where it failed and `launcher.max_restarts` allows it; return its exit status,
-    which rank 0 on the first of them has explained. Raises ConfigError where hosts lack what the
-    job needs."""
+    """Run the command with `arguments` as the ranks of a job on `launcher.hosts`.
+
+    A job that failed is started again from its newest checkpoint, where `launcher.max_restarts`
+    allows it. Returns the exit status, which rank 0 on the first host has explained. Raises
+    ConfigError where hosts lack something that the job needs.
+    """
     if shutil.which("ssh") is None:
         rule = "needs the command ssh, which is not here"
         raise ConfigError([Fault("launcher", "ssh", rule, "install OpenSSH's client")])
@@ -70,13 +72,14 @@ def run_over_ssh(
 def _attempt(
     request: Request, arguments: Sequence[str], console: Console, signals: StopSignals
 ) -> int:
-    """Run the job on hosts that have what it needs; return its exit status."""
+    """Run the job once on the hosts, and return its exit status. Raises ConfigError as
+    `run_over_ssh` does."""
     hosts, python = request.launcher.hosts, request.launcher.python or sys.executable
-    found = _look(request, hosts, python)
-    counts = ranks_on(request, hosts, [Seen.from_json(each.seen) for each in found])
+    reports = _look(request, hosts, python)
+    counts = ranks_on(request, hosts, [Seen.from_json(report.seen) for report in reports])
     said = ", ".join(f"{n} on {host}" for host, n in zip(hosts, counts, strict=True))
     console.print(f"ranks: {said}", soft_wrap=True, markup=False, highlight=False)
-    connections = _start(hosts, counts, arguments, found[0].port, python)
+    connections = _start(hosts, counts, arguments, reports[0].port, python)
     try:
         signals.asks(lambda: _say(connections, "end\n"), request.checkpoint.grace_s)
         _wait(connections, signals)
@@ -93,28 +96,30 @@ def _attempt(
 
 
 def _look(request: Request, hosts: Sequence[str], python: str) -> list[Found]:
-    """Return what every host has. Raises ConfigError with all that some lack."""
+    """Return the report of every host. Raises ConfigError with all that hosts lack."""
     wanted = order_of(_wanted(request))
     with ThreadPoolExecutor(len(hosts)) as pool:
         looks = list(pool.map(lambda host: _looked(host, wanted, python), hosts))
     faults: list[Fault] = []
-    found: list[Found] = []
+    reports: list[Found] = []
     first = ""
     for number, (host, look) in enumerate(zip(hosts, looks, strict=True)):
         if isinstance(look, Found):
-            found.append(look)
+            reports.append(look)
             first = first or host
-            wrong = _lacks(look, first, found[0])
+            wrong = _lacks(look, first, reports[0])
         else:
             wrong = [look]
-        faults += (Fault(f"launcher.hosts[{number}]", host, *each) for each in wrong)
+        faults += (
+            Fault(f"launcher.hosts[{number}]", host, *rule_and_remedy) for rule_and_remedy in wrong
+        )
     if faults:
         raise ConfigError(faults)
-    return found
+    return reports
 
 
 def _wanted(request: Request) -> Wanted:
-    """Return what ranks read on their hosts, beside the run directory."""
+    """Return the paths and modules that ranks read on their hosts, beside the run directory."""
     folder, target = request.model.pretrained, request.model.target
     given = [getattr(request.data, "path", None), folder if folder and os.sep in folder else None]
     paths = tuple(str(Path(path).absolute()) for path in given if path is not None)
@@ -122,8 +127,13 @@ def _wanted(request: Request) -> Wanted:
 
 
 def _lacks(look: Found, other_host: str, other: Found) -> list[tuple[str, str]]:
-    """Return the rules and remedies of what a host lacks, of the same as the `other` one has."""
-    wrong = [(f"has no {each}", "put it there: nothing is copied") for each in look.missing]
+    """Return the rule and the remedy of everything that a host lacks.
+
+    look: the report of the host.
+    other_host, other: the name and the report of another host, whose versions of packages it has to
+        share.
+    """
+    wrong = [(f"has no {missing}", "put it there: nothing is copied") for missing in look.missing]
     for package, version in look.versions.items():
         if version != other.versions[package]:
             rule = f"has {package} {version}, and {other_host} has {other.versions[package]}"
@@ -132,7 +142,11 @@ def _lacks(look: Found, other_host: str, other: Found) -> list[tuple[str, str]]:
 
 
 def _looked(host: str, wanted: str, python: str) -> Found | tuple[str, str]:
-    """Return what a host has, or the rule and remedy of why it cannot be one."""
+    """Return the report of a host, or the rule and the remedy of the reason why it cannot be used.
+
+    wanted: the line that orders the host's agent to look.
+    python: the path of Python on the host.
+    """
     try:
         done = subprocess.run(
             [*_SSH, host, _script(python)],
@@ -158,7 +172,7 @@ def _looked(host: str, wanted: str, python: str) -> Found | tuple[str, str]:
 
 
 def _script(python: str) -> str:
-    """Return the shell's command that is the agent of a host, in this working directory."""
+    """Return the shell command that runs the agent of a host, in this working directory."""
     program, folder = shlex.quote(python), shlex.quote(str(Path.cwd()))
     path = os.environ.get("PYTHONPATH")  # where a user's own modules may be
     modules = f"PYTHONPATH={shlex.quote(path)} " if path else ""
@@ -178,7 +192,14 @@ def _start(
     port: int,
     python: str,
 ) -> list["subprocess.Popen[str]"]:
-    """Start the ranks; return the connections, by which they are told to end, and end."""
+    """Start the ranks of all hosts, and return the ssh processes that they are connected by.
+
+    hosts: the names of the hosts.
+    counts: number of ranks on each host.
+    arguments: command-line arguments of the ranks.
+    port: the port of the rendezvous on the first host.
+    python: the path of Python on the hosts.
+    """
     shared = {name: os.environ[name] for name in _PASSED if name in os.environ}
     shared |= {SECRET: token_hex(32), "MASTER_ADDR": _address(hosts[0]), "MASTER_PORT": str(port)}
     shared |= {"WORLD_SIZE": str(sum(counts)), STARTER: "whale-train"}
@@ -193,51 +214,54 @@ def _start(
             [*_SSH, host, _script(python)],
             stdin=subprocess.PIPE,
             encoding="utf-8",
-            start_new_session=True,  # a terminal's Ctrl-C is for us to pass on
+            start_new_session=True,  # Ctrl-C in a terminal reaches this process alone
         )
         connections.append(connection)
-        # By its input, which nobody else sees: the secret is in it.
+        # The order goes through standard input, which nobody else sees: it has the secret.
         _say([connection], order_of(Start(tuple(arguments), shared, places)))
         first += count
     return connections
 
 
 def _address(host: str) -> str:
-    """Return where a host is: what ssh's own configuration has for its name."""
+    """Return the address of a host: the host name that ssh's own configuration has for it."""
     said = subprocess.run(
         ["ssh", "-G", host], capture_output=True, encoding="utf-8", check=False
     ).stdout
     lines = (line.split(maxsplit=1) for line in said.splitlines())
-    found = {words[0]: words[1] for words in lines if len(words) == 2}
-    return found.get("hostname", host.rpartition("@")[2])
+    options = {words[0]: words[1] for words in lines if len(words) == 2}
+    return options.get("hostname", host.rpartition("@")[2])
 
 
 def _wait(connections: Sequence["subprocess.Popen[str]"], signals: StopSignals) -> None:
-    """Return when the ranks of all hosts have ended, or had their time to after others failed."""
+    """Wait until the ranks of all hosts have ended, or until _LEAVE_S seconds after some failed."""
     deadline = float("inf")
-    while any(each.poll() is None for each in connections) and time.monotonic() < deadline:
+    while (
+        any(connection.poll() is None for connection in connections) and time.monotonic() < deadline
+    ):
         signals.poll()
-        if any(each.poll() for each in connections):
+        if any(connection.poll() for connection in connections):
             deadline = min(deadline, time.monotonic() + _LEAVE_S)
         time.sleep(_POLL_S)
 
 
 def _say(connections: Sequence["subprocess.Popen[str]"], line: str) -> None:
+    """Write a line to the agents of the hosts."""
     for connection in connections:
         assert connection.stdin is not None
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the connection has ended
             connection.stdin.write(line)
             connection.stdin.flush()
 
 
 def _end(connections: Sequence["subprocess.Popen[str]"]) -> None:
-    """End what still runs on the hosts, and the connections."""
+    """End the ranks that still run on the hosts, and the connections."""
     for connection in connections:
         assert connection.stdin is not None
         with suppress(OSError):
             connection.stdin.close()
     deadline = time.monotonic() + _LEAVE_S
-    while any(each.poll() is None for each in connections) and time.monotonic() < deadline:
+    while any(process.poll() is None for process in connections) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     for connection in connections:
         connection.kill()

@@ -1,6 +1,8 @@
-"""Whether this process was started as one rank of many, and which: torchrun or Slurm's srun.
+"""Find out from the environment if this process is one rank of many, started by torchrun or Slurm's
+srun.
 
-Pure: everything is read from the environment it is given. MPI launchers are not asked.
+All functions are pure: they read only the environment that they are given. MPI launchers are not
+asked.
 """
 
 import re
@@ -13,7 +15,15 @@ from whale_train.machine.parents import STARTER
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """Where a rank is. `address` and `port` are of the rendezvous, on rank 0's host."""
+    """The place of a rank among all.
+
+    rank: the global rank.
+    world_size: number of ranks.
+    local_rank: the rank among those of its host.
+    local_world_size: number of ranks on its host.
+    address: the address of the rendezvous, on rank 0's host.
+    port: the port of the rendezvous.
+    """
 
     rank: int
     world_size: int
@@ -25,9 +35,10 @@ class LaunchPlace:
 
 @dataclass(frozen=True)
 class Starter:
-    """The variables in which a program that starts ranks says where they are.
+    """The environment variables by which a program that starts ranks tells them their place.
 
-    For each field of Place, the variables that may hold it, the best first.
+    Each field of LaunchPlace has the variables that may hold it, the best first. `name` is the
+    program.
     """
 
     name: str
@@ -67,7 +78,8 @@ FIRST_SPECIAL_STEP = 0xFFFFFFFA
 
 # Ports for Slurm jobs: below 32768, where Linux begins to hand ports out to connections.
 PORTS = range(20000, 32000)
-# Between the ports of a job's steps: with 1, a job's second step would take the next job's.
+# Distance between the ports of a job's steps. With 1, a job's second step would take the port of
+# the next job.
 PORTS_BETWEEN_STEPS = 797
 
 NODE_LIST = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?:,|$)")
@@ -75,10 +87,11 @@ TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def place_from_environment(environment: Mapping[str, str]) -> LaunchPlace | None:
-    """This process's place among ranks somebody else started; None when nobody did.
+    """Return the place of this process among ranks that others started, or None where there are
+    none.
 
-    Raises ConfigError, keyed by the variable, when what is set is not a place: some variables
-    missing, not integers, or ranks outside of their world.
+    Raises ConfigError, keyed by the variable, where the variables do not make a place: some are
+    missing or not integers, or a rank is outside of its world.
     """
     own = (TORCHRUN.rank, TORCHRUN.world_size, TORCHRUN.local_rank, TORCHRUN.local_world_size)
     if any(name in environment for names in own for name in names):
@@ -89,10 +102,10 @@ def place_from_environment(environment: Mapping[str, str]) -> LaunchPlace | None
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Return what the ranks of one launch call it, and those of another one do not: torchrun's run
-    id, or Slurm's numbers of the job, its step and how often it was started.
+    """Return a name that the ranks of one launch share, and that no other launch has.
 
-    It is no secret, and empty where ranks were started by hand.
+    It is torchrun's run id, or Slurm's numbers of the job, its step and its restarts. It is no
+    secret, and empty where ranks were started by hand.
     """
     of_torchrun = any(name in environment for name in TORCHRUN.rank)
     of_slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -101,8 +114,11 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def starter_of(environment: Mapping[str, str]) -> str:
-    """Return the name of what started this rank and lives as long as it, '' for ranks started by
-    hand: a shell may end before what it has started."""
+    """Return the name of the program that started this rank and lives as long as it.
+
+    It is '' for ranks started by hand, since a shell may end before the processes that it has
+    started.
+    """
     if "TORCHELASTIC_RUN_ID" in environment:
         return TORCHRUN.name
     if any(name in environment for name in TORCHRUN.rank):
@@ -136,8 +152,8 @@ def first_host(node_list: str) -> str:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """Return the tasks of each node: `2(x3),1` is 2, 2, 2, 1. Raises ValueError when it is not
-    that."""
+    """Return the number of tasks on each node: 2, 2, 2, 1 for `2(x3),1`. Raises ValueError for any
+    other text."""
     counts: list[int] = []
     for part in text.split(","):
         match = TASKS_PER_NODE.fullmatch(part)
@@ -148,7 +164,7 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Reads one starter's variables, collecting the faults."""
+    """A reader of one starter's variables, which collects their faults."""
 
     def __init__(self, starter: Starter, environment: Mapping[str, str]) -> None:
         self._starter = starter
@@ -156,6 +172,7 @@ class _Reader:
         self._faults: list[Fault] = []
 
     def place(self) -> LaunchPlace:
+        """Return the place. Raises ConfigError with all faults."""
         starter = self._starter
         rank, rank_name = self._integer(starter.rank)
         world_size, world_name = self._integer(starter.world_size)
@@ -175,6 +192,7 @@ class _Reader:
         return LaunchPlace(rank, world_size, local_rank, local_world_size, address, port)
 
     def _fault(self, name: str, rule: str) -> None:
+        """Add a fault of the variable `name`."""
         remedy = (
             f"start the ranks with {self._starter.name}, which sets its variables itself, "
             "or unset them"
@@ -182,7 +200,8 @@ class _Reader:
         self._faults.append(Fault(name, self._environment.get(name, ""), rule, remedy))
 
     def _name(self, names: tuple[str, ...]) -> str:
-        """Return the first of the variables that is set; a fault, and the first one, if none is."""
+        """Return the first of the variables that is set. Where none is, add a fault and return the
+        first one."""
         for name in names:
             if self._environment.get(name):
                 return name
@@ -198,6 +217,8 @@ class _Reader:
         return names[0]
 
     def _integer(self, names: tuple[str, ...]) -> tuple[int, str]:
+        """Return the integer in the first of the variables that is set, and the variable; 0 after a
+        fault."""
         name = self._name(names)
         text = self._environment.get(name, "")
         if text.isdecimal():
@@ -207,6 +228,8 @@ class _Reader:
         return 0, name
 
     def _local_world_size(self) -> tuple[int, str]:
+        """Return the number of ranks on this host, and the variable that says it; 0 after a
+        fault."""
         if self._starter is TORCHRUN:
             return self._integer(TORCHRUN.local_world_size)
         name = self._name(SLURM.local_world_size)
@@ -227,6 +250,7 @@ class _Reader:
         return counts[node], name
 
     def _address(self) -> str:
+        """Return the address of the rendezvous, '' after a fault."""
         name = self._name(self._starter.address)
         text = self._environment.get(name, "")
         if name == "MASTER_ADDR" or not text:
@@ -238,6 +262,8 @@ class _Reader:
             return ""
 
     def _port(self) -> int:
+        """Return the port of the rendezvous. For a Slurm job, it is computed from the numbers of
+        job and step."""
         number, name = self._integer(self._starter.port)
         if name == "MASTER_PORT":
             if number > 65535 or (number == 0 and self._environment.get(name) == "0"):
@@ -248,5 +274,6 @@ class _Reader:
         return PORTS[(number + step * PORTS_BETWEEN_STEPS) % len(PORTS)]
 
     def _check_inside(self, index: int, name: str, size: int, size_name: str) -> None:
+        """Add a fault where `index` is not below `size`."""
         if index >= size:
             self._fault(name, f"is not below {size_name}={size}")

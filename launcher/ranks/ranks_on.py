@@ -1,4 +1,4 @@
-"""How many ranks a job has on each of the hosts that the launcher starts it on."""
+"""Divide the ranks of a job among the hosts that the launcher starts it on."""
 
 from collections.abc import Sequence
 
@@ -10,29 +10,32 @@ from whale_train.strategies.hardware.inventory import read_inventory
 
 
 def ranks_on(request: Request, hosts: Sequence[str], seen: Sequence[Seen]) -> list[int]:
-    """Return the ranks of each of the `hosts`, which have what was `seen` there: as many as the
-    inventory's node has devices, or the host GPUs, or its share of the CPU processes.
+    """Return the number of ranks on each of the `hosts`.
 
-    Raises ConfigError where the inventory has another number of nodes.
+    It is the number of devices of the inventory's node, the number of GPUs of the host, or the
+    host's share of the CPU processes. `seen` is what was seen on each host.
+
+    Raises ConfigError where the inventory has another number of nodes, or fewer processes than
+    hosts.
     """
     hardware, name = request.hardware, request.names.get("hardware", "hardware")
-    if hardware.get("kind") == "local" and any(each.cards for each in seen):
-        return [max(1, len(each.cards)) for each in seen]
+    if hardware.get("kind") == "local" and any(host.cards for host in seen):
+        return [max(1, len(host.cards)) for host in seen]
     faults: list[Fault] = []
     cluster = read_inventory(hardware, name, faults, facts_of(joined(seen[:1])[0]))
     if cluster is None:
         raise ConfigError(faults)
-    listed = ", ".join(hosts)
+    host_names = ", ".join(hosts)
     if "kind" not in hardware:
         if len(cluster.nodes) != len(hosts):
             rule = f"are {len(hosts)}, and hardware={name} has {len(cluster.nodes)} nodes"
             remedy = "name a host for each node, in their order"
-            raise ConfigError([Fault("launcher.hosts", listed, rule, remedy)])
+            raise ConfigError([Fault("launcher.hosts", host_names, rule, remedy)])
         return [len(node.devices) for node in cluster.nodes]
     if hardware.get("devices", AUTO) == AUTO:
-        return [each.cores for each in seen]
+        return [host.cores for host in seen]
     share, left = divmod(len(cluster.devices), len(hosts))
     if not share:
         rule = f"are {len(hosts)}, and hardware={name} has {len(cluster.devices)} processes"
-        raise ConfigError([Fault("launcher.hosts", listed, rule, "name fewer hosts")])
+        raise ConfigError([Fault("launcher.hosts", host_names, rule, "name fewer hosts")])
     return [share + (number < left) for number in range(len(hosts))]

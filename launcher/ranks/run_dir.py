@@ -1,8 +1,8 @@
-"""The run directory: making it, and the files the parent writes into it.
+"""Make the run directory, and the files that the parent writes into it.
 
-One run, one directory. Hydra has already made it (with `.hydra/` and the job log) when our code
-starts. The parent writes `request.json`, `environment.json`, `plan.json` (or `plans/`, of a
-comparison) and, where ranks wait for it, last `ready`; the ranks write the rest.
+Every run has one directory. Hydra has made it already (with `.hydra/` and the job log) when our
+code starts. The parent writes `request.json`, `environment.json`, `plan.json` (or `plans/`, of a
+comparison) and, where ranks wait for it, last `ready`. The ranks write the rest.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ from whale_train.disk import writing
 from whale_train.errors import ConfigError, Fault
 from whale_train.machine.hosts import HOSTS, MEETING, REFUSED
 
-# Any of these says that a run has been here.
-PLANS = "plans"  # of a comparison, a file each
+PLANS = "plans"  # a folder with a plan for each strategy of a comparison
 METRICS = "metrics.jsonl"
+# Any of these files says that the directory holds a run.
 RUN_FILES = ("request.json", "plan.json", METRICS, "ready", "failure.json", PLANS)
-ATTEMPTS = "attempts"  # what earlier attempts of a run left, 1, 2, ...
-# What one attempt writes, where a run has several.
+ATTEMPTS = "attempts"  # a folder with the files of earlier attempts, in 1, 2, ...
+# The files that one attempt of a run writes.
 ATTEMPT_FILES = (
     *("request.json", "environment.json", "plan.json", "launch.json", "ready", STOP),
     *("failure.json", "strategy.yaml", "predicted_trace.json", "trace.json", "summary.json"),
@@ -50,10 +50,10 @@ PACKAGES = (
 
 
 def create_run_dir(path: Path, *, goes_on: bool = False) -> Path:
-    """Make `path` a run directory with an empty `logs/`, and return it, absolute. The files of a
-    run that was there before are set aside where this one `goes_on` with it.
+    """Make `path` a run directory with an empty `logs/`, and return it, absolute.
 
-    Raises ConfigError when it belongs to another run or cannot be made.
+    Where this run `goes_on` with an earlier one in the directory, the files of that one are set
+    aside. Raises ConfigError where the directory belongs to another run, or cannot be made.
     """
     run_dir = path.absolute()
     if goes_on:
@@ -79,13 +79,16 @@ def create_run_dir(path: Path, *, goes_on: bool = False) -> Path:
 
 
 class RunDirInUse(ConfigError):
-    """Another command trains in that directory now."""
+    """The error of a run directory in which another command trains at this time."""
 
 
 @contextmanager
 def in_use(run_dir: Path) -> Iterator[None]:
-    """Keep other commands out of a run directory meanwhile, as a queue may start one twice with
-    train.resume=auto. Raises RunDirInUse where one is there already."""
+    """Keep other commands out of a run directory within the context.
+
+    A queue may start a command with train.resume=auto twice. Raises RunDirInUse where another
+    command is in the directory already.
+    """
     directory = os.open(run_dir, os.O_RDONLY)
     try:
         try:
@@ -93,7 +96,7 @@ def in_use(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             rule, remedy = "is used by another run now", "wait for its end, or name another"
             raise RunDirInUse([Fault("hydra.run.dir", str(run_dir), rule, remedy)]) from None
-        except OSError:  # a file system that cannot say
+        except OSError:  # a file system without locks
             pass
         yield
     finally:
@@ -101,7 +104,8 @@ def in_use(run_dir: Path) -> Iterator[None]:
 
 
 def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:
-    """Return the fault of a directory, which `key` calls `shown`, that holds a run, or None."""
+    """Return the fault of a directory that holds a run, or None. `key` and `shown` name it in the
+    message."""
     held = next((name for name in RUN_FILES if (run_dir / name).exists()), None)
     if held is None:
         return None
@@ -110,9 +114,11 @@ def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:
 
 
 def _set_aside(run_dir: Path) -> None:
-    """Move the files of the attempt that `run_dir` has into a folder of its own, and remove what it
-    was writing when it ended. Metrics and checkpoints stay: they are the run's, whichever attempt
-    made them."""
+    """Move the files of the attempt in `run_dir` into a folder of its own.
+
+    What the attempt was writing when it ended is removed. Metrics and checkpoints stay: they belong
+    to the run, whichever attempt made them.
+    """
     for path in unfinished_in(run_dir):
         shutil.rmtree(path, ignore_errors=True)
     there = [name for name in (*ATTEMPT_FILES, "logs") if (run_dir / name).exists()]
@@ -128,14 +134,16 @@ def _set_aside(run_dir: Path) -> None:
 
 
 def keep_steps(run_dir: Path, step: int) -> int:
-    """Take out of the metrics what came after `step` steps, to which the run goes back; return the
-    bytes that are left."""
+    """Remove the metrics after `step`, the optimizer step that the run goes back to.
+
+    Returns the bytes that are left in the file.
+    """
     path = run_dir / METRICS
     if not path.exists():
         return 0
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        with suppress(ValueError, KeyError):  # a line cut off by the end of an attempt
+        with suppress(ValueError, KeyError):  # for a line cut off by the end of an attempt
             if json.loads(line)["step"] <= step:
                 kept.append(line)
     write_text(path, "".join(kept))
@@ -143,7 +151,7 @@ def keep_steps(run_dir: Path, step: int) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or no file (or the one before)."""
+    """Write a file so that a reader sees all of it, or the file before, or none."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path, len(text.encode())):
         try:
@@ -155,18 +163,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`write_text` of plain data as JSON. NaN and infinities are refused (ValueError): they are
-    not JSON."""
+    """Write plain data as JSON, as `write_text` does. Raises ValueError for NaN and infinities,
+    which are not JSON."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def mark_ready(run_dir: Path) -> None:
-    """Tell the waiting hosts that everything they need is written."""
+    """Tell the waiting hosts that all files they need are written."""
     write_text(run_dir / "ready", "")
 
 
 def write_environment(run_dir: Path) -> None:
-    """Write `environment.json`: what the run ran on, without importing any of it."""
+    """Write `environment.json`: the versions and the machine of the run, without importing any
+    package."""
     write_json(
         run_dir / "environment.json",
         {
@@ -181,7 +190,7 @@ def write_environment(run_dir: Path) -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the installed version of a distribution, None when there is none."""
+    """Return the installed version of a distribution, or None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -189,12 +198,13 @@ def installed_version(package: str) -> str | None:
 
 
 def remove_unused(run_dir: Path) -> None:
-    """Remove what Hydra and we made for a job that was refused, if no job has used it."""
+    """Remove the files that Hydra and we made for a job that was refused, if no job has used the
+    directory."""
     if any((run_dir / name).exists() for name in RUN_FILES if name not in _MADE_BEFORE_A_PLAN):
         return
     working = Path.cwd()
     above = (parent for parent in run_dir.absolute().parents if working in parent.parents)
-    with suppress(OSError):  # what is left is somebody else's
+    with suppress(OSError):  # for folders with files of others
         for name in _MADE_BEFORE_A_PLAN:
             (run_dir / name).unlink(missing_ok=True)
         for folder in (run_dir / "logs", run_dir / ".hydra", run_dir.absolute(), *above):
@@ -202,8 +212,8 @@ def remove_unused(run_dir: Path) -> None:
                 folder.rmdir()
 
 
-# What there may be of a run before its plan is written: Hydra's files, the request, and what the
-# host says, which prepares in the meantime and may stumble over the same fault.
+# The files that a run may have before its plan is written: Hydra's, the request, and those of the
+# host, which prepares in the meantime and may fail of the same fault.
 _MADE_BEFORE_A_PLAN = (
     *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
     *("request.json", "failure.json", "logs/host.log", MEETING, HOSTS, REFUSED),

@@ -1,4 +1,4 @@
-"""What the parent writes of a request and its plan into the run directory."""
+"""Write a request and its plan into the run directory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,16 +21,21 @@ from whale_train.strategies.hardware.write_inventory import inventory_of
 
 
 def make_run_dir(request: Request, run_dir: Path) -> Path:
-    """Return the run directory, made, with the request in it. Raises ConfigError for one that is
-    taken, unless by the run that this one goes on with."""
+    """Make the run directory, write the request into it, and return it.
+
+    Raises ConfigError where it is taken by a run other than the one that this one goes on with.
+    """
     run_dir = create_run_dir(run_dir, goes_on=request.train.resume == AUTO)
     write_text(run_dir / "request.json", request.to_json())
     return run_dir
 
 
 def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
-    """Write the plan, and what was found on the way to it: the strategy of `strategy=auto`, the
-    GPUs of `hardware=local`, the predicted step's timeline, what it was resolved on."""
+    """Write the plan, and the files that belong to it.
+
+    They are the strategy found by `strategy=auto`, the inventory of the GPUs for `hardware=local`,
+    the predicted step's timeline, and the environment in which the plan was resolved.
+    """
     if resolved.found is not None:
         names, batch = request.names, request.train.global_batch
         head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
@@ -42,16 +47,21 @@ def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
             inventory_of(resolved.cluster), Dumper=_WithoutAliases, sort_keys=False
         )
         write_text(run_dir / "inventory.yaml", inventory)
-    if resolved.timeline:  # to be laid beside that of a run
+    if resolved.timeline:  # to be compared with the timeline of a run
         write_json(run_dir / "predicted_trace.json", {"traceEvents": resolved.timeline})
     write_environment(run_dir)
     write_text(run_dir / "plan.json", resolved.plan.to_json())
 
 
 def write_plans(run_dir: Path, found: Mapping[str, object]) -> list[Path]:
-    """Write a plan for each strategy of a comparison that has one, and return the files."""
+    """Write the plan of each strategy of a comparison that has one, and return the files.
+
+    found: the resolved request or the error of each strategy, by name.
+    """
     write_environment(run_dir)
-    plans = {name: each.plan for name, each in found.items() if isinstance(each, Resolved)}
+    plans = {
+        name: resolved.plan for name, resolved in found.items() if isinstance(resolved, Resolved)
+    }
     (run_dir / PLANS).mkdir(exist_ok=True)
     paths = []
     for name, plan in plans.items():
@@ -70,9 +80,13 @@ def start_ranks(
     data_anew: bool = False,
     rounding: int | None = None,
 ) -> None:
-    """Write all that the waiting ranks need, `ready` last. They go on from `checkpoint`, if there
-    is one, whose layers part if it `delinks`, with `data_anew` from the first sample. With
-    `rounding` they round weights otherwise, by noise of that seed."""
+    """Write all files that the waiting ranks need, `ready` last.
+
+    checkpoint: the checkpoint that the ranks go on from; None for a new run.
+    delinks: whether layers that share their weights in the checkpoint part.
+    data_anew: whether the ranks begin with the first sample.
+    rounding: the seed of the noise by which weights are rounded; None rounds as usual.
+    """
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
     launch = {
         **{"device": resolved.device, "paces": resolved.paces, "links": resolved.links},
@@ -85,7 +99,7 @@ def start_ranks(
 
 
 class _WithoutAliases(yaml.SafeDumper):
-    """Equal stages are each written out."""
+    """A YAML dumper that writes out equal values each time, such as equal stages."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,8 +1,9 @@
-"""The signals that end a job: Ctrl-C, SIGTERM, and SIGUSR1, which Slurm sends before it takes a
-node.
+"""Handle the signals that end a job: Ctrl-C, SIGTERM, and SIGUSR1, which Slurm sends before it
+takes a node.
 
-Until a job can save, the first ends it. Then the first asks its ranks to save a checkpoint and to
-end, and the next, or the end of the time they have for that, ends it.
+Until a job can save, the first signal ends it. From then on, the first signal asks its ranks to
+save a checkpoint and to end. The next signal, or the end of the time they have for that, ends the
+job.
 """
 
 import signal
@@ -15,9 +16,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """What came of them. KeyboardInterrupt ends a job: it is raised where a signal is handled, and
-    again by `poll`, as one that is raised inside a weak reference's callback or a finaliser is
-    swallowed there."""
+    """The signals that have arrived, and what they cause.
+
+    KeyboardInterrupt ends a job. It is raised where a signal is handled, and again by `poll`, since
+    an exception raised inside a weak reference's callback or a finaliser is swallowed there.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,11 +29,15 @@ class StopSignals:
         self._deadline: float | None = None
 
     def asks(self, ask: Callable[[], None], grace_s: float) -> None:
-        """From here on call `ask`, which has the ranks save and end, at the first signal, and end
-        the job `grace_s` after it."""
+        """Call `ask` at the first signal from here on, and end the job `grace_s` seconds after it.
+
+        `ask` has the ranks save and end.
+        """
         self._ask, self._grace_s = ask, grace_s
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. Raises KeyboardInterrupt, unless it is the first and the ranks can be
+        asked to save."""
         self.count += 1
         if self._ask is not None and self.count == 1:
             self._deadline = time.monotonic() + self._grace_s
@@ -50,12 +57,12 @@ class StopSignals:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Handle SIGNALS inside."""
+    """Handle SIGNALS within the context, and yield the signals that arrive."""
     signals = StopSignals()
     before = {number: signal.signal(number, signals.handle) for number in SIGNALS}
     try:
         yield signals
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) == signals.handle:  # or it is ignored to the end
+            if signal.getsignal(number) == signals.handle:  # another handler stays, such as SIG_IGN
                 signal.signal(number, handler)

@@ -1,8 +1,9 @@
-"""How far a run is, read from the metrics its ranks write.
+"""Show how far a run is, read from the metrics that its ranks write.
 
-Owns the live line of a terminal, the plain lines of a log, and the last line of a run. It reads
-`metrics.jsonl` and nothing else of the run: one object an optimizer step (`step` counts the steps
-done, from 1), and one per evaluation (`evaluation_loss`, `evaluation_accuracy`, `step`).
+This file owns the live line of a terminal, the plain lines of a log, and the last line of a run. It
+reads `metrics.jsonl`, which has one object for each optimizer step (`step` counts the steps done,
+from 1) and one for each evaluation (`evaluation_loss`, `evaluation_accuracy`, `step`). It also
+reads `checkpoints.jsonl`, which has one object for each checkpoint, and nothing else of the run.
 """
 
 import json
@@ -28,12 +29,17 @@ _RECENT_STEPS = 20
 
 
 class Progress:
-    """Follows the run directory `path` until `total_steps` are done, and says so on `console`.
+    """A follower of a run directory, which prints the progress of the run.
 
-    On a terminal: one line, rewritten in place. Elsewhere: a line about every tenth of the steps,
-    the first and the last, every evaluation, and one every ten seconds where steps are slow. Every
-    checkpoint has a line. `clock` gives seconds; `read_from` is where in `metrics.jsonl` what this
-    attempt writes begins.
+    On a terminal, there is one line, rewritten in place. Elsewhere, there is a line for about every
+    tenth of the steps, for the first and the last step, for every evaluation, and one every ten
+    seconds where steps are slow. Every checkpoint has a line.
+
+    path: the run directory.
+    total_steps: number of optimizer steps of the run.
+    console: where lines are printed.
+    clock: returns seconds.
+    read_from: the byte of `metrics.jsonl` from which on this attempt writes.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class Progress:
             self._live.start()
 
     def poll(self) -> None:
-        """Read what is new and show it. Cheap: call it about ten times a second."""
+        """Read new metrics and show them. It is cheap: call it about ten times a second."""
         for record in self._metrics.read():
             if "loss" in record:
                 self._step = record
@@ -90,8 +96,8 @@ class Progress:
             self._say_step()
 
     def close(self) -> None:
-        """Read the rest, leave the last step's line behind, and free the terminal. The second
-        call does nothing."""
+        """Read the rest, print the line of the last step, and free the terminal. A second call does
+        nothing."""
         if self._metrics.closed:
             return
         self.poll()
@@ -105,16 +111,19 @@ class Progress:
             self._say_step()
 
     def _has_news(self) -> bool:
+        """Return whether the last step read has no line yet."""
         return bool(self._step) and self._step is not self._said
 
     def _is_milestone(self) -> bool:
-        """Return whether a step is the first, the last, or the first of a tenth."""
+        """Return whether the last step read is the first, the last, or the first of a tenth of all
+        steps."""
         if not self._said:
             return True
         step, said = int(self._step["step"]), int(self._said["step"])
         return step >= self._total or step * 10 // self._total > said * 10 // self._total
 
     def _say_step(self) -> None:
+        """Print the plain line of the last step read."""
         width = 2 * len(str(self._total)) + 1
         count = f"{self._step['step']}/{self._total}"
         left = self._left_s()
@@ -128,8 +137,8 @@ class Progress:
         self._console.print(Portable(Text(line)))
 
     def _line(self, width: int) -> Text:
-        """Return the live line, in at most `width` cells: what does not fit is left out, least
-        first."""
+        """Return the live line, in at most `width` cells. Where it is too long, the least important
+        parts are left out."""
         if not self._step:
             elapsed = _clock_time(self._clock() - self._started_s)
             line = Text.assemble(("starting ranks", "dim"), f"  {elapsed}")
@@ -156,20 +165,23 @@ class Progress:
         return line
 
     def _rate(self) -> str:
+        """Return the training rate of the last step read, in samples/s, as text."""
         return f"{in_rate(float(self._step['samples_per_s']))} samples/s"
 
     def _left_s(self) -> float:
-        """Return the seconds to the last step, at the mean pace of the recent ones; 0 when it is
+        """Return the seconds to the last step, at the mean pace of the recent steps; 0 when it is
         done."""
         steps = max(0, self._total - int(self._step["step"]))
         return steps * sum(self._recent_s) / len(self._recent_s)
 
 
 def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = False) -> str:
-    """Return the end of a run, from `summary.json`: loss, speed, the step beside its prediction,
-    where.
+    """Return the last line of a run: steps, loss, speed, the step time with its prediction, and the
+    run directory.
 
-    A prediction for devices that were only `emulated` says so: the two are not alike.
+    summary: the content of `summary.json`.
+    emulated: whether the prediction is for devices that were only emulated. The line says so then,
+        since the two times are not alike.
     """
     step = f"{in_seconds(summary['step_time_s_median'])} a step"
     predicted, here = summary.get("predicted_step_time_s"), summary.get("predicted_here_s")
@@ -189,7 +201,12 @@ def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = Fal
 
 
 def skipped_note(summary: Mapping[str, Any], precision: str) -> str:
-    """Return the note that steps of a run were skipped: what that means, and what to do."""
+    """Return the note that steps of a run were skipped, with the reason and a remedy; '' where none
+    were.
+
+    summary: the content of `summary.json`.
+    precision: the precision of the run.
+    """
     skipped, steps = summary.get("skipped_steps", 0), summary["steps"]
     if not skipped:
         return ""
@@ -203,18 +220,24 @@ def skipped_note(summary: Mapping[str, Any], precision: str) -> str:
 
 
 def compiled_line(seconds: Mapping[str, float]) -> str:
-    """Return how long torch.compile took: together, and for each of the blocks that differ."""
-    each = ", ".join(f"{name or 'the rest'} {in_seconds(x)}" for name, x in seconds.items())
-    return f"compiled in {in_seconds(sum(seconds.values()))}: {each}"
+    """Return the line that says how long torch.compile took, in total and for each kind of block.
+
+    seconds: the seconds of each kind of block, by name; '' is the rest of the model.
+    """
+    per_block = ", ".join(f"{name or 'the rest'} {in_seconds(x)}" for name, x in seconds.items())
+    return f"compiled in {in_seconds(sum(seconds.values()))}: {per_block}"
 
 
-_LIKE = 0.25  # a prediction that far off is worth a word
+_LIKE = 0.25  # relative error from which on a prediction is reported
 
 
 def unlike_predicted(summary: Mapping[str, Any], emulated: bool) -> str:
-    """Return the note that a run's steps took much longer or shorter than predicted for what ran
-    them ('' where they did not, or nothing was: for devices that were `emulated` by what nobody
-    measured)."""
+    """Return the note that steps took much longer or shorter than predicted, or ''.
+
+    summary: the content of `summary.json`.
+    emulated: whether the devices were emulated. Their prediction is then compared only where the
+        processes that stand for them were measured.
+    """
     predicted = summary.get("predicted_here_s")
     if predicted is None and not emulated:
         predicted = summary.get("predicted_step_time_s")
@@ -227,7 +250,8 @@ def unlike_predicted(summary: Mapping[str, Any], emulated: bool) -> str:
 
 
 class _Tail:
-    """The complete lines of a file that may not be there yet and is still being written."""
+    """A reader of the complete lines of a file that may not exist yet and is still being
+    written."""
 
     def __init__(self, path: Path, read_from: int = 0) -> None:
         self._path, self._read_from = path, read_from
@@ -236,7 +260,8 @@ class _Tail:
         self.closed = False
 
     def read(self) -> Iterator[Mapping[str, Any]]:
-        """Yield what was completed since the last call."""
+        """Yield the JSON objects of the lines that were completed since the last call. Damaged
+        lines are skipped."""
         if self._file is None and not self.closed and self._path.exists():
             self._file = self._path.open("rb")
             self._file.seek(self._read_from)
@@ -249,6 +274,7 @@ class _Tail:
                 yield json.loads(line)
 
     def close(self) -> None:
+        """Close the file. Later reads yield nothing."""
         self.closed = True
         if self._file is not None:
             self._file.close()
@@ -256,7 +282,7 @@ class _Tail:
 
 
 def _checkpoint(record: Mapping[str, Any]) -> Text:
-    """Return what is said of a checkpoint: where, how large, in how long; or why there is none."""
+    """Return the line about a checkpoint: its path, size and time, or why there is none."""
     if "error" in record:
         said = f"warning: no checkpoint after step {record['step']}: {record['error']}"
         return Text(said, style="yellow")
@@ -265,19 +291,25 @@ def _checkpoint(record: Mapping[str, Any]) -> Text:
 
 
 def _bar(fraction: float, cells: int) -> Text:
+    """Return a progress bar of `cells` cells, `fraction` of which are filled."""
     filled = min(cells, int(fraction * cells))
     bar = Text("━" * filled, style="cyan")
     return bar.append("╌" * (cells - filled), style="dim")
 
 
 def _evaluation(record: Mapping[str, Any], loss: str, accuracy: str = "") -> str:
+    """Return the loss and the accuracy of an evaluation as text; `loss` and `accuracy` are their
+    labels."""
     correct = record.get("evaluation_accuracy")
     tail = "" if correct is None else f"  {accuracy}{100 * correct:.1f}%"
     return f"{loss} {_loss(record['evaluation_loss'])}{tail}"
 
 
 def _loss(loss: float | None) -> str:
-    """`2.341`; four decimals below one, and the power of ten where those would be zeros."""
+    """Return a loss as text, such as `2.341`.
+
+    Below 1, it has four decimals, and the power of ten where those would be zeros.
+    """
     if loss is None:
         return "none"
     if abs(loss) >= 1 or loss == 0 or loss != loss:
@@ -286,7 +318,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _clock_time(seconds: float) -> str:
-    """`0:12`, `12:05`, `3:07:00`."""
+    """Return a duration as text, such as `0:12`, `12:05` or `3:07:00`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

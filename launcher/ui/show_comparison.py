@@ -1,4 +1,4 @@
-"""Strategies side by side as a person reads them: what each would take, or why it cannot be."""
+"""Show strategies side by side: the cost of each, or why it has no plan."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,9 +16,14 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def comparison_view(found: Mapping[str, Resolved | RequestError]) -> RenderableType:
-    """Return a table of a line a strategy, in the order given, the fastest marked; below them, what
-    was refused and why. Memory is the heaviest rank's, of what its device has. Fits 60 columns and
-    more."""
+    """Return a table of strategies, and the faults of those without a plan below it.
+
+    The table has one line for each strategy, in the given order, with the fastest marked. Memory is
+    that of the heaviest rank, with its part of the device's memory. The table fits 60 columns and
+    more.
+
+    found: the resolved request or the error of each strategy, by name.
+    """
     plans = {name: x.plan for name, x in found.items() if isinstance(x, Resolved)}
     best = min((p.predicted.step_time_s for p in plans.values()), default=0.0)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
@@ -49,7 +54,7 @@ def comparison_view(found: Mapping[str, Resolved | RequestError]) -> RenderableT
 
 
 def refuse_all(found: Mapping[str, Resolved | RequestError]) -> None:
-    """Raise PlanError, with the faults of each, where none of the strategies has a plan."""
+    """Raise PlanError, with the faults of each strategy, where none of them has a plan."""
     refused = {name: x.faults for name, x in found.items() if isinstance(x, RequestError)}
     if len(refused) == len(found):
         raise PlanError(
@@ -60,7 +65,7 @@ def refuse_all(found: Mapping[str, Resolved | RequestError]) -> None:
 
 
 def _heaviest(plan: Plan, resolved: Resolved) -> tuple[float, float]:
-    """Return the bytes that the rank needs that fills its device most, and what that has."""
+    """Return the bytes that the fullest rank needs, and the bytes that its device has."""
     devices = resolved.cluster.devices
     pairs = ((r.memory_bytes.total, devices[r.rank].memory_bytes) for r in plan.ranks)
     return max(pairs, key=lambda pair: pair[0] / pair[1])

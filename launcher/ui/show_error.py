@@ -1,8 +1,8 @@
-"""A refused request, as text for standard error.
+"""Write a refused request as text for standard error.
 
-Owns the wording around the faults and where lines break; what is wrong, and what would be right,
-is in the faults themselves. No colour, no markup: the text is the same on a terminal, in a log and
-in a test.
+This file owns the wording around the faults and where lines break. The faults themselves say what
+is wrong, and what would be right. There is no colour and no markup: the text is the same on a
+terminal, in a log and in a test.
 """
 
 import os
@@ -13,11 +13,11 @@ from whale_train.errors import RequestError
 
 
 def error_text(error: RequestError, width: int | None = None) -> str:
-    """Return every fault of `error`, without a trailing newline.
+    """Return the text of every fault of `error`, without a trailing newline.
 
-    One fault reads `error: KEY=VALUE RULE; REMEDY`; several are counted, then listed in the order
-    they were found. Lines are broken between words at `width` columns, with a hanging indent;
-    None (a pipe, a file) keeps each fault on one line, so that it can be searched for.
+    One fault reads `error: KEY=VALUE RULE; REMEDY`. Several are counted, then listed in the order
+    in which they were found. Lines are broken between words at `width` columns, with a hanging
+    indent. None (a pipe, a file) keeps each fault on one line, so that it can be searched for.
     """
     faults = [" ".join(str(fault).splitlines()) for fault in error.faults]
     if len(faults) == 1:
@@ -28,15 +28,17 @@ def error_text(error: RequestError, width: int | None = None) -> str:
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of the terminal `stream` writes to; None if it is no terminal."""
+    """Return the number of columns of the terminal that `stream` writes to, or None where it is no
+    terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError):  # not a terminal; no descriptor, or a closed one
+    except (OSError, ValueError):  # not a terminal, no file descriptor, or a closed one
         return None
 
 
 def _broken(line: str, width: int | None, indent: str) -> str:
-    """`line` broken between words only: a key or a path stays whole, so that it can be copied."""
+    """Return `line` broken between words only. A key or a path stays whole, so that it can be
+    copied."""
     if width is None:
         return line
     wrapped = textwrap.wrap(

@@ -1,7 +1,7 @@
-"""A Plan as a person reads it: what runs where, how full, how fast, and what was decided.
+"""Show a Plan: the devices of each part, how full and how fast they are, and what was decided.
 
-Owns the view of `mode=plan` and of the start of a run, which fits the width it is given. Nothing
-is computed but sums and folds.
+This file owns the view of `mode=plan` and of the start of a run, which fits the width it is given.
+Nothing is computed here but sums and folds.
 """
 
 import re
@@ -43,10 +43,14 @@ _NUMBERED = re.compile(r"(.*[.\[])(\d+)((?:[.\]].*)?)")
 
 
 def plan_view(plan: Plan, cluster: Cluster, profile: ModelProfile, title: str) -> RenderableType:
-    """Return the whole plan, for `mode=plan` and the start of a run.
+    """Return the view of a whole plan, for `mode=plan` and the start of a run. It fits 50 columns
+    and more.
 
-    `title` names model, strategy and hardware; `profile` gives the sizes of the parameters, which
-    the plan names but does not measure. Fits 50 columns and more.
+    plan: the plan.
+    cluster: the devices that it uses.
+    profile: the profile of the model, for the sizes of parameters, which the plan names but does
+        not have.
+    title: the names of model, strategy and hardware.
     """
     return Portable(_PlanView(plan, cluster, profile, title))
 
@@ -58,12 +62,15 @@ def banner_emulated(
     paces: Sequence[float] | None = None,
     slow_links: bool = False,
 ) -> RenderableType:
-    """Return what must be known about speeds before a run on CPU processes: a panel on a terminal,
-    else a single line.
+    """Return the notice about speeds before a run on CPU processes: a panel on a terminal, else a
+    line.
 
-    They stand for the `count` devices of `inventory`, on so many `hosts`, and take `paces` seconds
-    for a second of computing; with `slow_links`, what joins them keeps the proportions of the
-    inventory's links.
+    count: number of devices that the processes stand for.
+    inventory: the name of the inventory.
+    hosts: number of hosts that the processes run on.
+    paces: the seconds that each process takes for a second of computing; None where all are as fast
+        as they can be.
+    slow_links: whether links keep the proportions of the inventory's links.
     """
     where = "this machine" if hosts == 1 else f"{hosts:,} hosts"
     processes = f"{count:,} CPU {'process' if count == 1 else 'processes'} over gloo on {where}"
@@ -75,7 +82,7 @@ def banner_emulated(
     if slow_links:
         kept.append("and so do links" if kept else "but links keep their proportions")
         kept[-1] += " (the fastest has all that gloo moves here)"
-    ratios = "".join(f", {each}" for each in kept)
+    ratios = "".join(f", {clause}" for clause in kept)
     speeds = {
         (False, False): "not their speeds",
         (True, False): "only relative speeds",
@@ -94,6 +101,9 @@ def banner_emulated(
 
 @dataclass(frozen=True)
 class _PlanView:
+    """A view of a plan that fits the width of the console. The fields are the arguments of
+    `plan_view`."""
+
     plan: Plan
     cluster: Cluster
     profile: ModelProfile
@@ -116,17 +126,18 @@ class _PlanView:
             yield from map(_decision, _folded(self.plan.decisions))
 
     def _header(self) -> list[tuple[str, str]]:
+        """Return the facts above the task graphs, as pairs of a label and a text."""
         plan, predicted = self.plan, self.plan.predicted
         measured = is_measured(self.cluster, plan.precision)
         nodes = len({rank.node for rank in plan.ranks})
         batch = f"{plan.global_batch:,} samples a step, {plan.precision}"
         if plan.reduce_dtype != "fp32":
             batch += f", gradients sent in {plan.reduce_dtype}"
-        frozen = in_count(sum(each.elements for each in self.profile.frozen))
+        frozen = in_count(sum(parameter.elements for parameter in self.profile.frozen))
         narrow = {path for task_graph in plan.task_graphs for path in task_graph.narrow}
         size = sum(
-            each.elements * (2 if each.path in narrow else each.bytes_per_element)
-            for each in self.profile.frozen
+            parameter.elements * (2 if parameter.path in narrow else parameter.bytes_per_element)
+            for parameter in self.profile.frozen
         )
         held = f"{frozen} parameters ({in_bytes(size)}), which are not trained"
         return [
@@ -151,6 +162,13 @@ class _PlanView:
 
 @dataclass(frozen=True)
 class _Banner:
+    """A notice that is a panel on a terminal, and a line elsewhere.
+
+    name: the title of the panel, and the first word of the line.
+    facts: the text of the panel.
+    line: the text of the line.
+    """
+
     name: str
     facts: str
     line: str
@@ -165,14 +183,15 @@ class _Banner:
 
 
 def _task_graph(task_graph: TaskGraph, profile: ModelProfile) -> RenderableType:
+    """Return the view of one task graph: modules, parameters, copies, ranks and shards."""
     head = Text(task_graph.primitive, style="cyan")
     head.append(f" {task_graph.name}", style="bold")
     head.append(f"  {task_graph.path}", style="dim")
     # A tied parameter is held once, whatever name it is listed under.
     known = profile.parameter_by_path
     held = {known[path].path: known[path] for path in task_graph.parameters}
-    size = sum(each.elements * each.bytes_per_element for each in held.values())
-    elements = in_count(sum(each.elements for each in held.values()))
+    size = sum(parameter.elements * parameter.bytes_per_element for parameter in held.values())
+    elements = in_count(sum(parameter.elements for parameter in held.values()))
     keeps = [f"ZeRO {task_graph.zero}"]
     keeps += [f"{what} on {where}" for what, where in task_graph.offload.items() if where != "none"]
     ranks = [rank for replica in task_graph.replicas for rank in replica]
@@ -187,7 +206,8 @@ def _task_graph(task_graph: TaskGraph, profile: ModelProfile) -> RenderableType:
 
 
 def _copies(task_graph: TaskGraph) -> str:
-    """`8 x 24 + 8 x 8 samples`, and over how many ranks each copy is sharded."""
+    """Return the samples of each copy as text, such as `8 x 24 + 8 x 8 samples`, with the number of
+    ranks that each copy is sharded over."""
     shares_of: dict[int, list[int]] = {}
     for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
         shares_of.setdefault(len(replica), []).append(share)
@@ -198,7 +218,8 @@ def _copies(task_graph: TaskGraph) -> str:
 
 
 def _spread(sizes: Iterable[int], most: int = 4) -> str:
-    """`8 x 24 + 8 x 8`; of many sizes, how many and between which: `60 x 3-9`."""
+    """Return sizes as text, such as `8 x 24 + 8 x 8`. More than `most` sizes are given by their
+    number and range, as `60 x 3-9`."""
     counts = Counter(sizes)
     if len(counts) > most:
         return f"{counts.total():,} x {min(counts):,}-{max(counts):,}"
@@ -206,7 +227,11 @@ def _spread(sizes: Iterable[int], most: int = 4) -> str:
 
 
 def _shards(task_graph: TaskGraph, most: int = 4) -> list[str]:
-    """Return one line for the parameters cut alike: how much of which dimension each rank has."""
+    """Return one line for all parameters that are cut alike: the size of each rank's shard, and the
+    dimension.
+
+    Beyond `most` lines, the last one counts the other parameters.
+    """
     alike: dict[tuple[int, tuple[tuple[int, int], ...]], list[str]] = {}
     for path, bounds in task_graph.shards.items():
         alike.setdefault((task_graph.shard_dims[path], bounds), []).append(path)
@@ -223,7 +248,15 @@ def _shards(task_graph: TaskGraph, most: int = 4) -> list[str]:
 
 @dataclass(frozen=True)
 class _Row:
-    """What is shown of one kind of rank, the ranks themselves aside."""
+    """The cells of one kind of rank in the table of devices, without the ranks themselves.
+
+    device: the name of the device.
+    samples: samples of a step.
+    micro_batch: number and size of the micro-batches.
+    memory: bytes needed, of those that the device has.
+    percent: the same in percent.
+    largest: the largest part of the memory, and its percentage.
+    """
 
     device: str
     samples: str
@@ -234,6 +267,7 @@ class _Row:
 
 
 def _device_table(plan: Plan, cluster: Cluster, wide: bool) -> RenderableType:
+    """Return the table of devices; each row takes two lines unless it is `wide`."""
     rows = _device_rows(plan, cluster)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     if wide:
@@ -270,8 +304,11 @@ def _device_table(plan: Plan, cluster: Cluster, wide: bool) -> RenderableType:
 
 
 def _device_rows(plan: Plan, cluster: Cluster) -> list[tuple[_Row, list[RankPlan]]]:
-    """Consecutive ranks of a node that read the same are one row. A table still too long joins
-    equal rows wherever they are."""
+    """Return the rows of the table of devices, with the ranks of each.
+
+    Consecutive ranks of a node with equal cells share a row. Where that gives more than _FEW_ROWS
+    rows, equal rows are joined wherever their ranks are.
+    """
     samples = _samples(plan)
     capacity = [device.room_bytes for device in cluster.devices]
     shown = [
@@ -288,6 +325,8 @@ def _device_rows(plan: Plan, cluster: Cluster) -> list[tuple[_Row, list[RankPlan
 
 
 def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
+    """Return the cells of one rank, which has `samples` samples a step and `capacity` bytes of
+    memory."""
     parts = asdict(rank.memory_bytes)
     total = rank.memory_bytes.total
     name = max(parts, key=lambda part: parts[part])
@@ -302,18 +341,21 @@ def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
 
 
 def _samples(plan: Plan) -> dict[int, int]:
-    """Return the samples of a step of each rank: those of the smallest share it takes. (With a
-    head split over every rank, all of them see the head's whole batch, but each brings its own
-    samples.)"""
-    found: dict[int, int] = {}
+    """Return the samples of a step of each rank, which is the smallest share that it takes.
+
+    With a head split over every rank, all of them see the head's whole batch, but each brings its
+    own samples.
+    """
+    samples: dict[int, int] = {}
     for task_graph in plan.task_graphs:
         for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
             for rank in replica:
-                found[rank] = min(share, found.get(rank, share))
-    return found
+                samples[rank] = min(share, samples.get(rank, share))
+    return samples
 
 
 def _bar(percent: int, cells: int) -> Text:
+    """Return a bar of `cells` cells, `percent` of which are filled, with the number behind it."""
     filled = min(cells, max(1, round(cells * percent / 100))) if percent else 0
     style = "red" if percent > 100 else "yellow" if percent > 90 else "green"
     bar = Text("█" * filled, style=style)
@@ -322,8 +364,10 @@ def _bar(percent: int, cells: int) -> Text:
 
 
 def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
-    """Yield the decisions, those that say the same of a model's blocks, or of stages, as one, where
-    the first was."""
+    """Yield the decisions, with those that are equal for several blocks or stages joined into one.
+
+    A joined decision is where the first of its decisions was.
+    """
     alike: dict[tuple[str, str, Decision], list[str]] = {}
     for decision in decisions:
         parts = _NUMBERED.fullmatch(decision.key)
@@ -335,6 +379,7 @@ def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
 
 
 def _decision(decision: Decision) -> RenderableType:
+    """Return the view of one decision."""
     instead = f" (instead of {decision.rejected})" if decision.rejected else ""
     line = Text(f"{decision.key}: ", style="dim")
     line.append(decision.chosen, style="cyan")
@@ -345,6 +390,7 @@ def _decision(decision: Decision) -> RenderableType:
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Table:
+    """Return a grid of labels and texts."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

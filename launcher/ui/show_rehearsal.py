@@ -1,5 +1,5 @@
-"""A rehearsal as a person reads it: a row a kind of rank, then what ranks ask of each other, then
-what is wrong."""
+"""Show a rehearsal: a row for each kind of rank, then the traffic between ranks, then what is
+wrong."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ _MOST_FAULTS = 12
 
 
 def rehearsal_view(found: Rehearsal) -> RenderableType:
-    """Return all of a rehearsal. Fits 60 columns and more."""
+    """Return the view of a whole rehearsal. It fits 60 columns and more."""
     memory = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     memory.add_column("ranks")
     memory.add_column("hold")
@@ -45,26 +45,27 @@ def rehearsal_view(found: Rehearsal) -> RenderableType:
     return Group(*lines)
 
 
-def _traffic(found: Rehearsal) -> RenderableType:
-    """Return a row for each kind of operation that a rank asks most of, in one step."""
+def _traffic(rehearsal: Rehearsal) -> RenderableType:
+    """Return a table with a row for each kind of operation and group: the most operations and bytes
+    that any rank asks for in one step."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("in a step, most of any rank", "of"):
         table.add_column(name)
     for name in ("count", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     most: dict[tuple[str, str], tuple[int, int]] = {}
-    for kind in found.kinds:
-        for each in kind.traffic:
-            key = (each.group, each.kind)
+    for kind in rehearsal.kinds:
+        for traffic in kind.traffic:
+            key = (traffic.group, traffic.kind)
             count, size = most.get(key, (0, 0))
-            most[key] = (max(count, each.count), max(size, each.num_bytes))
+            most[key] = (max(count, traffic.count), max(size, traffic.num_bytes))
     for (group, what), (count, size) in sorted(most.items()):
         table.add_row(what, group, f"{count:,}", in_bytes(size))
     return table
 
 
 def wrong(found: Rehearsal) -> list[RenderableType]:
-    """Return what is wrong, each with its place."""
+    """Return the failures of ranks with their places, then the disagreements between ranks."""
     lines = [line for kind in found.kinds if kind.error for line in _failed(kind)]
     lines += [Text(fault, style="red") for fault in found.faults[:_MOST_FAULTS]]
     if len(found.faults) > _MOST_FAULTS:
@@ -74,12 +75,13 @@ def wrong(found: Rehearsal) -> list[RenderableType]:
 
 
 def _failed(kind: KindOfRank) -> list[Text]:
+    """Return the error of a kind of rank, and its place."""
     ranks = f"rank{'s' if len(kind.ranks) > 1 else ''} {fold_numbers(kind.ranks)}"
     return [Text(f"{ranks}: {kind.error}", style="red"), Text(f"  {kind.place}")]
 
 
 def verdict(found: Rehearsal) -> str:
-    """Return the line that says whether a run would go through."""
+    """Return the line that says if a run would go through."""
     ranks = sum(len(kind.ranks) for kind in found.kinds)
     kinds = len(found.kinds)
     of = f"{ranks:,} rank{'s' if ranks > 1 else ''} of {kinds} kind{'s' if kinds > 1 else ''}"

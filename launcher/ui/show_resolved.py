@@ -1,5 +1,5 @@
-"""What is shown of a request before its ranks start: what they stand for, the plan, and what is
-compiled for them."""
+"""Show a request before its ranks start: what CPU processes stand for, the plan, and what is
+compiled."""
 
 from rich.console import Console
 
@@ -12,7 +12,7 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def show_resolved(resolved: Resolved, request: Request, console: Console) -> None:
-    """Print it."""
+    """Print the plan of a request, after a notice where devices are emulated."""
     names = request.names
     title = (
         f"model={names.get('model')} strategy={names.get('strategy')} "
@@ -37,8 +37,10 @@ def show_resolved(resolved: Resolved, request: Request, console: Console) -> Non
 
 
 def said_of_kernels(request: Request, plan: Plan) -> str:
-    """Return the line that says what DeepSpeed compiles before the first step of this machine's
-    first run that offloads its optimizer; empty where nothing is to be compiled."""
+    """Return the line that announces DeepSpeed's compilation of its CPU optimizer, or ''.
+
+    It is compiled before the first step of this machine's first run that offloads its optimizer.
+    """
     offloads = any(task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs)
     if not offloads or request.optimizer.name == "sgd" or is_compiled(CPU_ADAM):
         return ""

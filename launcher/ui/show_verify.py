@@ -1,6 +1,6 @@
-"""A verification as a person reads it: the largest differences, and the verdict.
+"""Show a verification: the largest differences, and the verdict.
 
-Owns wording and layout; every figure is launcher/modes/verification.py's.
+This file owns wording and layout. launcher/modes/verification.py owns every figure.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,18 @@ from rich.text import Text
 from whale_train.launcher.modes.verification import MARGIN, ROUNDED_RUNS, Difference, Verification
 from whale_train.launcher.ui.terminal import Portable
 
-_ROWS = 8  # of parameters; verify.json has them all
+_ROWS = 8  # for parameters; verify.json has all of them
 
 
 def verification_view(found: Verification) -> RenderableType:
-    """Return the table of the largest differences, what to know of them, and that all is equal;
-    where it is not, `verdict_line` is the run's error."""
+    """Return the table of the largest differences, notes about them, and the verdict where all is
+    equal.
+
+    Where it is not, `verdict_line` is the error of the run.
+    """
     shown = [_largest(found, "loss"), _largest(found, "gradient norm")]
     of_parameters = [x for x in found.differences if x.path]
-    # That weights begin rounded to half precision is nothing to see.
+    # Initial values that are rounded to half precision need not be shown.
     shown += [x for x in of_parameters if x.what != "initial value" or not x.within][:_ROWS]
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("compared", overflow="fold")
@@ -37,7 +40,7 @@ def verification_view(found: Verification) -> RenderableType:
 
 
 def rounded_line(found: Verification) -> str:
-    """Return what is said before the runs that measure rounding."""
+    """Return the line that announces the runs which measure rounding."""
     return (
         f"not within {found.tolerance:g} of one process; running that {ROUNDED_RUNS} times more "
         "with weights rounded otherwise, to see what rounding does"
@@ -45,7 +48,8 @@ def rounded_line(found: Verification) -> str:
 
 
 def verdict_line(found: Verification) -> str:
-    """`equal: ...`, or `different: ...` with the worst parameter and where the losses part."""
+    """Return the verdict: `equal: ...`, or `different: ...` with the worst parameter and the step
+    at which losses part."""
     what = f"{_counted(found.steps, 'step')} on {_counted(found.ranks, 'rank')}"
     if found.equal:
         said = f"equal: {what} computed what one process does, within {found.tolerance:g} "
@@ -58,38 +62,41 @@ def verdict_line(found: Verification) -> str:
     return f"different: {what} did not compute what one process does: {'; '.join(_reasons(found))}"
 
 
-def _reasons(found: Verification) -> Iterator[str]:
-    """Yield what is different, the cause first."""
-    if found.skipped[0] != found.skipped[1]:
-        plan, alone = (", ".join(map(str, steps)) or "none" for steps in found.skipped)
+def _reasons(verification: Verification) -> Iterator[str]:
+    """Yield the reasons of a verification that failed, the cause first."""
+    if verification.skipped[0] != verification.skipped[1]:
+        plan, alone = (", ".join(map(str, steps)) or "none" for steps in verification.skipped)
         yield f"fp16 overflowed in other steps ({plan}; on one process {alone})"
-    if found.not_finite is not None:
+    if verification.not_finite is not None:
         yield (
-            f"the loss or gradient norm of step {found.not_finite} is no number on either side, "
-            "which compares with nothing"
+            f"the loss or gradient norm of step {verification.not_finite} is no number on either "
+            "side, which compares with nothing"
         )
-    elif found.no_gradient:
+    elif verification.no_gradient:
         yield "no gradient but 0 reached any parameter on one process, so nothing was compared"
         return
-    if found.worst is not None:
-        worst = found.worst
+    if verification.worst is not None:
+        worst = verification.worst
         yield f"the {worst.what} of {worst.path} is off by {_share(worst)}"
-    if found.parted is not None:
-        yield f"the losses part at step {found.parted.step} (by {_share(found.parted)})"
-    elif found.not_finite is None:
+    if verification.parted is not None:
+        yield (
+            f"the losses part at step {verification.parted.step} (by {_share(verification.parted)})"
+        )
+    elif verification.not_finite is None:
         yield "the losses agree"
-    norms = [x for x in found.differences if x.what == "gradient norm" and not x.within]
-    if norms and found.worst is None:
+    norms = [x for x in verification.differences if x.what == "gradient norm" and not x.within]
+    if norms and verification.worst is None:
         first = min(norms, key=lambda x: x.step or 0)
         yield f"the gradient norms part at step {first.step} (by {_share(first)})"
 
 
-def _largest(found: Verification, what: str) -> Difference:
-    """Return the differences of the worst step: they come worst first."""
-    return next(x for x in found.differences if x.what == what)
+def _largest(verification: Verification, what: str) -> Difference:
+    """Return the largest difference of the kind `what`: differences are ordered worst first."""
+    return next(x for x in verification.differences if x.what == what)
 
 
 def _cells(row: Difference) -> tuple[str, ...]:
+    """Return the cells of a difference in the table."""
     return (
         f"{row.path} {row.what}".strip(),
         "" if row.step is None else str(row.step),
@@ -99,46 +106,52 @@ def _cells(row: Difference) -> tuple[str, ...]:
     )
 
 
-def _notes(found: Verification) -> Iterator[str]:
-    kinds = {x.path: x.what for x in found.differences if x.path}
+def _notes(verification: Verification) -> Iterator[str]:
+    """Yield the notes below the table of differences."""
+    kinds = {x.path: x.what for x in verification.differences if x.path}
     constants = sum(what in ("buffer", "frozen parameter") for what in kinds.values())
-    updates = "first and last update" if found.steps > 1 else "update"
+    updates = "first and last update" if verification.steps > 1 else "update"
     said = f"{_counted(len(kinds) - constants, 'parameter')} by initial value, first gradient and "
     said += updates
     if constants:
         said += f", {_counted(constants, 'buffer')} or frozen by value"
     yield f"{said}; all in verify.json"
-    if found.rounding:
-        moved = max(found.rounding.values())
+    if verification.rounding:
+        moved = max(verification.rounding.values())
         yield (
             f"rounding alone, in {ROUNDED_RUNS} runs of one process with weights rounded "
             f"otherwise, comes to {_percent(moved)} of the tolerance"
         )
-    if found.skipped[1]:
-        yield f"{_counted(len(found.skipped[1]), 'step')} overflowed in fp16 and changed nothing"
-    if found.undecided:
+    if verification.skipped[1]:
         yield (
-            f"{found.undecided:,} of {found.elements:,} elements have gradients so small that "
-            "their error decides the direction of an optimizer's step"
+            f"{_counted(len(verification.skipped[1]), 'step')} overflowed in fp16 and changed "
+            "nothing"
         )
-    if found.dropout_off:
+    if verification.undecided:
+        yield (
+            f"{verification.undecided:,} of {verification.elements:,} elements have gradients so "
+            "small that their error decides the direction of an optimizer's step"
+        )
+    if verification.dropout_off:
         yield "dropout was off: its masks differ from plan to plan"
-    if found.drew_random:
+    if verification.drew_random:
         yield "the model drew random numbers of its own, which differ from plan to plan"
-    if found.shared:
-        yield f"not compared, as both sides share it: {'; '.join(found.shared)}"
+    if verification.shared:
+        yield f"not compared, as both sides share it: {'; '.join(verification.shared)}"
 
 
 def _share(difference: Difference) -> str:
-    """Return how far off a difference is, and what would be allowed there, relative to its tensor's
-    largest element."""
+    """Return a difference and the allowance there as text, both relative to the tensor's largest
+    element."""
     allowed = difference.relative / difference.of_allowed if difference.of_allowed else 0.0
     return f"{difference.relative:.1e} of its size, {allowed:.1e} being allowed"
 
 
 def _percent(of_allowed: float) -> str:
+    """Return a quotient as a percentage, or as a multiple from 100 on."""
     return f"{of_allowed:.0%}" if of_allowed < 100 else f"{of_allowed:.0f}x"
 
 
 def _counted(number: int, noun: str) -> str:
+    """Return a count with its noun, in the plural where it is not 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

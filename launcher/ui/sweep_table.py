@@ -1,4 +1,4 @@
-"""The runs of a sweep side by side: what differed between them, and what came of it."""
+"""Show the runs of a sweep side by side: their settings that differ, and their outcomes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,15 @@ from whale_train.quantities import in_bytes, in_rate, in_seconds
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One job. `overrides` as Hydra lists them (`strategy=dp`); `status` is `done` or what ended
-    it; what a failed job did not reach is None. `peak_memory_bytes` is the heaviest rank's."""
+    """One job of a sweep.
+
+    overrides: the overrides of the job, as Hydra lists them (`strategy=dp`).
+    status: `done`, or what ended the job.
+    final_loss, samples_per_s, step_time_s, predicted_step_time_s: figures of the job, times in
+        seconds; None for what a failed job did not reach.
+    peak_memory_bytes: bytes of the heaviest rank; None likewise.
+    run_dir: the run directory.
+    """
 
     overrides: tuple[str, ...]
     status: str
@@ -30,7 +37,17 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is shown of one row; a number there is none of is empty."""
+    """The cells of one job. A cell is empty where the job has no such number.
+
+    run: the run directory.
+    settings: the settings that differ between jobs, by key.
+    status: the status, and whether the job is the fastest.
+    loss: the final loss.
+    rate: the training rate, in samples/s.
+    step: the step time.
+    predicted: the predicted step time.
+    memory: the peak memory of the heaviest rank.
+    """
 
     run: str
     settings: Mapping[str, str]
@@ -44,7 +61,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Column names, and per job a cell for each; numbers are the last `numbers` columns."""
+    """A way to lay out the table.
+
+    names: the names of the columns.
+    cells: for each job, one cell for each column.
+    numbers: how many of the last columns hold numbers.
+    """
 
     names: Sequence[str]
     cells: Sequence[Sequence[str | Text]]
@@ -52,18 +74,18 @@ class _Layout:
 
     @property
     def width(self) -> int:
-        """Columns it takes when nothing is broken."""
+        """Return the number of console columns that the table takes where no cell is broken."""
         columns = zip(self.names, *self.cells, strict=True)
         lines = [[line for cell in column for line in str(cell).split("\n")] for column in columns]
         return sum(max(map(cell_len, column)) for column in lines) + 2 * (len(lines) - 1)
 
 
 def sweep_table(rows: Sequence[SweepRow], width: int = 120) -> RenderableType:
-    """Return the table at the end of a sweep, jobs in the order given, the fastest of those done
-    marked.
+    """Return the table at the end of a sweep. The fastest of the jobs that are done is marked.
 
-    Overrides all jobs share are left out. `width` is the console's: where a line a job does not
-    fit, numbers are put below each other.
+    rows: the jobs, in the order of the table. Overrides that all jobs share are left out.
+    width: columns of the console. Where a line for each job does not fit, numbers are put below
+        each other.
     """
     settings = [_settings(row.overrides) for row in rows]
     keys = list(dict.fromkeys(key for setting in settings for key in setting))
@@ -80,7 +102,7 @@ def sweep_table(rows: Sequence[SweepRow], width: int = 120) -> RenderableType:
         for row, setting in zip(rows, settings, strict=True)
     ]
     layouts = (_one_line(jobs, keys), _two_lines(jobs, keys), _blocks(jobs))
-    layout = next((each for each in layouts if each.width <= width), layouts[-1])
+    layout = next((candidate for candidate in layouts if candidate.width <= width), layouts[-1])
     table = _table(layout)
     if len(parents) != 1:
         return Portable(table)
@@ -88,6 +110,7 @@ def sweep_table(rows: Sequence[SweepRow], width: int = 120) -> RenderableType:
 
 
 def _one_line(jobs: Sequence[_Job], keys: Sequence[str]) -> _Layout:
+    """Return the layout with one line for each job."""
     return _Layout(
         names=("run", *keys, "status", "loss", "samples/s", "step", "predicted", "memory"),
         cells=[
@@ -103,6 +126,7 @@ def _one_line(jobs: Sequence[_Job], keys: Sequence[str]) -> _Layout:
 
 
 def _two_lines(jobs: Sequence[_Job], keys: Sequence[str]) -> _Layout:
+    """Return the layout with two lines for each job."""
     return _Layout(
         names=("run", *keys, "status", "samples/s\nloss", "step\npredicted", "memory\n"),
         cells=[
@@ -119,6 +143,7 @@ def _two_lines(jobs: Sequence[_Job], keys: Sequence[str]) -> _Layout:
 
 
 def _blocks(jobs: Sequence[_Job]) -> _Layout:
+    """Return the layout with a block of lines for each job."""
     return _Layout(
         names=("run", "what", "came of it"),
         cells=[
@@ -146,6 +171,7 @@ def _blocks(jobs: Sequence[_Job]) -> _Layout:
 
 
 def _table(layout: _Layout) -> Table:
+    """Return the table of a layout."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     words = len(layout.names) - layout.numbers
     for name in layout.names[:words]:
@@ -159,6 +185,7 @@ def _table(layout: _Layout) -> Table:
 
 
 def _job(row: SweepRow, settings: Mapping[str, str], run: str, is_fastest: bool) -> _Job:
+    """Return the cells of a job, with the settings that are shown of it."""
     step, predicted, memory = row.step_time_s, row.predicted_step_time_s, row.peak_memory_bytes
     return _Job(
         run=run,
@@ -176,14 +203,18 @@ def _job(row: SweepRow, settings: Mapping[str, str], run: str, is_fastest: bool)
 
 
 def _rate(row: SweepRow) -> float:
-    """Return what the fastest is chosen by: a run that ended early does not compete."""
+    """Return the rate by which the fastest job is chosen, in samples/s. It is 0 for a job that
+    ended early."""
     return (row.samples_per_s or 0.0) if row.status == "done" else 0.0
 
 
 def _settings(overrides: Sequence[str]) -> dict[str, str]:
-    """Key to value; Hydra's `+key=value` and `++key=value` set the key, `~key` removes it."""
-    found = {}
+    """Return the value of each key that a job's overrides set.
+
+    Hydra's `+key=value` and `++key=value` set the key; `~key` removes it.
+    """
+    settings = {}
     for override in overrides:
         key, _, value = override.partition("=")
-        found[key.lstrip("+~")] = "removed" if key.startswith("~") else value
-    return found
+        settings[key.lstrip("+~")] = "removed" if key.startswith("~") else value
+    return settings

@@ -1,4 +1,4 @@
-"""Where views are printed: the console, and what makes a view fit for any of them."""
+"""Open the console that views are printed to, and make views fit for any console."""
 
 from dataclasses import dataclass
 from typing import TextIO
@@ -6,23 +6,23 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
-# One cell each, so that what is aligned stays aligned.
+# Every replacement has one cell, so that columns stay aligned.
 _ASCII = str.maketrans("█░━╌…", "#.=.~")
 
 
 def open_console(stream: TextIO) -> Console:
-    """Return a console on `stream`: the terminal's own width, or 120 columns where there is
+    """Return a console on `stream`, with the terminal's own width, or 120 columns where there is
     none."""
     if stream.isatty():
         return Console(file=stream, highlight=False)
-    # Colours forced by the environment do not make a log a place for lines that are rewritten.
+    # The environment may force colours on a log, but no lines that are rewritten in place.
     return Console(file=stream, width=120, force_interactive=False, highlight=False)
 
 
 @dataclass(frozen=True)
 class Portable:
-    """`body` without blanks at the ends of lines, and with what the console's encoding cannot
-    carry replaced one cell for one."""
+    """A view without blanks at the ends of lines. Characters that the console's encoding cannot
+    carry are replaced, one cell for one."""
 
     body: RenderableType
 

@@ -1,4 +1,4 @@
-"""One rank's program, put together: its weights, its engines, its segments."""
+"""The assembly of one rank's program: its weights, its engines, its segments."""
 
 import torch
 from torch import Tensor, fx
@@ -27,8 +27,14 @@ from whale_train.strategies.plan.plan import Plan
 def assemble(
     request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
 ) -> Program:
-    """Return the program of `seat.rank`. `module` has the whole model's weights in shared memory;
-    the rank takes copies of what it holds and leaves the rest untouched."""
+    """Return the program of `seat.rank`.
+
+    module: the whole model, its weights in memory that the host's ranks share. The rank copies its
+        part and leaves the rest untouched.
+    graph: the graph exported in this process; None where the plan runs the model unchanged.
+
+    Raises RuntimeError if `graph` is not the graph that the plan was made for.
+    """
     if plan.rewrite is None:
         return _whole_model(request, plan, module, graph, seat)
     _refuse_other_graph(plan, graph)
@@ -37,8 +43,8 @@ def assemble(
 
 
 def _refuse_other_graph(plan: Plan, graph: fx.GraphModule | None) -> None:
-    """Raise RuntimeError where the graph exported here is not the one that the plan was made on:
-    the model is another one in every process."""
+    """Raise RuntimeError if `graph` lacks an operation of the graph that the plan was made for: the
+    model's forward then differs from process to process."""
     assert plan.rewrite is not None
     here = {node.name for node in graph.graph.nodes} if graph is not None else set()
     planned = (name for segment in plan.rewrite.segments for name in segment.operations)
@@ -52,6 +58,7 @@ def _refuse_other_graph(plan: Plan, graph: fx.GraphModule | None) -> None:
 def _whole_model(
     request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
 ) -> Program:
+    """Return the program of a rank that runs the unchanged model."""
     (task_graph,) = plan.task_graphs
     group = seat.groups[f"{task_graph.name}.data_parallel"]
     agreement = ForwardAgreement(group, seat.device) if plan.varies and group.size() > 1 else None
@@ -89,7 +96,7 @@ def _whole_model(
     if len(sizes) > 1:
         assert graph is not None
         counter = target_counter(module, graph, group, seat.device)
-    # What is compiled calls no product that could be seen.
+    # Compiled code calls no product that ExpertLoads could watch.
     is_seen = plan.mixtures and seat.compiler is None
     loads = ExpertLoads(plan.mixtures, seat.device) if is_seen else None
     return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads, agreement)

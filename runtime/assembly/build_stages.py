@@ -1,7 +1,7 @@
-"""A rank's part of a rewritten graph, put together: the chunks of its stage and nothing else.
+"""The assembly of one rank's part of a rewritten graph: the chunks of its stage.
 
-Only what the stage holds is copied out of the shared initial weights, and of a split tensor only
-this rank's shard.
+Only the tensors that the stage holds are copied out of the shared initial weights, and of a split
+tensor only this rank's shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +54,13 @@ _Sharing = tuple[tuple[int, int], ...]  # the intervals of a micro-batch that me
 
 @dataclass(frozen=True)
 class _Written:
-    """The segment of one chunk and the number of its TaskGraph: for micro-batches that are shared
-    among the members of the shard group as `sharing` says (empty: all see all of it)."""
+    """The segment of one chunk, written for one sharing of its micro-batches.
+
+    chunk: the number of the chunk.
+    sharing: the interval of a micro-batch that each member of the shard group takes; empty: every
+        member takes all of it.
+    task_graph: the number of the segment's TaskGraph.
+    """
 
     chunk: int
     sharing: _Sharing
@@ -66,7 +71,8 @@ class _Written:
 def assemble_stages(
     request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule, seat: Seat
 ) -> PipelineModel:
-    """Return the program of `seat.rank`."""
+    """Return the program of `seat.rank`, for a plan with a rewritten graph. `module` and `graph`
+    are as in `assemble`."""
     assert plan.pipeline is not None
     assert plan.rewrite is not None
     place = PipelinePlace.of(plan.pipeline, seat.rank)
@@ -74,7 +80,7 @@ def assemble_stages(
     held = plan.pipeline.positions[place.position]
     shared = copy.shared_at(place.position)
     own_losses = plan.pipeline.chunks[-1].own_losses
-    pieces = sum(len(each.samples) for each in plan.pipeline.copies)
+    pieces = sum(len(part.samples) for part in plan.pipeline.copies)
     samples = copy.samples
     if own_losses:
         pieces *= len(copy.positions[-1])
@@ -132,17 +138,17 @@ def assemble_stages(
             written.append(_Written(chunk, sharing, *writer.segment(described, here)))
     engines: dict[int, Engine] = {}
     for task_graph in task_graphs:
-        owned = [each.segment for each in written if each.task_graph == task_graph.id]
+        owned = [part.segment for part in written if part.task_graph == task_graph.id]
         runs, excess = bool(owned), None
-        if not runs:  # another TaskGraph runs what this one has
+        if not runs:  # another TaskGraph runs this one's parameters
             held_here = {path: tensors[path] for path in task_graph.parameters if path in tensors}
             owned = [SegmentModule((), (), held_here)]
             excess = engines[task_graphs[0].id].scale
-        mine = Segments(owned)
+        segments = Segments(owned)
         copies = _copies(plan, task_graph, tensors, seat)
-        once = runs and _has_one_backward(plan, mine, seat.rank)
+        once = runs and _has_one_backward(plan, segments, seat.rank)
         engines[task_graph.id] = make_engine(
-            *(request, plan, task_graph, mine, copies, seat),
+            *(request, plan, task_graph, segments, copies, seat),
             overlap=once,
             excess=excess,
             streamed=streamed,
@@ -163,7 +169,16 @@ def assemble_stages(
 
 
 class _Writer:
-    """Writes the segments that `rank` runs out of the exported `graph`."""
+    """Writes the segments that `rank` runs out of the exported `graph`.
+
+    canonical: the canonical path of every parameter's name.
+    tensors: this rank's tensors, by canonical path.
+    counts: receives the counts of an evaluation.
+    weight_gradients: computes weights' gradients of the training graph apart from the backward.
+    evaluation_scale: the scale of an evaluation's losses; None: they are not scaled.
+    compiler: compiles the segments; None: they run as they are.
+    streamed: brings weights from the host.
+    """
 
     def __init__(
         self,
@@ -188,8 +203,10 @@ class _Writer:
     def segment(
         self, described: PlannedChunk, places: Mapping[int, ShardPlace]
     ) -> tuple[int, SegmentModule]:
-        """Return the number of its TaskGraph, and the segment of a chunk `described` as it runs at
-        `places`, by TaskGraph."""
+        """Return the number of the TaskGraph and the segment of the chunk `described`.
+
+        `places` tells, by TaskGraph, where its operations run.
+        """
         assert self._plan.rewrite is not None
         written = self._plan.rewrite.segments[described.segment]
         here = places[written.task_graph]
@@ -218,14 +235,15 @@ class _Writer:
         return written.task_graph, segment
 
     def _lent_to(self, written: PlannedSegment) -> dict[str, nn.Parameter]:
-        """Return what a segment runs of TaskGraphs that have no segment of their own, by path."""
+        """Return, by path, the parameters that a segment reads of TaskGraphs without a segment of
+        their own."""
         assert self._plan.rewrite is not None
         run = {segment.task_graph for segment in self._plan.rewrite.segments}
         paths = tensor_paths(written, self._graph, self._canonical)
         lenders = (t for t in self._plan.task_graphs if t.id not in run)
-        listed = {path for lender in lenders for path in lender.parameters}
-        found = ((path, self._tensors[path]) for path in paths if path in listed)
-        return {path: tensor for path, tensor in found if isinstance(tensor, nn.Parameter)}
+        lent_paths = {path for lender in lenders for path in lender.parameters}
+        lent = ((path, self._tensors[path]) for path in paths if path in lent_paths)
+        return {path: tensor for path, tensor in lent if isinstance(tensor, nn.Parameter)}
 
 
 def _chunks(
@@ -235,27 +253,32 @@ def _chunks(
     beside: ShardPlace,
     last: int,
 ) -> dict[int, Chunk]:
-    """Return the chunks by number; of one whose samples `members` share, a variant for every
-    sharing. `beside` is where what is split beside copies runs; the `last` chunk gives the loss."""
+    """Return the chunks by number. A chunk whose samples the members share has a variant for every
+    sharing.
+
+    members: the sharing of every micro-batch, in order.
+    beside: the place of operations that are split beside copies.
+    last: the number of the chunk that computes the loss.
+    """
     made: dict[int, dict[_Sharing, Chunk]] = {}
-    numbers = dict.fromkeys(engines, 0)  # of the segments of each engine, in their order
-    for each in written:
-        engine, segment = engines[each.task_graph], each.segment
+    numbers = dict.fromkeys(engines, 0)  # how many segments of each engine have a chunk so far
+    for variant in written:
+        engine, segment = engines[variant.task_graph], variant.segment
         lent = {id(parameter) for parameter in segment.lent}
         lenders = [
             other
             for other in engines.values()
             if not lent.isdisjoint(map(id, other.module.parameters()))
         ]
-        run = (segment, engine, numbers[each.task_graph], lenders)
-        numbers[each.task_graph] += 1
-        if each.sharing:
-            at = replace(beside, axes={**beside.axes, BATCH: each.sharing})
-            shares = segment.gives if each.chunk != last else ()
+        run = (segment, engine, numbers[variant.task_graph], lenders)
+        numbers[variant.task_graph] += 1
+        if variant.sharing:
+            at = replace(beside, axes={**beside.axes, BATCH: variant.sharing})
+            shares = segment.gives if variant.chunk != last else ()
             chunk: Chunk = SharingChunk(*run, at.along(PlannedShard(0, BATCH)), shares)
         else:
             chunk = Chunk(*run)
-        made.setdefault(each.chunk, {})[each.sharing] = chunk
+        made.setdefault(variant.chunk, {})[variant.sharing] = chunk
     return {
         number: VariedChunk([variants[sharing] for sharing in members])
         if len(variants) > 1
@@ -265,28 +288,33 @@ def _chunks(
 
 
 def _copies_of(task_graph: TaskGraph) -> str:
-    """Return the name of the group of ranks that hold the same; a lone copy of a head has none."""
+    """Return the name of the group of ranks that hold the same shards. The only copy of a head has
+    no group."""
     return f"{task_graph.name}.data_parallel"
 
 
 def _shard_group(task_graph: TaskGraph, seat: Seat) -> dist.ProcessGroup | None:
+    """Return the group that `task_graph` is split over; None where it is not split."""
     return seat.groups.get(f"{task_graph.name}.model_parallel")
 
 
 def _casts_over(
     task_graph: TaskGraph, task_graphs: Sequence[TaskGraph], seat: Seat
 ) -> dist.ProcessGroup:
-    """Return the group that the casts of a TaskGraph's segments span: its own shard group, or that
-    of what is split beside it, which it may run."""
-    for each in (task_graph, *task_graphs):
-        if (group := _shard_group(each, seat)) is not None:
+    """Return the group that the casts of a TaskGraph's segments span.
+
+    It is the TaskGraph's own shard group, or that of a split TaskGraph beside it, whose operations
+    its segments may run. Without any, it is the group of its copies.
+    """
+    for candidate in (task_graph, *task_graphs):
+        if (group := _shard_group(candidate, seat)) is not None:
             return group
     return seat.groups[_copies_of(task_graph)]
 
 
 def _share(plan: Plan, task_graph: TaskGraph, seat: Seat) -> BatchShare | None:
-    """Return this rank's part of the batch, of which there is one micro-batch, where the copies of
-    a TaskGraph exchange sums over it."""
+    """Return this rank's part of the batch where the copies of a TaskGraph exchange sums over the
+    batch; None where they do not. The batch then has one micro-batch a rank."""
     assert plan.rewrite is not None
     of = (x for x in plan.rewrite.segments if x.task_graph == task_graph.id)
     if not any(segment.sums for segment in of):
@@ -296,14 +324,16 @@ def _share(plan: Plan, task_graph: TaskGraph, seat: Seat) -> BatchShare | None:
 
 
 def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:
-    """Return the seed of what the members of a shard group draw alike, and no other group does."""
+    """Return a seed that is the same on the members of a shard group and different for every other
+    group."""
     return ((seed * 10_007 + task_graph) * 10_007 + place.copy) * 10_007 + place.position
 
 
 def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], seat: Seat) -> Copies:
+    """Return the groups with which the engine of `task_graph` shares its parameters."""
     assert plan.pipeline is not None
-    listed = ((path, tensors[path]) for path in task_graph.parameters)
-    held = {path: tensor for path, tensor in listed if isinstance(tensor, nn.Parameter)}
+    named = ((path, tensors[path]) for path in task_graph.parameters)
+    held = {path: tensor for path, tensor in named if isinstance(tensor, nn.Parameter)}
     shared = {path: owners for path, owners in plan.pipeline.shared.items() if path in held}
     return Copies(
         seat.groups.get(_copies_of(task_graph)),
@@ -318,30 +348,37 @@ def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], se
 
 
 def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
+    """Return `random` if `block` is one of the model's repeated blocks, which are recomputed; None
+    otherwise."""
     return random if is_repeated(block) else None
 
 
 def _casts_once(
     plan: Plan, task_graphs: Sequence[TaskGraph], held: Sequence[int], rank: int
 ) -> bool:
-    """Return whether a rank keeps the 16-bit copies of its weights from its first forward on: not
-    where they are to be had a block at a time (`_casts` in strategies/stage_memory/member_memory.py
-    counts them)."""
+    """Return whether a rank keeps the 16-bit copies of its weights from its first forward of a step
+    on.
+
+    It does not where they are needed a block at a time: under full recomputation or ZeRO 3
+    (`_casts` in strategies/stage_memory/member_memory.py counts their bytes).
+    """
     assert plan.pipeline is not None
     several = plan.precision in NARROW and plan.ranks[rank].micro_batches > 1
     again = any(plan.pipeline.chunks[chunk].recompute == "full" for chunk in held)
-    return several and not again and all(each.zero < 3 for each in task_graphs)
+    return several and not again and all(task_graph.zero < 3 for task_graph in task_graphs)
 
 
 @contextmanager
 def _casting_once(owner: WeightGradients, device: torch.device) -> Iterator[None]:
+    """Make autocast cast every weight only once inside this context, in forwards and in `owner`'s
+    products."""
     with owner.casting_once(), casting_once(device.type):
         yield
 
 
 def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:
-    """Return whether a step has one forward and one backward of all `module` holds, which is what
-    DistributedDataParallel wants."""
+    """Return whether a step has a single forward and backward of all that `module` holds, as
+    DistributedDataParallel requires."""
     assert plan.pipeline is not None
     one_part = len(module.parts) == 1 and len(plan.pipeline.chunks) == 1
     return one_part and plan.ranks[rank].micro_batches == 1

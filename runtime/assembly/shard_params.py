@@ -1,7 +1,7 @@
-"""What of the model's tensors one rank holds, copied out of the shared initial weights.
+"""The model's tensors that one rank holds, copied out of the shared initial weights.
 
-Only what its segments read is touched, and of a cut tensor only this rank's shard. What has been
-read is let go of at once, so that a rank never has its part twice.
+Only tensors that the rank's segments read are touched, and of a split tensor only this rank's
+shard. Each is released once it is copied, so that a rank never has its part twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,14 @@ def own_tensors(
     seat: Seat,
     frozen_dtype: torch.dtype | None,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the canonical path of every name of a parameter; and, by canonical path, this rank's
-    part of the parameters, buffers and constants that the segments `written` read.
+    """Return the canonical path of every parameter's name, and this rank's part of the tensors by
+    canonical path: of the parameters, buffers and constants that the segments `written` read.
 
-    The parameters read are taken out of `module`. Frozen ones that the plan has in 16 bits are of
-    `frozen_dtype`. Those that are streamed stay on the host.
+    module: the whole model; the parameters that are read are taken out of it.
+    index: this rank's place in the shard group.
+    frozen_dtype: the dtype of frozen parameters that the plan has in 16 bits.
+
+    Streamed parameters stay on the host.
     """
     names: dict[int, str] = {}
     canonical: dict[str, str] = {}
@@ -85,8 +88,11 @@ def streamed_of(
     narrow: torch.dtype | None,
     seat: Seat,
 ) -> StreamedWeights:
-    """Return what brings those of `tensors`, by path, to the rank's device that `task_graphs` have
-    on the host: in the dtype `narrow` those that autocast lowers."""
+    """Return the object that brings streamed weights of `task_graphs` to the rank's device.
+
+    tensors: this rank's tensors, by path.
+    narrow: the dtype in which weights that autocast lowers arrive; None: their own.
+    """
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     for task_graph in task_graphs:
         for path in task_graph.trained if task_graph.streams else ():
@@ -100,19 +106,19 @@ def streamed_of(
 
 def narrow_of(task_graph: TaskGraph, tensors: Mapping[str, Tensor]) -> frozenset[nn.Parameter]:
     """Return the parameters among `tensors`, by path, that `task_graph` holds in 16 bits."""
-    listed = (tensors[path] for path in task_graph.narrow if path in tensors)
-    return frozenset(x for x in listed if isinstance(x, nn.Parameter))
+    narrow = (tensors[path] for path in task_graph.narrow if path in tensors)
+    return frozenset(x for x in narrow if isinstance(x, nn.Parameter))
 
 
 def tensor_paths(
     written: PlannedSegment, graph: fx.GraphModule, canonical: dict[str, str]
 ) -> list[str]:
-    """Canonical paths of the tensors a segment reads, each once."""
+    """Return the canonical paths of the tensors that a segment reads, each once."""
     chosen = set(written.operations)
-    found = (
+    read_paths = (
         model_path(str(node.target))
         for node in graph.graph.nodes
         if node.op == "get_attr" and node.name in chosen
         if is_tensor(graph, node)
     )
-    return list(dict.fromkeys(canonical.get(path, path) for path in found))
+    return list(dict.fromkeys(canonical.get(path, path) for path in read_paths))

@@ -1,9 +1,9 @@
 """Initial weights that do not depend on the plan, in one copy per host.
 
 The host builds the whole model once, as one process would with the same seed, and moves it into
-files mapped into memory; the ranks it forks inherit the mappings. A rank that reads only its
-shard touches only those pages, so its own memory stays near its shard. A file is gone when its
-last reader has let go of it.
+files mapped into memory; the ranks it forks inherit the mappings. A rank that reads only its shard
+touches only those pages, so its own memory stays near its shard. A file is deleted when its last
+reader has released it.
 """
 
 import os
@@ -21,16 +21,19 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.models.weights.deferred import deferred, fill, is_deferred
 
-_ALIGNMENT = 64  # bytes; what vectorised kernels like
-# Bytes from which a tensor has a file of its own: what is taken of the model tensor by tensor,
-# as copies and ZeRO 3 do, is given back tensor by tensor. Smaller ones share.
+_ALIGNMENT = 64  # bytes, which suit vectorised kernels
+# Bytes from which a tensor has a file of its own: ranks that take the model tensor by tensor, as
+# copies and ZeRO 3 do, release such files one by one. Smaller tensors share a file.
 _OWN_FILE_BYTES = 2**20
 
 
 def build_shared(options: ModelOptions, seed: int) -> LossModule:
-    """Return the model that `torch.manual_seed(seed); build()` gives, its tensors in mapped
-    memory; or with placeholders for them, where they are made, or read of a folder, when they are
-    wanted (`models/weights/deferred.py`)."""
+    """Return the model that `torch.manual_seed(seed); build()` gives, with its tensors in mapped
+    memory.
+
+    Unless it is built whole, tensors may be placeholders, which are made or read from a folder when
+    they are needed (`models/weights/deferred.py`).
+    """
     seed_python(seed)
     if options.is_built_whole:
         torch.manual_seed(seed)
@@ -52,14 +55,15 @@ def build_shared(options: ModelOptions, seed: int) -> LossModule:
 
 
 def seed_python(seed: int) -> None:
-    """Seed what constructors and forwards draw from beside torch: Python's and NumPy's own
-    generators, alike on every host and rank."""
+    """Seed Python's and NumPy's own generators, from which constructors and forwards draw besides
+    torch's, alike on every host and rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def let_go(module: nn.Module) -> None:
-    """Take out of `module` what is still in a file: this process has read what it needs of it."""
+    """Remove all parameters and buffers that are still in a file from `module`, after this process
+    has read what it needs."""
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
@@ -68,16 +72,17 @@ def let_go(module: nn.Module) -> None:
 
 
 def places_of(module: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | None], str]]]:
-    """Return where `module` has each of its parameters, by its id: several places of a tied one."""
-    found: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+    """Return the places of every parameter of `module`, by the parameter's id: the dictionary and
+    the key that hold it. A tied parameter has several."""
+    places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            found.setdefault(id(parameter), []).append((part._parameters, name))
-    return found
+            places.setdefault(id(parameter), []).append((part._parameters, name))
+    return places
 
 
 def _share(tensors: list[Tensor]) -> None:
-    """Move them into one mapped file."""
+    """Move the tensors into one mapped file."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -104,8 +109,11 @@ def own_copy(
     device: torch.device,
     dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Give each of a module's parameters or buffers memory of its own on `device`, ties kept, and
-    some of them another dtype."""
+    """Give every one of a module's parameters or buffers its own memory on `device`, and some
+    another dtype.
+
+    Tied tensors stay tied. `dtypes` has the dtypes of those that change theirs.
+    """
     # The largest first: one that is cast is there twice meanwhile.
     for tensor in sorted({id(t): t for t in tensors}.values(), key=lambda tensor: -tensor.nbytes):
         dtype = dtypes.get(tensor, tensor.dtype)
@@ -116,6 +124,7 @@ def own_copy(
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a contiguous copy of `tensor` on `device`."""
     if device.type == tensor.device.type:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous().to(device)

@@ -1,8 +1,9 @@
-"""torch's autocast, and its like for tensors on the meta device, which stand for a GPU's.
+"""Autocast: torch's own for real devices, and a counterpart for the meta device.
 
-torch has no autocast for the meta device. By the rules of CUDA's, which the installed torch says
-itself: what it lowers to 16 bits, what it runs in fp32, and what it widens to the widest operand.
-A dispatch key that nothing else uses (that of a private device) is where they apply, below Python's
+Tensors on the meta device stand for a GPU's, and torch has no autocast for them. The counterpart
+follows the rules of CUDA's autocast, which the installed torch states: it lowers some operations to
+16 bits, runs some in fp32, and widens the operands of others to the widest of their dtypes. The
+rules apply at a dispatch key that nothing else uses (that of a private device): below Python's
 functions and above autograd, as torch's own do.
 """
 
@@ -18,8 +19,8 @@ from torch.utils._pytree import tree_map
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEY: Any = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-# Of the operations that CUDA's autocast has a kernel for (torch/amp: "Op-Specific Behavior"). All
-# others of these run in fp32.
+# Operations with a kernel in CUDA's autocast, by what it does (torch/amp: "Op-Specific Behavior").
+# Those with a kernel that are in none of these sets run in fp32.
 _LOWERED = frozenset((
     "_convolution", "_scaled_dot_product_flash_attention", "addbmm", "addmm", "addmv", "addr",
     "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
@@ -27,13 +28,13 @@ _LOWERED = frozenset((
     "cudnn_convolution_transpose", "einsum", "gru_cell", "linalg_multi_dot", "linalg_vecdot",
     "linear", "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu_cell", "rnn_tanh_cell",
     "scaled_dot_product_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
-    "grouped_mm",  # ours
+    "grouped_mm",  # this package's own
 ))  # fmt: skip
 _WIDEST = frozenset((
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
     "scatter_add", "tensordot", "vdot",
 ))  # fmt: skip
-# These take the dtype of their result as an argument.
+# Operations that take the dtype of their result as an argument.
 _WIDE_RESULT = frozenset(("cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"))
 
 
@@ -43,14 +44,19 @@ def autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> AbstractContextManager[Any]:
-    """Return `torch.autocast` of these arguments, or its like for "meta"."""
+    """Return `torch.autocast` with these arguments, or its counterpart for `device_type` "meta".
+
+    dtype: the 16-bit dtype that operations are lowered to. On "meta" None means no autocast.
+    cache_enabled: as torch's; without effect on "meta".
+    """
     if device_type == "meta":
         return _meta_autocast(dtype if enabled else None)
     return torch.autocast(device_type, dtype, enabled, cache_enabled)
 
 
 def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context that a forward in `precision` runs in."""
+    """Return the context that a forward in `precision` ("fp32", "bf16" or "fp16") runs in on
+    `device`: autocast for 16 bits, a null context otherwise."""
     if precision not in NARROW:
         return nullcontext()
     return autocast(device.type, NARROW[precision])
@@ -58,8 +64,12 @@ def in_precision(precision: str, device: torch.device) -> AbstractContextManager
 
 @contextmanager
 def casting_once(device_type: str) -> Iterator[None]:
-    """Inside it, autocast makes its copy of a weight once, however often it is entered: by itself
-    it lets go of them when a forward ends. Outside of `autocast`, nothing is cast."""
+    """Have autocast cast every weight only once inside this context, however often autocast is
+    entered.
+
+    Without it autocast drops its copies of weights when a forward ends. The context enables no
+    autocast: outside of `autocast`, nothing is cast.
+    """
     if device_type == "meta":
         _now.holders += 1
         try:
@@ -73,22 +83,32 @@ def casting_once(device_type: str) -> Iterator[None]:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that operations are lowered to now, or None outside of autocast."""
+    """Return the dtype that operations on `device_type` are lowered to at the time of the call, or
+    None outside of autocast."""
     if device_type == "meta":
         return _now.dtype
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def as_now() -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context of now again, for work on the meta device that is done once
-    more later; torch keeps its own."""
+    """Return a function that makes a context with the autocast that is active at the time of this
+    call.
+
+    It is for work on the meta device that is repeated later (recomputation). On other devices torch
+    restores its own autocast.
+    """
     dtype = _now.dtype
     return nullcontext if dtype is None else lambda: _meta_autocast(dtype)
 
 
 class _Now:
-    """The dtype that operations on the meta device are lowered to, and the weights cast so far:
-    as torch, once in an autocast, or in what `holders` it is in."""
+    """State of the meta device's autocast.
+
+    dtype: the dtype that operations are lowered to; None outside of autocast.
+    holders: number of `casting_once` contexts that are open.
+    casts: (weight, lowered copy) by the id of the weight. They are kept until autocast and all
+        holders have ended, as torch keeps its own until autocast ends.
+    """
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
@@ -96,6 +116,7 @@ class _Now:
         self.casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def let_go(self) -> None:
+        """Drop the lowered copies if neither autocast nor a holder is active."""
         if self.dtype is None and not self.holders:
             self.casts.clear()
 
@@ -126,8 +147,11 @@ def _meta_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 @cache
 def _register() -> tuple[Any, Any]:
-    """Have the key's kernels cast as CUDA's; what has none falls through. They last as long as what
-    is returned."""
+    """Register kernels at the key that cast as CUDA's autocast does, once in a process.
+
+    An operation without a kernel in CUDA's autocast falls through. Returns the libraries, on whose
+    lifetime the kernels depend.
+    """
     library: Any = torch.library.Library
     others = library("_", "IMPL", _KEY.name)
     kernels = {space: library(space, "IMPL", _KEY.name) for space in ("aten", "whale_train")}
@@ -143,6 +167,8 @@ def _register() -> tuple[Any, Any]:
 
 
 def _has_kernel(name: str) -> bool:
+    """Return whether CUDA's autocast has a kernel for the operation `name`
+    ("namespace::op.overload")."""
     try:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"))
     except RuntimeError:  # not in the dispatcher: TorchScript's alone
@@ -150,6 +176,8 @@ def _has_kernel(name: str) -> bool:
 
 
 def _kernel(name: str, operation: Any) -> Callable[..., Any]:
+    """Return a function that casts the arguments of `operation` by the rules for `name` and calls
+    it."""
     named = [argument.name for argument in operation._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -163,8 +191,8 @@ def _kernel(name: str, operation: Any) -> Callable[..., Any]:
             if name in _LOWERED:
                 cast = _lowered
             elif name in _WIDEST:
-                found = [x.dtype for x in args if isinstance(x, Tensor) and _is_floating(x)]
-                wide = torch.float32 in found
+                dtypes = [x.dtype for x in args if isinstance(x, Tensor) and _is_floating(x)]
+                wide = torch.float32 in dtypes
                 cast = _widened if wide else _unchanged
             else:
                 cast = _widened
@@ -174,14 +202,20 @@ def _kernel(name: str, operation: Any) -> Callable[..., Any]:
 
 
 def _is_floating(value: Any) -> bool:
+    """Return whether `value` is a tensor of a floating dtype other than fp64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _is_narrow(value: Any) -> bool:
+    """Return whether `value` is a tensor of a floating dtype of 16 bits or fewer."""
     return _is_floating(value) and value.dtype != torch.float32
 
 
 def _lowered(value: Any) -> Any:
+    """Return a floating tensor in autocast's dtype, and any other value unchanged.
+
+    The copy of an fp32 leaf that requires a gradient is made once and kept.
+    """
     assert _now.dtype is not None
     if not _is_floating(value) or value.dtype == _now.dtype:
         return value
@@ -193,6 +227,7 @@ def _lowered(value: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
+    """Return a tensor of 16 bits in fp32, and any other value unchanged."""
     return value.float() if _is_narrow(value) else value
 
 

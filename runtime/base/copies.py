@@ -1,4 +1,4 @@
-"""Whom a rank shares parameters with."""
+"""The ranks that one rank shares parameters with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,16 +10,20 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Copies:
-    """Whom an engine shares its parameters with, and what this rank counts of them.
+    """Groups with which an engine shares its parameters, and the shards that this rank counts.
 
-    `group` joins the ranks that hold the same shards (None: this one alone), `shard_group` those
-    that hold the other shards of the same copy. `sums` joins those of `group` for sums that nothing
-    goes on beside (None: `group` sums). `sharded` are the parameters of which this rank has a
-    shard; the others are whole on every member of the shard group. `shared` are parameters
-    other TaskGraphs hold as well: the group of all their holders, by parameter; `counted_elsewhere`
-    those of them that another TaskGraph counts. Of `narrow` ones an engine holds the 16-bit values
-    that autocast would make of them, and, of those that are trained, DeepSpeed an fp32 master
-    partition (docs/adr/007). Gradients travel within `group` in `reduce_dtype`.
+    group: the ranks that hold the same shards, data-parallel copies of each other. None: only this
+        rank.
+    shard_group: the ranks that hold the other shards of the same copy. None: the copy is not split.
+    sharded: the parameters of which this rank has a shard. All others are whole on every member of
+        the shard group.
+    shared: parameters that other TaskGraphs hold as well, each with the group of all its holders.
+    counted_elsewhere: those of `shared` that another TaskGraph counts.
+    sums: a group of the same ranks as `group`, for gradient sums that nothing overlaps with. None:
+        `group` sums them.
+    narrow: parameters that an engine holds as the 16-bit values that autocast would make of them.
+        Of those that are trained, DeepSpeed holds an fp32 master partition (docs/adr/007).
+    reduce_dtype: the dtype in which gradients travel within `group`.
     """
 
     group: dist.ProcessGroup | None
@@ -33,22 +37,31 @@ class Copies:
 
     @property
     def size(self) -> int:
+        """Return the number of copies, this rank's own among them."""
         return self.group.size() if self.group is not None else 1
 
     @property
     def is_first(self) -> bool:
+        """Return whether this rank is the first of its copies."""
         return self.group is None or self.group.rank() == 0
 
     @property
     def shards(self) -> int:
+        """Return the number of members of the shard group."""
         return self.shard_group.size() if self.shard_group is not None else 1
 
     @property
     def index(self) -> int:
+        """Return this rank's place in the shard group."""
         return self.shard_group.rank() if self.shard_group is not None else 0
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Return whether this shard, and not another member's copy, is counted."""
+        """Return whether this rank is the member of the shard group that counts its part of
+        `parameter`.
+
+        A shard is counted by its holder, and a whole parameter by the group's first member. A
+        parameter of `counted_elsewhere` is counted by neither.
+        """
         if parameter in self.counted_elsewhere:
             return False
         return parameter in self.sharded or self.index == 0

@@ -1,6 +1,6 @@
-"""The key of a job, with which its ranks sign what they tell each other (docs/adr/030).
+"""The key of a job, with which its ranks sign their messages to each other (docs/adr/030).
 
-The launcher makes it and hands it to its ranks in the environment.
+The launcher makes the key and hands it to the ranks in the environment.
 """
 
 import hmac
@@ -14,14 +14,18 @@ _TAG_BYTES = 32  # of SHA-256
 
 
 class JobKey:
-    """The key of a job, and what is made of it."""
+    """The key of a job, and the names and signatures that are derived from it."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     @classmethod
     def from_environment(cls) -> "JobKey":
-        """Return the key that the launcher handed over. Raises LaunchError where it did not."""
+        """Return the key that the launcher put into the environment.
+
+        Raises LaunchError if the variable is not hexadecimal. A missing variable gives an empty
+        key.
+        """
         text = os.environ.get(KEY, "")
         try:
             return cls(bytes.fromhex(text))
@@ -30,23 +34,27 @@ class JobKey:
 
     @property
     def nonce(self) -> str:
-        """What all keys of the store begin with: those of another job are never read."""
+        """Return the prefix of all this job's names in the store, so that another job's are never
+        read."""
         return self._of(b"names in the store")
 
     @property
     def fingerprint(self) -> str:
-        """What tells this key from others without giving it away."""
+        """Return a text that tells this key from others without disclosing the key."""
         return self._of(b"fingerprint")
 
     def signed(self, text: str) -> bytes:
-        """Return a message that says `text`."""
+        """Return a signed message that carries `text`: a tag of 32 bytes, then the compressed
+        text."""
         # A store takes 8 MB at once (torch's TCPStoreLibUvBackend), and a large plan has more.
         packed = zlib.compress(text.encode())
         return self._tag(packed) + packed
 
     def checked(self, message: bytes, sender: str) -> str:
-        """Return what `signed` was given. Raises LaunchError for a message without its tag, of
-        which nothing is looked at."""
+        """Return the text that `signed` made `message` of. `sender` names its origin in errors.
+
+        Raises LaunchError for a message without this key's tag; such a message is not decompressed.
+        """
         tag, packed = message[:_TAG_BYTES], message[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(packed)):
             rule = f"the message of {sender} was not signed by a rank of this job"
@@ -57,4 +65,5 @@ class JobKey:
         return hmac.digest(self._key, b"message " + packed, "sha256")
 
     def _of(self, purpose: bytes) -> str:
+        """Return the key's digest for one `purpose`, in hexadecimal digits."""
         return hmac.digest(self._key, purpose, "sha256").hex()

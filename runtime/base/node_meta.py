@@ -1,4 +1,4 @@
-"""Keys of what graphs' nodes have in their `meta` of ours."""
+"""The keys under which this package stores facts in the `meta` of a graph's nodes."""
 
 # The block that a node belongs to, and the module, by their paths in the model.
 BLOCK, MODULE = "block", "module"

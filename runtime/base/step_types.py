@@ -1,4 +1,4 @@
-"""What a step is given and gives back, whoever runs it: batches, the loss, an evaluation."""
+"""Inputs and outputs of a step, for every kind of program: batches, the loss, an evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,42 +14,59 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class PendingLoss:
-    """The step's loss, the mean over the global batch, perhaps still on its way."""
+    """The loss of a step, which a collective may still be computing.
+
+    value: the mean over the global batch, as a scalar.
+    work: the collective that computes `value`; None if it is computed.
+    """
 
     value: Tensor
     work: dist.Work | None
 
     def on_device(self) -> Tensor:
-        """Return the loss as a scalar for work that follows: on a GPU nothing waits for it here."""
+        """Return the loss as a scalar tensor for work that follows. On a GPU the host does not wait
+        here."""
         if self.work is not None:
             self.work.wait()
         return self.value
 
     def item(self) -> float:
+        """Return the loss as a number. The host waits for it."""
         return float(self.on_device())
 
 
 def scaled_ones(loss: Tensor, scale: Tensor | None, weight: float = 1.0) -> Tensor:
-    """Return the gradient that the backward of a loss of `weight` begins with, where all losses are
-    multiplied by `scale`."""
+    """Return the gradient that the backward of a loss begins with, of the shape and dtype of
+    `loss`.
+
+    scale: the factor of all losses (fp16's loss scale); None: 1.
+    weight: the weight of this loss in the step's.
+    """
     seed = torch.full_like(loss, weight)
     return seed if scale is None else (seed * scale).to(loss.dtype)
 
 
 class EvaluationBatches(Protocol):
-    """The held-back samples. Iterating over them gives, every time, each batch's weight with this
-    rank's micro-batches of it."""
+    """The held-out samples, in batches.
+
+    Every iteration yields, for each batch, its weight and this rank's micro-batches of it.
+    """
 
     @property
     def samples(self) -> int:
-        """How many there are, over all ranks and each once."""
+        """Return the number of samples over all ranks, each counted once."""
 
     def __iter__(self) -> Iterator[tuple[float, Sequence[Batch]]]: ...
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss over all held-back samples, right answers, targets."""
+    """Result of an evaluation over all held-out samples.
+
+    loss: the mean loss.
+    correct: how many predictions were right.
+    targets: how many targets there are.
+    """
 
     loss: float
     correct: float

@@ -1,7 +1,7 @@
-"""What one rank did when, as events of a timeline.
+"""The events of one rank's timeline.
 
-Its form is `strategies/simulate/chrome_trace.py`'s. On a GPU a span is the time its work took to be
-asked for, unless what is asked for waits.
+The format is that of `strategies/simulate/chrome_trace.py`. On a GPU a span lasts as long as the
+host takes to enqueue the work, unless the work itself waits.
 """
 
 import time
@@ -14,7 +14,12 @@ from whale_train.strategies.simulate.chrome_trace import event, named
 
 
 class Trace:
-    """The `events` of one rank so far. `device` names it in the timeline."""
+    """Timeline events of one rank.
+
+    rank: the rank.
+    device: its name in the timeline.
+    events: the events so far, the first of which names the rank.
+    """
 
     def __init__(self, rank: int, device: str) -> None:
         self.rank = rank
@@ -22,7 +27,7 @@ class Trace:
 
     @contextmanager
     def span(self, what: Instruction | str) -> Iterator[None]:
-        """Note how long the body takes."""
+        """Record an event `what` that lasts as long as the body of the context."""
         started = time.time_ns()
         try:
             yield
@@ -32,5 +37,5 @@ class Trace:
 
 
 def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:
-    """Begin a span of `trace`, if there is one."""
+    """Return a context that records `what` in `trace`, or a null context where `trace` is None."""
     return nullcontext() if trace is None else trace.span(what)

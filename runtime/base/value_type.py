@@ -15,6 +15,7 @@ class ValueType:
 
     @classmethod
     def of(cls, value: Tensor) -> "ValueType":
+        """Return the type of `value`."""
         return cls(tuple(value.shape), value.dtype)
 
     def __str__(self) -> str:

@@ -1,9 +1,10 @@
-"""What lies between products, measured where it lies.
+"""Times of the operations between products, measured in a block as in a model.
 
-In a block of a model an activation or a norm reads what a product has just written, and its
-backward reads what was written long before: between them products have taken the caches. In a chain
-of its own kind it finds much of that still there, and takes half to two thirds of the time. So here
-every such operation stands between two products, and each is timed by itself.
+In a block of a model an activation or a norm reads a value that a product has just written, and its
+backward reads values that were written long before: in between, products have taken the caches. In
+a chain of its own kind an operation finds much of its data still in caches, and takes half to two
+thirds of the time. So here every such operation stands between two products, and each is timed by
+itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from whale_train.strategies.cost.op_work import KernelKind
 
 @dataclass(frozen=True)
 class ProbedBlock:
-    """Operations of every kind on [rows, wide] and on [rows, narrow] in turns, with products of
-    a weight [wide, narrow] between them."""
+    """A block of operations of every kind on [rows, wide] and on [rows, narrow] alternately, with
+    products by weights of [wide, narrow] and [narrow, wide] between them."""
 
     rows: int
     narrow: int
@@ -36,12 +37,13 @@ SMALLEST = ProbedBlock(2, 4, 4)  # all overhead
 
 
 def blocks_for(device_type: str) -> Sequence[ProbedBlock]:
-    """Return the blocks that a device of that type is probed in."""
+    """Return the blocks that a type of device is probed with."""
     return _ON_GPU if device_type == "cuda" else _ON_CPU
 
 
 def run_block(block: ProbedBlock, device: torch.device, precision: str) -> list[Measured]:
-    """Run one forward and backward of `block`, operation by operation."""
+    """Run one forward and backward of `block`, and return the seconds of each operation that is not
+    a product."""
     value, stages = _made(block, device)
     passed: list[tuple[Tensor, Tensor]] = []
     forward, backward = list[_Span](), list[_Span]()
@@ -72,7 +74,7 @@ _Stage = tuple[Probe | None, Callable[[Tensor], Tensor]]  # None: a product
 
 
 def _made(block: ProbedBlock, device: torch.device) -> tuple[Tensor, Sequence[_Stage]]:
-    """Return the first value, and what is done to it in turn."""
+    """Return the first value, [rows, narrow], and the operations on it, in order."""
     stages: list[_Stage] = []
 
     def between(probe: Probe, inside: int, outside: int) -> None:

@@ -1,10 +1,10 @@
-"""How fast this machine's devices compute and its links carry: `mode=calibrate`, on the ranks.
+"""`mode=calibrate`, on the ranks: measures how fast the devices compute and the links carry.
 
-Every rank measures at once, as it will compute beside the others. Those that compute the same wait
-for the slowest before they go on, and so of every run what the slowest of its kind took is kept.
-One process alone, where it would have more threads, is measured in turns with them: a machine that
-others use is faster at one time than at another, and plans compare the one with the others. How
-operations are timed is `roofline_fit.py`'s, and of ZeRO `zero_probes.py`'s.
+Every rank measures at once, as it will compute beside the others. Ranks of one kind of device wait
+for the slowest before they go on, so of every run the time of the slowest of the kind is kept. A
+single process, where it would have more threads, is measured alternately with them, because plans
+compare the one with the others, and a machine that others use is not always equally fast.
+`roofline_fit.py` times operations, and `zero_probes.py` ZeRO.
 """
 
 import json
@@ -33,17 +33,21 @@ from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 
 RESULT = "calibration.json"
 DEVICES, NETWORK = "devices", "network"  # its keys
-_PASSES = 3  # over all that is measured
+_PASSES = 3  # over all measurements
 _REPEATS = 5
 _SMALL_BYTES = 1 << 10
 _FEW = 64  # elements of the parameters whose update is all overhead
-_UPDATES = 2  # of each in a pass
+_UPDATES = 2  # timed updates of each size in a pass
 
 
 @dataclass(frozen=True)
 class _Large:
-    """Sizes that a type of device is busy with for long beside what it takes to begin: bytes of an
-    all-reduce, elements of parameters that are updated, rows of a product."""
+    """Sizes at which the time of a type of device is far more than overhead.
+
+    sent_bytes: bytes of an all-reduce.
+    updated: elements of parameters that are updated.
+    rows: rows (and columns) of the factors of a product.
+    """
 
     sent_bytes: int
     updated: int
@@ -54,12 +58,17 @@ _ON_CPU, _ON_GPU = _Large(8 << 20, 1 << 22, 512), _Large(256 << 20, 1 << 27, 409
 
 
 def _large(device: torch.device) -> _Large:
+    """Return the large sizes of a type of device."""
     return _ON_GPU if device.type == "cuda" else _ON_CPU
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The kind of device that every rank is, and the node that it is on."""
+    """The devices of a job, by rank.
+
+    kinds: the name of the kind of device.
+    nodes: the number of the node it is on.
+    """
 
     kinds: tuple[str, ...]
     nodes: tuple[int, ...]
@@ -75,18 +84,25 @@ def calibrate(
     chosen: Sequence[Probe] | None = None,
     blocks: Sequence[ProbedBlock] | None = None,
 ) -> None:
-    """Measure, together with all other ranks; rank 0 also by itself, with `alone` threads (None:
-    with no others than it has), and it writes `run_dir/calibration.json`: of all ranks, and of the
-    one, mappings of `Calibration`'s fields, one a kind of device; and what joins the nodes, where
-    there are several. `chosen` are the probes, and `blocks` what operations between
-    products are timed in (None: all that are for this type of device)."""
+    """Measure together with all other ranks, and on rank 0 write `run_dir/calibration.json`.
+
+    The file has mappings of `Calibration`'s fields under "devices", one for each kind of device and
+    one for a single process, and the link between nodes under "network" (null on one node).
+
+    alone: how many threads rank 0 measures a single process with; None: no single process is
+        measured, as it would have no more threads.
+    chosen: the probes; None: all for this type of device.
+    blocks: the blocks in which operations between products are timed; None: all for this type of
+        device.
+    """
     rank, kind = dist.get_rank(), ranks.kinds[dist.get_rank()]
     of_node = _groups(ranks)
     across = len(set(ranks.nodes)) > 1
-    listed = list(probes(device.type)) if chosen is None else chosen
+    measured_probes = list(probes(device.type)) if chosen is None else chosen
     blocks = blocks_for(device.type) if blocks is None else blocks
     beside_others, by_itself = (
-        _Computing(KernelTimes(listed, blocks), device, precision, make_optimizer) for _ in range(2)
+        _Computing(KernelTimes(measured_probes, blocks), device, precision, make_optimizer)
+        for _ in range(2)
     )
     links, memories, networks = list[Link](), list[Link](), list[Link]()
     for _ in range(_PASSES):
@@ -103,7 +119,7 @@ def calibrate(
                 with _threads(alone):
                     by_itself.take(lambda: None)
             dist.barrier()
-    kernels = beside_others.kernels(lambda mine: _slowest(mine, ranks.kinds))
+    kernels = beside_others.kernels(lambda own_runs: _slowest(own_runs, ranks.kinds))
     link, memory, network = map(_median_link, (links, memories, networks))
     joins_all = network if across else link
     if joins_all is not None:
@@ -114,20 +130,28 @@ def calibrate(
     everyones: list[_Own] = [own] * len(ranks.kinds)
     dist.all_gather_object(everyones, own)
     if rank == 0:
-        found = [
-            _of_kind([each for each in everyones if each.kind == kind], precision)
+        devices = [
+            _of_kind(
+                [measurement for measurement in everyones if measurement.kind == kind], precision
+            )
             for kind in dict.fromkeys(ranks.kinds)
         ]
         if alone is not None:
-            kernels = by_itself.kernels(lambda mine: mine)
-            found.append(_written(kind, alone, 1, precision, kernels, None, None))
-        content = {DEVICES: found, NETWORK: network and asdict(network)}
+            kernels = by_itself.kernels(lambda own_runs: own_runs)
+            devices.append(_written(kind, alone, 1, precision, kernels, None, None))
+        content = {DEVICES: devices, NETWORK: network and asdict(network)}
         (run_dir / RESULT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class _Own:
-    """What a rank measured of itself, a device of that `kind`, and of what joins its node."""
+    """The measurements of one rank.
+
+    kind: its kind of device.
+    threads: how many threads it computes with; 0 on a GPU.
+    link: the link between the devices of its node; None where it is alone there.
+    memory: the memory that the ranks of its node share; None where there is none.
+    """
 
     kind: str
     threads: int
@@ -136,17 +160,25 @@ class _Own:
     memory: Link | None
 
 
-def _of_kind(found: Sequence[_Own], precision: str) -> dict[str, Any]:
-    """Return what devices of one kind measured, as it is written: the median of them."""
-    first = found[0]
-    kernels = {op: _median_kernel([each.kernels[op] for each in found]) for op in first.kernels}
-    link = next((each.link for each in found if each.link is not None), None)
-    memory = next((each.memory for each in found if each.memory is not None), None)
-    return _written(first.kind, first.threads, len(found), precision, kernels, link, memory)
+def _of_kind(measurements: Sequence[_Own], precision: str) -> dict[str, Any]:
+    """Return the calibration of one kind of device, as it is written: the medians over its
+    devices."""
+    first = measurements[0]
+    kernels = {
+        op: _median_kernel([measurement.kernels[op] for measurement in measurements])
+        for op in first.kernels
+    }
+    link = next(
+        (measurement.link for measurement in measurements if measurement.link is not None), None
+    )
+    memory = next(
+        (measurement.memory for measurement in measurements if measurement.memory is not None), None
+    )
+    return _written(first.kind, first.threads, len(measurements), precision, kernels, link, memory)
 
 
 class _Computing:
-    """What operations and updates take a rank, taken in passes."""
+    """Times of operations and updates on one rank, taken in passes."""
 
     def __init__(
         self,
@@ -158,10 +190,10 @@ class _Computing:
         self._times, self._device, self._precision = times, device, precision
         self._make_optimizer = make_optimizer
         self._few_s, self._many_s = list[float](), list[float]()
-        self._updated_bytes = 0.0  # when many are
+        self._updated_bytes = 0.0  # of the update of many elements
 
     def take(self, together: Callable[[], object]) -> None:
-        """Measure in one pass. `together` waits for those that measure at the same time."""
+        """Measure one pass. `together` waits for the ranks that measure at the same time."""
         self._times.take(self._device, self._precision, together)
         large = _large(self._device).updated
         for elements, taken in ((_FEW, self._few_s), (large, self._many_s)):
@@ -170,8 +202,10 @@ class _Computing:
             taken += updates
 
     def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[KernelKind, Kernel]:
-        """Return the rooflines of all kinds of operations but ZeRO's. `slowest` gives the most that
-        any rank took of a run."""
+        """Return the rooflines of all kinds of operations but ZeRO's.
+
+        `slowest` maps the seconds of this rank's runs to those of the slowest rank in every run.
+        """
         kernels = self._times.kernels(slowest)
         overhead, whole = undisturbed(self._few_s), undisturbed(self._many_s)
         rate = self._updated_bytes / max(whole - overhead, 1e-9)
@@ -181,7 +215,7 @@ class _Computing:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many of this process compute, and then as many as before."""
+    """Have torch compute with `count` threads inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -199,6 +233,7 @@ def _written(
     link: Link | None,
     memory: Link | None,
 ) -> dict[str, Any]:
+    """Return the calibration of one kind of device, as it is written."""
     return {
         "device": kind,
         "threads": threads,
@@ -209,10 +244,11 @@ def _written(
     }
 
 
-def _slowest(mine: Runs, kinds: Sequence[str]) -> Runs:
-    """Return, of every run, the seconds of the rank that took longest, of this one's kind."""
-    everyones: list[Runs] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+def _slowest(own_runs: Runs, kinds: Sequence[str]) -> Runs:
+    """Return, for every run, the seconds of the slowest rank of this rank's kind. All ranks call
+    it."""
+    everyones: list[Runs] = [own_runs] * dist.get_world_size()
+    dist.all_gather_object(everyones, own_runs)
     kind = kinds[dist.get_rank()]
     alike = [runs for runs, other in zip(everyones, kinds, strict=True) if other == kind]
     return [
@@ -223,16 +259,19 @@ def _slowest(mine: Runs, kinds: Sequence[str]) -> Runs:
 
 @dataclass(frozen=True)
 class _Groups:
-    """The groups of this rank's node: what joins its devices, and the memory that they share. None
-    where it is alone there, or has no such memory."""
+    """The groups of this rank's node.
+
+    link: its ranks, over what joins its devices; None where this rank is alone.
+    memory: its ranks, over the memory that they share; None where they share none.
+    """
 
     link: dist.ProcessGroup | None
     memory: dist.ProcessGroup | None
 
 
 def _groups(ranks: Ranks) -> _Groups:
-    """Make those of every node."""
-    rank, timeout, found = dist.get_rank(), timedelta(minutes=5), homes()
+    """Make the groups of every node, and return those of this rank's."""
+    rank, timeout, host_ids = dist.get_rank(), timedelta(minutes=5), homes()
     own = _Groups(None, None)
     for node in dict.fromkeys(ranks.nodes):
         members = [other for other, number in enumerate(ranks.nodes) if number == node]
@@ -241,7 +280,7 @@ def _groups(ranks: Ranks) -> _Groups:
         is_whole = len(members) == len(ranks.nodes)
         link = _world() if is_whole else dist.new_group(members, timeout)
         memory = None
-        if len({found[member] for member in members}) == 1:
+        if len({host_ids[member] for member in members}) == 1:
             memory = SharedMemoryGroup.new(members, timeout, "calibrate")
         if rank in members:
             own = _Groups(link, memory)
@@ -249,12 +288,13 @@ def _groups(ranks: Ranks) -> _Groups:
 
 
 def _world() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
 def _median_link(links: Sequence[Link]) -> Link | None:
-    """Return the median of a link measured several times, some time apart."""
+    """Return the median of several measurements of a link; None of none."""
     if not links:
         return None
     return Link(
@@ -266,6 +306,8 @@ def _median_link(links: Sequence[Link]) -> Link | None:
 
 
 def _median_kernel(kernels: Sequence[Kernel]) -> Kernel:
+    """Return the median of several measurements of a kernel, figure by figure."""
+
     def middle(rooflines: Sequence[Roofline]) -> Roofline:
         return Roofline(
             median(x.overhead_s for x in rooflines),
@@ -279,10 +321,14 @@ def _median_kernel(kernels: Sequence[Kernel]) -> Kernel:
 def measured_link(
     group: dist.ProcessGroup, device: torch.device, beside: dist.ProcessGroup | None = None
 ) -> Link:
-    """Return an alpha-beta link through which all-reduces of `group` take as long as they do, as
-    rings. Transfers go on beside computing, and `busy` is how much they slow it. Ranks of a group
-    in shared memory move the data themselves while they wait; it has no barrier, and is given with
-    a group of the same ranks `beside` it that has one."""
+    """Return the alpha-beta link that predicts the measured times of `group`'s all-reduces, as
+    rings.
+
+    `busy` of the link is the extra seconds that computing takes for a second of transfers beside
+    it, from 0 to 1. In a group in shared memory the ranks move the data themselves while they wait,
+    so it is 1. Such a group has no barrier, and `beside` is then a group of the same ranks that has
+    one.
+    """
     meets = beside or group
     members = dist.get_world_size(group)
     small = _all_reduce_s(group, meets, device, _SMALL_BYTES, 40)
@@ -302,7 +348,8 @@ def _all_reduce_s(
     num_bytes: int,
     times: int,
 ) -> float:
-    """Return the seconds of one all-reduce, the same on all members: a median of medians."""
+    """Return the seconds of one all-reduce of `num_bytes`, the same on all members: the median over
+    members of medians. `meets` is a group of the same ranks with a barrier."""
     value = torch.zeros(num_bytes // 4, device=device)
     taken = []
     for _ in range(times + 2):
@@ -314,7 +361,8 @@ def _all_reduce_s(
 
 
 def _busy(group: dist.ProcessGroup, device: torch.device, transfer_s: float) -> float:
-    """Return how much longer computing takes for a second of transfers beside it."""
+    """Return the extra seconds that computing takes for a second of transfers beside it, from 0 to
+    1."""
     large = _large(device)
     factor = torch.randn(large.rows, large.rows, device=device)
     value = torch.zeros(large.sent_bytes // 4, device=device)
@@ -343,9 +391,12 @@ def _busy(group: dist.ProcessGroup, device: torch.device, transfer_s: float) -> 
 
 
 def _updates(elements: int, device: torch.device, make: MakeOptimizer) -> tuple[list[float], float]:
-    """Return the seconds of some of an optimizer's updates, and the bytes of one as `roofline.py`
-    counts them: states and weights read and written, gradients read once for it and once for their
-    norm."""
+    """Return the seconds of several updates of an optimizer, each with the norm of the gradients,
+    and the bytes of one.
+
+    The bytes are counted as `roofline.py` does: states and weights read and written, gradients read
+    once by the update and once for the norm.
+    """
     parameters = [torch.nn.Parameter(torch.randn(elements // 8, device=device)) for _ in range(8)]
     optimizer, taken = make(parameters), []
     for _ in range(_UPDATES + 1):

@@ -1,9 +1,9 @@
-"""What is run to learn how fast a device computes: chains of one kind of operation each.
+"""The operations whose times tell how fast a device computes: chains of one kind of operation each.
 
-As in a training, every operation reads what the one before it has just written and keeps it for the
-backward, so that caches and fresh memory are what they are there. Owns the chains, their FLOPs and
-bytes; `calibrate.py` times them. Of what lies between products they tell the overhead alone:
-how fast it moves its bytes is `block_probes.py`'s.
+As in a training, every operation reads the result that the one before it has just written and keeps
+it for the backward, so that caches and fresh memory are as they are there. Owns the chains, their
+FLOPs and bytes; `roofline_fit.py` times them. For operations between products the chains tell the
+overhead alone; `block_probes.py` has the rate at which these move their bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +20,17 @@ _LONGEST = 24  # operations of a chain
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what a type of device is probed with, beside the smallest: such as models there have, and
-    large enough to keep it busy. A chain keeps `chain_bytes` of results, which is more than caches
-    hold. Of products (rows, inside, outside), of attention (batch, heads, tokens), of convolutions
-    (batch, channels, side), of losses (rows, classes), of lookups (rows, table, width)."""
+    """Sizes of a type of device's probes, beside the smallest one of each kind.
+
+    They are such as models have there, and large enough to keep the device busy.
+
+    chain_bytes: bytes of results that a chain keeps, more than caches hold.
+    products: (rows, inside, outside).
+    attentions: (batch, heads, tokens).
+    convolutions: (batch, channels, side).
+    losses: (rows, classes).
+    lookups: (rows, table, width).
+    """
 
     chain_bytes: float
     products: Sequence[tuple[int, int, int]]
@@ -33,8 +40,7 @@ class Sizes:
     lookups: Sequence[tuple[int, int, int]]
 
 
-# Products as in blocks; with a weight larger than what it is applied to; as in a head of many
-# classes.
+# Products as in blocks; with a weight larger than its input; as in a head of many classes.
 _ON_CPU = Sizes(
     48e6,
     (
@@ -46,7 +52,7 @@ _ON_CPU = Sizes(
     ((512, 256), (512, 4096), (256, 32000)),
     ((512, 256, 256), (1024, 8192, 256), (512, 32000, 512)),
 )  # fmt: skip
-# A B200 has 126 MB of cache, and hundreds of processors to fill.
+# A B200 has 126 MB of cache, and over a hundred multiprocessors to fill.
 _ON_GPU = Sizes(
     1e9,
     (
@@ -62,9 +68,19 @@ _ON_GPU = Sizes(
 
 @dataclass(frozen=True)
 class Probe:
-    """`length` operations in a row: `step(value, index, held)` is one, and `make(length)` gives the
-    first value and what they hold. Each has `flops` forward, and moves `num_bytes` forward and
-    `backward_bytes` backward, as `op_work.py` counts them."""
+    """A chain of operations of one kind.
+
+    The FLOPs and bytes are those of one operation, as `op_work.py` counts them.
+
+    flops: FLOPs of the forward.
+    num_bytes: bytes that the forward moves.
+    backward_bytes: bytes that the backward moves.
+    length: the number of operations.
+    make: returns, for a length and a device, the first value and the other tensors that the
+        operations use.
+    step: runs one operation, given the value before it, its index and these tensors; returns the
+        next value.
+    """
 
     kind: KernelKind
     flops: float
@@ -77,7 +93,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of one operation of a probe."""
+    """Seconds of one operation of a probe, forward and backward."""
 
     probe: Probe
     forward_s: float
@@ -85,8 +101,8 @@ class Measured:
 
 
 def probes(device_type: str) -> Iterator[Probe]:
-    """Yield the probes of all kinds of operations on a type of device; the first of each kind is so
-    small that it is all overhead."""
+    """Yield the probes of all kinds of operations for a type of device. The first of each kind is
+    so small that its time is all overhead."""
     sizes = _ON_GPU if device_type == "cuda" else _ON_CPU
     yield from elementwise((2, 4))
     for rows, inside, outside in ((2, 2, 2), *sizes.products):
@@ -102,7 +118,8 @@ def probes(device_type: str) -> Iterator[Probe]:
 
 
 def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
-    """Yield probes with one value in and one out, of the same shape."""
+    """Yield probes with one value in and one out, both of `shape`, for every kind of operation
+    between products."""
     size = 4.0 * shape[0] * shape[1]
     length = max(4, min(_LONGEST, int(_ON_CPU.chain_bytes / size)))
     width = shape[1]
@@ -149,11 +166,14 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
 
 
 def _keeping(value: Tensor, total: Tensor) -> Tensor:
-    """`total`, shown as large as `value`: the next operation's to sum again."""
+    """Return a view of `total`, [rows], that is expanded to the shape of `value`, as the next
+    operation's input."""
     return total.unsqueeze(-1).expand(value.shape)
 
 
 def _product(rows: int, inside: int, outside: int, chain_bytes: float) -> Probe:
+    """Return a chain of linear maps of [rows, inside] to [rows, outside] and back."""
+
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
         shapes = [(outside, inside) if i % 2 == 0 else (inside, outside) for i in range(length)]
         weights = [torch.randn(s, device=device).mul_(s[1] ** -0.5) for s in shapes]
@@ -170,6 +190,7 @@ def _product(rows: int, inside: int, outside: int, chain_bytes: float) -> Probe:
 
 
 def _attention(batch: int, heads: int, tokens: int, width: int) -> Probe:
+    """Return a chain of causal attentions on [batch, heads, tokens, width]."""
     shape = (batch, heads, tokens, width)
 
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
@@ -185,6 +206,8 @@ def _attention(batch: int, heads: int, tokens: int, width: int) -> Probe:
 
 
 def _convolution(batch: int, channels: int, side: int) -> Probe:
+    """Return a chain of 3 x 3 convolutions on [batch, channels, side, side]."""
+
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
         first = torch.randn(batch, channels, side, side, device=device, requires_grad=True)
         weights = [torch.randn(channels, channels, 3, 3, device=device) for _ in range(length)]
@@ -199,6 +222,8 @@ def _convolution(batch: int, channels: int, side: int) -> Probe:
 
 
 def _loss(rows: int, classes: int) -> Probe:
+    """Return one cross-entropy of [rows, classes]."""
+
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
         targets = torch.randint(0, classes, (rows,), device=device)
         return torch.randn(rows, classes, device=device, requires_grad=True), [targets]
@@ -211,6 +236,8 @@ def _loss(rows: int, classes: int) -> Probe:
 
 
 def _lookup(rows: int, table: int, width: int) -> Probe:
+    """Return one lookup of `rows` rows in a table [table, width]."""
+
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
         weight = nn.Parameter(torch.randn(table, width, device=device))
         return weight, [torch.randint(0, table, (rows,), device=device)]

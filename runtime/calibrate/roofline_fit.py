@@ -1,4 +1,4 @@
-"""How long operations of every kind take, taken in passes, and the rooflines that say so."""
+"""Times of every kind of operation, taken in passes, and the rooflines fitted to them."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,14 +12,17 @@ from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Roofline
 
 UNBOUND = 1e30  # a rate whose limit nothing reached
-_RUNS = 2  # of each probe in a pass
+_RUNS = 2  # runs of each probe in a pass
 
-Runs = Sequence[Sequence[float]]  # seconds: of every probe, those of each of its runs
+Runs = Sequence[Sequence[float]]  # seconds, by probe and run
 
 
 class KernelTimes:
-    """Those of probes and of operations in blocks on one device. Every pass runs all of them, so
-    that what else the machine does for a while is in no kind's figures alone."""
+    """Times of operations on one device, in the chains of probes (`listed`) and in `blocks`.
+
+    Every pass runs all of them, so that a disturbance of the machine for a while does not fall on a
+    single kind.
+    """
 
     def __init__(self, listed: Sequence[Probe], blocks: Sequence[ProbedBlock]) -> None:
         self._listed, self._blocks = listed, (SMALLEST, *blocks)
@@ -28,7 +31,8 @@ class KernelTimes:
         self._in_blocks: list[list[list[Measured]]] = [[] for _ in self._blocks]
 
     def take(self, device: torch.device, precision: str, together: Callable[[], object]) -> None:
-        """Run every probe once. `together` waits for the other ranks, before each probe."""
+        """Measure one pass. `together` waits for the other ranks, before each probe and each
+        block."""
         for number, probe in enumerate(self._listed):
             together()
             ahead, back = _timed(probe, device, precision)
@@ -39,43 +43,47 @@ class KernelTimes:
             runs += [run_block(block, device, precision) for _ in range(_RUNS + 1)][1:]
 
     def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[KernelKind, Kernel]:
-        """Return the rooflines of every kind of operation listed, of which those between products
-        move their bytes as in the blocks. `slowest` gives the most that any rank took of a run."""
-        found: dict[KernelKind, list[Measured]] = {}
+        """Return the rooflines of every kind of operation in the probes.
+
+        Kinds that lie between products have their rate of bytes from the blocks. `slowest` maps the
+        seconds of this rank's runs to those of the slowest rank in every run.
+        """
+        by_kind: dict[KernelKind, list[Measured]] = {}
         taken = zip(self._listed, slowest(self._forward), slowest(self._backward), strict=True)
         for probe, ahead, back in taken:
             measured = Measured(probe, undisturbed(ahead), undisturbed(back))
-            found.setdefault(probe.kind, []).append(measured)
+            by_kind.setdefault(probe.kind, []).append(measured)
         smallest, *larger = (_of_runs(runs) for runs in self._in_blocks)
-        for measured in (each for block in larger for each in block):
+        for measured in (figures for block in larger for figures in block):
             kind = measured.probe.kind
-            # What stopping to look at the clock adds is taken off.
-            least = next(each for each in smallest if each.probe.kind is kind)
-            alone = found[kind][0]
-            found[kind].append(
+            # The smallest block tells what reading the clock adds; it is subtracted.
+            overhead = next(figures for figures in smallest if figures.probe.kind is kind)
+            alone = by_kind[kind][0]
+            by_kind[kind].append(
                 Measured(
                     measured.probe,
-                    alone.forward_s + max(measured.forward_s - least.forward_s, 0.0),
-                    alone.backward_s + max(measured.backward_s - least.backward_s, 0.0),
+                    alone.forward_s + max(measured.forward_s - overhead.forward_s, 0.0),
+                    alone.backward_s + max(measured.backward_s - overhead.backward_s, 0.0),
                 )
             )
-        return {kind: _kernel(kind, measured) for kind, measured in found.items()}
+        return {kind: _kernel(kind, measured) for kind, measured in by_kind.items()}
 
 
 def _of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
-    """Return the figures of several runs of the same probes."""
+    """Return the undisturbed seconds of every probe, of several runs of the same probes."""
     return [
         Measured(
-            each[0].probe,
-            undisturbed(x.forward_s for x in each),
-            undisturbed(x.backward_s for x in each),
+            probe_runs[0].probe,
+            undisturbed(x.forward_s for x in probe_runs),
+            undisturbed(x.backward_s for x in probe_runs),
         )
-        for each in zip(*runs, strict=True)
+        for probe_runs in zip(*runs, strict=True)
     ]
 
 
 def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[float], list[float]]:
-    """Return the seconds of one of the operations in some runs, forward and backward."""
+    """Return the seconds of one operation of `probe`, forward and backward, of each of some
+    runs."""
     value, held = probe.make(probe.length, device)
     forward, backward = [], []
     for _ in range(_RUNS + 1):
@@ -94,18 +102,23 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[flo
         forward.append(seconds(started, between) / probe.length)
         backward.append(seconds(begun, ended) / probe.length)
         del result
-    return forward[1:], backward[1:]  # the first run pays for what libraries set up
+    return forward[1:], backward[1:]  # the first run pays for the libraries' setup
 
 
 def _kernel(kind: KernelKind, measured: Sequence[Measured]) -> Kernel:
+    """Return the rooflines fitted to the measurements of one kind."""
     forward = [(x.probe.flops, x.probe.num_bytes, x.forward_s) for x in measured]
     backward = [(x.probe.flops, x.probe.backward_bytes, x.backward_s) for x in measured]
     return Kernel(fitted(kind in BY_FLOPS, forward), fitted(kind in BY_FLOPS, backward))
 
 
 def fitted(by_flops: bool, points: Sequence[tuple[float, float, float]]) -> Roofline:
-    """Return the roofline through (FLOPs, bytes, seconds) of single operations, the first of which
-    is all overhead: least squares of the relative errors, neither rate below 0."""
+    """Return the roofline fitted to (FLOPs, bytes, seconds) of single operations, the first of
+    which is all overhead.
+
+    The fit is by least squares of the relative errors, with neither rate below 0. Unless
+    `by_flops`, the time is of bytes alone.
+    """
     (_, _, overhead), *rest = points
     flops, moved, target = [], [], []
     for f, b, taken in rest:
@@ -121,7 +134,7 @@ def fitted(by_flops: bool, points: Sequence[tuple[float, float, float]]) -> Roof
 def _least_squares(
     first: Sequence[float], second: Sequence[float], target: Sequence[float]
 ) -> tuple[float, float]:
-    """Factors x, y >= 0 for which x * first + y * second comes nearest to target."""
+    """Return the factors x, y >= 0 for which x * first + y * second comes nearest to target."""
 
     def dot(a: Sequence[float], b: Sequence[float]) -> float:
         return sum(p * q for p, q in zip(a, b, strict=True))

@@ -1,4 +1,5 @@
-"""The time on a device that is done with all it was asked for, and figures that ranks agree on."""
+"""Times on a device, taken when it has done all that it was asked for, and figures that ranks agree
+on."""
 
 import time
 from collections.abc import Iterable
@@ -11,9 +12,11 @@ Moment = float | torch.cuda.Event
 
 
 def moment(device: torch.device) -> Moment:
-    """Return a moment in what a device does. A GPU's comes when it has done what it was asked for
-    before, and nobody waits for it: between two of them there is no time of the host's but what the
-    GPU spends waiting for work."""
+    """Return the time at which `device` has done all that it was asked for so far.
+
+    On a GPU it is an event, for which the host does not wait: the time between two events includes
+    none of the host's but the time that the GPU waits for work.
+    """
     if device.type != "cuda":
         return time.perf_counter()
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -22,7 +25,7 @@ def moment(device: torch.device) -> Moment:
 
 
 def seconds(first: Moment, last: Moment) -> float:
-    """Return the seconds between two moments of a device, once the last has come."""
+    """Return the seconds between two moments of a device. The host waits for `last`."""
     if isinstance(first, float) or isinstance(last, float):
         assert isinstance(first, float)
         assert isinstance(last, float)
@@ -33,21 +36,22 @@ def seconds(first: Moment, last: Moment) -> float:
 
 
 def now(device: torch.device) -> float:
-    """Return the seconds on a clock of this rank's own."""
+    """Return the seconds on this rank's own clock, once `device` has done all that it was asked
+    for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def undisturbed(seconds: Iterable[float]) -> float:
-    """Return the lower quartile of two or more: what is not in it is what others did on the
-    machine, for as much as three quarters of the time."""
+    """Return the lower quartile of two or more times. Disturbances by others on the machine do not
+    affect it while they last for at most three quarters of the time."""
     return quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def agreed(figure: float, group: dist.ProcessGroup | None = None) -> float:
-    """Return the median of the figures of a group's members (None: of all ranks), the same on all
-    of them."""
+    """Return the median of `figure` over the members of a group (None: over all ranks), the same on
+    all of them. All members call it."""
     figures: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(figures, figure, group)
     return median(figures)

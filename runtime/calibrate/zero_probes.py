@@ -1,11 +1,11 @@
-"""What ZeRO does in a step beside computing, sending and updating, and how long that takes.
+"""Measurements of the overheads of ZeRO in a step, besides computing, sending and updating.
 
-DeepSpeed copies gradients into buckets and out of them, and parameters likewise; under stage 3 it
-stops before every module with parameters to bring these together, forward and backward. An engine
-of many small modules shows what each costs, one of larger ones what their bytes do: of unlike
-sizes, with values between them that stay for the backward, as what is gathered finds no memory of
-its size then that another module has just left. What a plan counts anyway, by the link and by the
-update's roofline, is taken off.
+DeepSpeed copies gradients into buckets and out of them, and parameters likewise. Under stage 3 it
+stops before every module with parameters to gather them, forward and backward. An engine of many
+small modules shows the cost of each stop, one of larger modules the cost of their bytes. The larger
+ones are of unlike sizes, with values between them that stay for the backward, so that gathered
+weights find no memory of their size that another module has just released. The costs that a plan
+counts anyway, by the link and by the update's roofline, are subtracted.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,22 @@ from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
 
 _Point = tuple[int, float, float]  # overheads, bytes, and the seconds they took
-# The widths of what each module reads and the last one makes; and the rows of a batch, which are
-# few, as what the modules compute is no part of what is looked for.
+# The input widths of the modules and the output width of the last; and the rows of a batch, which
+# are few, as the modules' own computing is not measured here.
 _SMALL = (8,) * 49, 8
 _ON_CPU = (384, *(1536, 384, 384) * 6), 128
 _ON_GPU = (2048, *(8192, 2048, 2048) * 6), 128
 _STEPS, _WARM_UP = 7, 2
-_LEAST_S = 1e-9  # where what is counted anyway is more than all that was measured
+_LEAST_S = 1e-9  # where the costs that are subtracted exceed all that was measured
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Seconds of a step's parts, of `modules` with parameters of `num_bytes` in fp32."""
+    """Seconds of the parts of a step.
+
+    modules: the number of modules with parameters.
+    num_bytes: bytes of their parameters in fp32.
+    """
 
     modules: int
     num_bytes: float
@@ -52,13 +56,19 @@ class _Measured:
 def partition_kernels(
     device: torch.device, precision: str, link: Link, update: Roofline
 ) -> dict[KernelKind, Kernel]:
-    """Measured together with all other ranks, which `link` joins: of Kind.PARTITION an overhead a
-    step and the bytes of all gradients; of Kind.GATHER an overhead a module and the bytes of its
-    parameters, in the forward and in the backward. `update` is an optimizer's roofline."""
+    """Return the kernels of ZeRO's overheads, measured together with all other ranks.
+
+    KernelKind.PARTITION has an overhead a step and a rate for the bytes of all gradients.
+    KernelKind.GATHER has an overhead a module and a rate for the bytes of its parameters, forward
+    and backward.
+
+    link: joins all ranks.
+    update: the roofline of an optimizer's update.
+    """
     ranks = dist.get_world_size()
     partition, forward, backward = list[_Point](), list[_Point](), list[_Point]()
     for widths, rows in (_SMALL, _ON_GPU if device.type == "cuda" else _ON_CPU):
-        # The modules alone first: what they leave free later would be room for the engine.
+        # The modules alone come first: memory that they freed later would be room for the engine.
         alone = _measured(0, widths, rows, device, precision)
         modules, size = alone.modules, alone.num_bytes
         gathered = gather_time_s(size, ranks, link)
@@ -78,7 +88,8 @@ def partition_kernels(
 
 
 def through(points: Sequence[_Point]) -> Roofline:
-    """Return the roofline through two figures, of which the first has hardly any bytes."""
+    """Return the roofline through two points (overheads, bytes, seconds), the first of which has
+    hardly any bytes."""
     (first, _, small_s), (count, num_bytes, large_s) = points
     overhead = max(small_s, _LEAST_S) / first
     left = large_s - count * overhead
@@ -88,9 +99,12 @@ def through(points: Sequence[_Point]) -> Roofline:
 def _measured(
     stage: int, widths: Sequence[int], rows: int, device: torch.device, precision: str
 ) -> _Measured:
-    """Steps of an engine of that stage, at 0 of the modules alone. Like most, each module has a
-    weight and a bias."""
-    owned = nn.Sequential(*(nn.Linear(*each, device=device) for each in pairwise(widths)))
+    """Return the seconds of a step of an engine of ZeRO `stage`; at 0, of the modules alone.
+
+    There is a linear module, with a weight and a bias as most have, between every two of `widths`.
+    The input is [rows, widths[0]].
+    """
+    owned = nn.Sequential(*(nn.Linear(*in_out, device=device) for in_out in pairwise(widths)))
     size = 4.0 * sum(parameter.numel() for parameter in owned.parameters())
     engine = _engine(stage, owned, rows, device, precision)
     value, taken = torch.randn(rows, widths[0], device=device), list[tuple[float, ...]]()
@@ -113,8 +127,10 @@ def _measured(
 def _engine(
     stage: int, owned: nn.Module, rows: int, device: torch.device, precision: str
 ) -> TorchEngine | DeepSpeedEngine:
-    """Return an engine with a learning rate of 0: where gradients have grown beyond numbers,
-    DeepSpeed leaves out the update and all that follows it."""
+    """Return an engine of ZeRO `stage` with a learning rate of 0.
+
+    If gradients overflowed, DeepSpeed would skip the update and all that follows it.
+    """
     optimizer = deepspeed_optimizer("sgd", {"lr": 0.0}, offloaded=False)
     on_cpu = device.type == "cpu"
     config = deepspeed_config(Replicate("", zero=stage), rows, 0.0, optimizer, on_cpu)

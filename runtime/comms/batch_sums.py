@@ -1,6 +1,7 @@
-"""Sums over the batch of which every copy makes a part: what a model makes of all samples at once.
+"""Sums over the global batch to which every copy contributes its samples' part.
 
-The fractions of a batch's tokens that go to every expert are one, where a loss balances experts.
+A model needs one where it computes a figure of all samples at once, such as the fractions of a
+batch's tokens that go to each expert, in a loss that balances experts.
 """
 
 from dataclasses import dataclass
@@ -14,18 +15,25 @@ from whale_train.runtime.comms.layout_collectives import all_reduced, linear
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The copies that share a batch, and what `part` of its samples is mine."""
+    """One rank's share of a batch.
+
+    group: the copies that share the batch.
+    part: the fraction of its samples that this rank has.
+    """
 
     group: dist.ProcessGroup
     part: float
 
 
 def batch_sum(x: Tensor, degree: int, mine: BatchShare) -> Tensor:
-    """Return what `x` is of the whole batch, given what it is of my samples: n^degree times the sum
-    over copies of theirs, each over its n_r^degree, where n counts samples (0: a sum; -1: a mean).
+    """Return the figure `x` for the whole batch, given `x` for this rank's samples. The shape
+    stays.
 
-    Whole numbers are added as such, and have no gradient. All copies call it in the same order;
-    the gradient is the sum of theirs, as each of them makes its loss of the sum.
+    The result is n^degree times the sum over copies of their x / n_r^degree, where n counts the
+    batch's samples and n_r a copy's (degree 0: `x` is a sum; -1: a mean). Integers are added as
+    they are and have no gradient; `degree` must be 0 for them. All copies of `mine.group` call it
+    in the same order. The gradient is the sum of the copies' gradients, as each of them computes
+    its loss from the sum.
     """
     if not x.is_floating_point():
         assert degree == 0, "a mean of whole numbers is none"
@@ -40,4 +48,5 @@ def _weighted(x: Tensor, weight: float, group: dist.ProcessGroup) -> Tensor:
 
 
 def _shared_out(gradient: Tensor, weight: float, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's gradient: the sum of all copies' gradients, times its weight."""
     return all_reduced(gradient, group) * weight

@@ -1,10 +1,11 @@
-"""Rows to the members that have their experts, and back: what a mixture beside copies sends.
+"""The all-to-alls of expert parallelism: rows to the ranks that hold their experts, and back.
 
-Every member has rows of its own samples, sorted by expert, and some of the experts, in order; so
-the rows for one member's experts lie next to each other. They arrive by sender, and are put in the
-order of the experts, as a product with a stack of them wants it. One all-to-all each way, forward
-and backward, with as many rows as the routers say, and one of their numbers. Rows after those of
-the last expert are nobody's: they stay, and come back as zeros.
+Every member has rows of its own samples, sorted by expert, and some of the experts, in order. So
+the rows for one member's experts lie next to each other. They arrive by sender and are put in the
+order of the experts, as a product with a stack of experts needs them. Each direction is one
+all-to-all, in the forward and in the backward, with as many rows as the routers say; one more
+exchanges the numbers of rows. Rows after those of the last expert belong to no expert: they stay,
+and come back as zeros.
 """
 
 from dataclasses import dataclass
@@ -21,10 +22,16 @@ from whale_train.runtime.comms.layout_collectives import ShardGroup, linear
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where the `rows` of one mixture go. `ends` (int32, [my experts]) says where each of my
-    experts' rows end among those that came; `sent` and `received` are numbers of rows by member;
-    `order` ([rows that came]) puts rows in the order of experts, `inverse` back in that of
-    senders."""
+    """Routing of the rows of one mixture between the members of a group.
+
+    group: the members.
+    rows: how many rows this rank has before they are sent.
+    ends: int32 [local experts]; where the rows of each local expert end among those received.
+    sent: how many rows go to each member.
+    received: how many rows come from each member.
+    order: int64 [rows received]; the permutation from the order of senders to that of experts.
+    inverse: int64 [rows received]; the permutation back.
+    """
 
     group: dist.ProcessGroup
     rows: int
@@ -36,20 +43,30 @@ class Exchange:
 
 
 def exchange(ends: Tensor, rows: Tensor, experts: ShardGroup) -> Exchange:
-    """Tell the members how many of my `rows` I have for each of their experts, and be told. `ends`
-    ([experts]) says where each expert's rows end among mine; `experts` who has how many."""
+    """Exchange with the members how many rows each has for each expert, and return the routing.
+
+    ends: int32 [experts]; where the rows of each expert end among this rank's.
+    rows: this rank's rows, [rows, ...], of which only the number is used.
+    experts: the group, and how many experts each member holds.
+    """
     counts = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
-    members, mine = len(experts.sizes), experts.size
-    told = counts.new_empty(members, mine)
+    members, num_local_experts = len(experts.sizes), experts.size
+    told = counts.new_empty(members, num_local_experts)
     dist.all_to_all_single(
-        told.view(-1), counts, [mine] * members, list(experts.sizes), group=experts.group
+        told.view(-1),
+        counts,
+        [num_local_experts] * members,
+        list(experts.sizes),
+        group=experts.group,
     )
-    sent = torch.stack([each.sum() for each in torch.split(counts, list(experts.sizes))])
+    sent = torch.stack(
+        [member_counts.sum() for member_counts in torch.split(counts, list(experts.sizes))]
+    )
     here, there = on_host(torch.stack([sent, told.sum(1)]), len(rows), experts)
-    # Those that come are by sender, and of each sender by expert.
+    # Received rows are in the order of senders, and of each sender in that of experts.
     places = torch.arange(sum(there), device=ends.device)
     run = torch.searchsorted(told.view(-1).cumsum(0), places, right=True)
-    order = torch.argsort(run % max(mine, 1), stable=True)
+    order = torch.argsort(run % max(num_local_experts, 1), stable=True)
     return Exchange(
         experts.group,
         len(rows),
@@ -62,42 +79,64 @@ def exchange(ends: Tensor, rows: Tensor, experts: ShardGroup) -> Exchange:
 
 
 def on_host(numbers: Tensor, rows: int, experts: ShardGroup) -> list[list[int]]:
-    """Return the numbers of rows sent to the members and received from them, [2, members], of my
-    `rows`: the one thing of a step that the host waits for, as it says how much is sent."""
-    found: list[list[int]] = numbers.tolist()
-    return found
+    """Return `numbers`, [2, members], on the host: the rows sent to each member, and received from
+    each.
+
+    This is the only value of a step that the host waits for, as it determines how much is sent.
+    `rows` (how many this rank has) and `experts` are for the substitute of this function in a
+    rehearsal, whose tensors have no values (runtime/rehearse/routing.py).
+    """
+    split_sizes: list[list[int]] = numbers.tolist()
+    return split_sizes
 
 
 def dispatch(rows: Tensor, where: Exchange) -> Tensor:
-    """[rows that came, width]: the rows for my experts, in their order, for mine, [rows, width]."""
+    """Return the rows for the local experts, [rows received, width], in the order of the experts.
+
+    `rows`, [rows, width], are this rank's, sorted by expert. Differentiable.
+    """
     return linear(rows, lambda x: _to_experts(x, where), lambda x: _to_owners(x, where))
 
 
 def combine(rows: Tensor, where: Exchange) -> Tensor:
-    """[rows, width]: what became of my rows, in the order in which I had them, for those that came,
-    [rows that came, width]."""
+    """Return the experts' outputs for this rank's rows, [rows, width], in the rows' original order.
+
+    `rows`, [rows received, width], are the outputs of the local experts. Rows without an expert are
+    zeros. Differentiable.
+    """
     return linear(rows, lambda x: _to_owners(x, where), lambda x: _to_experts(x, where))
 
 
 @dataclass
 class _Way:
-    """An all-to-all that goes on: what comes, and what is sent, which it reads."""
+    """An all-to-all in progress.
+
+    came: [rows received, ...], filled when it ends.
+    sent: [rows sent, ...], which it reads until it ends.
+    work: its handle.
+    """
 
     came: Tensor
     sent: Tensor
     work: dist.Work
 
     def end(self, group: dist.ProcessGroup) -> Tensor:
-        """Return what came. A wait in vain is told by the name `group`
-        (runtime/failures/timeout_frames.py)."""
+        """Wait for the all-to-all and return the received rows, [rows received, ...].
+
+        A timeout is reported by the name of the local `group` (runtime/failures/timeout_frames.py).
+        """
         self.work.wait()
         return self.came
 
 
 @dataclass(frozen=True)
 class Returning:
-    """Rows on their way back from their experts: [rows sent, width], which are there when the last
-    of `ways` has ended."""
+    """Rows on their way back from the experts.
+
+    rows: [rows sent, width], complete when the last of `ways` has ended.
+    where: the routing.
+    ways: the all-to-alls in progress: the forward's, later the backward's.
+    """
 
     rows: Tensor
     where: Exchange
@@ -105,21 +144,27 @@ class Returning:
 
 
 def combine_begin(rows: Tensor, where: Exchange) -> Returning:
-    """Send what came back, as `combine` does, without waiting for what others send. Its backward
-    waits for the gradients that that of `combine_end` has begun to send."""
+    """Begin to send back the experts' outputs `rows`, as `combine` does, without waiting for the
+    other members.
+
+    Its backward waits for the gradients that the backward of `combine_end` began to send.
+    """
     ways: list[_Way] = []
     back: Tensor = _Begin.apply(rows, where, ways)  # type: ignore[no-untyped-call]
     return Returning(back, where, ways)
 
 
 def combine_end(returning: Returning) -> Tensor:
-    """Return what `combine` would."""
+    """Wait for the rows of `combine_begin`, and return the result that `combine` gives, [rows,
+    width]."""
     where, ways = returning.where, returning.ways
     ended: Tensor = _End.apply(returning.rows, where, ways)  # type: ignore[no-untyped-call]
     return ended
 
 
 class _Begin(torch.autograd.Function):
+    """The first half of `combine`: begins the all-to-all forward, ends its adjoint backward."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, where: Exchange, ways: list[_Way]) -> Tensor:
         ctx.where, ctx.ways = where, ways
@@ -130,12 +175,14 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # Not `grads`: what comes has another shape than what was sent.
+        # Not `grads`: received rows have another shape than rows sent.
         came = ctx.ways.pop().end(ctx.where.group)
         return came.index_select(0, ctx.where.order), None, None
 
 
 class _End(torch.autograd.Function):
+    """The second half of `combine`: ends the all-to-all forward, begins its adjoint backward."""
+
     @staticmethod
     def forward(ctx: Any, back: Tensor, where: Exchange, ways: list[_Way]) -> Tensor:
         ctx.where, ctx.ways = where, ways
@@ -152,17 +199,21 @@ class _End(torch.autograd.Function):
 
 
 def _to_experts(rows: Tensor, where: Exchange) -> Tensor:
+    """Send [rows, width], and return what came, [rows received, width], in the order of the
+    experts."""
     came = _sent(rows[: sum(where.sent)], where.sent, where.received, where.group)
     return came.index_select(0, where.order)
 
 
 def _to_owners(rows: Tensor, where: Exchange) -> Tensor:
+    """Send back [rows received, width] in the order of the experts, and return [rows, width]."""
     by_sender = rows.index_select(0, where.inverse)
     back = _sent(by_sender, where.received, where.sent, where.group)
     return _with_those_that_stayed(back, where)
 
 
 def _with_those_that_stayed(back: Tensor, where: Exchange) -> Tensor:
+    """Return `back`, [rows sent, ...], with zeros for the rows without an expert: [rows, ...]."""
     stayed = where.rows - len(back)
     if not stayed:
         return back.view_as(back)
@@ -170,10 +221,12 @@ def _with_those_that_stayed(back: Tensor, where: Exchange) -> Tensor:
 
 
 def _sent(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Exchange rows and wait: `out` rows go to each member, `back` come from each."""
     return _begun(rows, out, back, group).end(group)
 
 
 def _begun(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> _Way:
+    """Begin an all-to-all of rows: `out` rows go to each member, `back` come from each."""
     came, sent = rows.new_empty(sum(back), *rows.shape[1:]), rows.contiguous()
     work = dist.all_to_all_single(came, sent, back, out, group=group, async_op=True)
     assert work is not None

@@ -1,9 +1,10 @@
-"""Whether the ranks of a group are at the same place of a forward before they communicate in it.
+"""A check that the ranks of a group are at the same place of a forward before they communicate in
+it.
 
-A model that looks at values may run a module, or a loss, for the samples of some ranks and not for
-those of others. A collective in it would wait for ranks that never come, or take what they send in
-another one for its own. So each rank says first where it is, and all of them stop where they
-differ. This costs a number a collective, and is done for models that can differ only.
+A model that branches on values may run a module, or a loss, for the samples of some ranks only. A
+collective in it would wait for ranks that never come, or take for its own the data of another
+collective. So each rank first announces its place, and all of them stop where the places differ.
+The check costs a collective of one number, and is made only for models whose forwards can differ.
 """
 
 import traceback
@@ -17,18 +18,23 @@ _OURS = "whale_train"
 
 
 class ForwardsDiffer(RuntimeError):
-    """The ranks of a group are at different places of their forwards; the message says which."""
+    """The ranks of a group are at different places of their forwards; the message names the
+    places."""
 
 
 class ForwardAgreement:
-    """What the ranks of `group`, on `device`, say of where they are in a forward."""
+    """Checks that all ranks of `group`, whose tensors are on `device`, are at one place of a
+    forward."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
 
     def at(self, place: str) -> None:
-        """Say that this rank is at `place`, such as "the batch norm blocks.2"; all members call it
-        as often. Raises ForwardsDiffer on all of them where one is elsewhere."""
+        """Announce that this rank is at `place`, such as "the batch norm blocks.2", and compare.
+
+        All members must call it equally often. Raises ForwardsDiffer on all of them if any two
+        places differ. Tensors of a rehearsal have no values, and are not compared.
+        """
         digest = blake2b(place.encode(), digest_size=7).digest()
         own = torch.tensor([int.from_bytes(digest, "little")], device=self._device)
         places = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -45,7 +51,7 @@ class ForwardAgreement:
 
 
 def _line() -> str:
-    """Return the line of the model's code that runs."""
+    """Return the line of the model's code that is running, "after its forward" where none is."""
     for frame in reversed(traceback.extract_stack()):
         parts = Path(frame.filename).parts
         is_a_file = not frame.filename.startswith("<")

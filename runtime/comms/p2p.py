@@ -1,11 +1,12 @@
-"""Values between the chunks of a pipeline: sent without waiting, received ahead of their use.
+"""Messages between the chunks of a pipeline: sent without waiting, received ahead of their use.
 
-A shard group holds a value that crosses whole on every member. Member j of the receiving group
-gets it from member j modulo the sender's size, so every link between two stages carries its part.
+Every member of a shard group holds the whole of a value that crosses stages. Member j of the
+receiving group gets it from member j modulo the sender's size, so every link between two stages
+carries its part.
 
-Both ends know the shape and the dtype of all that comes, and post the messages between them in one
-order (`strategies/schedule/messages.py`), each as one batch: NCCL has no tags. Where there are tags
-(gloo, shared memory), each value has its own.
+Both ends know the shape and the dtype of every value to come, and post the messages between them in
+one order (`strategies/schedule/messages.py`), each as one batch, as NCCL has no tags. On backends
+with tags (gloo, shared memory), each value has its own.
 """
 
 from collections import deque
@@ -22,7 +23,10 @@ from whale_train.strategies.schedule.messages import Message
 
 @dataclass(frozen=True)
 class Passage:
-    """A message between this rank and another, which this rank sends (`is_sent`) or receives."""
+    """A message between this rank and another.
+
+    is_sent: whether this rank sends it; it receives it otherwise.
+    """
 
     message: Message
     is_sent: bool
@@ -30,12 +34,18 @@ class Passage:
 
 @dataclass
 class _Link:
-    """The messages of a step between this rank and `peer`, and how far they are posted."""
+    """The messages of one step between this rank and another.
+
+    peer: the other rank.
+    passages: all messages, in the order in which both ends post them.
+    posted: how many of them are posted.
+    given: the values of messages to send that are not posted yet.
+    coming: the works and buffers of receives that are posted and not awaited yet.
+    """
 
     peer: int
     passages: Sequence[Passage]
     posted: int = 0
-    # Values of messages that are posted next, and of those that were received: by message.
     given: dict[Message, list[Tensor]] = field(default_factory=dict)
     coming: dict[Message, tuple[list[dist.Work], list[Tensor]]] = field(default_factory=dict)
 
@@ -43,8 +53,9 @@ class _Link:
 class Transport:
     """The point-to-point messages of this rank.
 
-    `groups` joins it to each rank that it talks to; without one, a message goes through the group
-    of all. `types` tells what values a message has.
+    device: where received tensors are made.
+    groups: the group for messages with a rank, by rank. Messages with others go through the world.
+    types: returns the types of a message's values, in order.
     """
 
     def __init__(
@@ -58,14 +69,16 @@ class Transport:
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def begin(self, passages: Mapping[int, Sequence[Passage]]) -> None:
-        """Begin a step whose messages are `passages`, by the rank at their other end, each in the
-        order that both ends post them in."""
-        self._links = {peer: _Link(peer, tuple(listed)) for peer, listed in passages.items()}
+        """Begin a step. `passages` are its messages, by the rank at the other end, in the order in
+        which both ends post them."""
+        self._links = {
+            peer: _Link(peer, tuple(peer_passages)) for peer, peer_passages in passages.items()
+        }
 
     def send(self, message: Message, values: Sequence[Tensor], targets: Sequence[int]) -> None:
-        """Send the values of a message to ranks. Does not wait.
+        """Begin to send the values of a message to each rank of `targets`, without waiting.
 
-        Raises RuntimeError where they are not of the types that the other side expects.
+        Raises RuntimeError if their shapes or dtypes are not those that the receiver expects.
         """
         types = self._types(message)
         for value, expected in zip(values, types, strict=True):
@@ -78,13 +91,14 @@ class Transport:
             self._post(link, message)
 
     def expect(self, message: Message, source: int) -> None:
-        """Begin to receive a message, as soon as those that stand before it allow."""
+        """Begin to receive a message from rank `source`, as soon as the messages before it are
+        posted."""
         link = self._links[source]
         if message not in link.coming:
             self._post(link, message, ahead=True)
 
     def receive(self, message: Message, source: int) -> list[Tensor]:
-        """Return the values of a message, when they have come."""
+        """Wait for a message from rank `source`, and return its values."""
         link = self._links[source]
         if message not in link.coming:
             self._post(link, message)
@@ -95,20 +109,21 @@ class Transport:
 
     @property
     def passing(self) -> list[Tensor]:
-        """Values on their way: to be received, and sent and not known to have left."""
+        """Return the tensors in transit: the buffers of receives, and sent values not known to have
+        left."""
         coming = (values for link in self._links.values() for _, values in link.coming.values())
         return [x for values in (*coming, *(sent for _, sent in self._sent)) for x in values]
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """End a step: wait until everything sent has left."""
         for link in self._links.values():
             assert link.posted == len(link.passages), (link.peer, link.posted)
         while self._sent:
             self._release()
 
     def _post(self, link: _Link, last: Message, ahead: bool = False) -> None:
-        """Post the messages of a link up to `last`. A send that is not made yet may stand before
-        one that is asked for `ahead` of its use."""
+        """Post the messages of a link up to `last`. With `ahead`, posting ends before the first
+        send whose values are not given yet; without, there must be none."""
         while True:
             passage = link.passages[link.posted]
             message = passage.message
@@ -119,7 +134,7 @@ class Transport:
                 values = link.given.pop(message)
                 works = self._batch(dist.isend, link, values)
                 self._forget_sent()
-                self._sent.append((works, values))  # which must live until they have left
+                self._sent.append((works, values))  # the tensors must live until they are sent
             else:
                 buffers = [
                     torch.empty(of.shape, dtype=of.dtype, device=self._device)
@@ -134,6 +149,8 @@ class Transport:
     def _batch(
         self, operation: Callable[..., dist.Work | None], link: _Link, values: Sequence[Tensor]
     ) -> list[dist.Work]:
+        """Begin to send or receive (`operation`) the values of the link's next message, and return
+        the works."""
         if not values:
             return []
         group = self._groups.get(link.peer)
@@ -146,19 +163,22 @@ class Transport:
         )
 
     def _forget_sent(self) -> None:
-        """Release what was sent first, as far as it has left."""
+        """Release the oldest sends, as far as they are complete, so that their tensors can be
+        freed."""
         while self._sent and all(work.is_completed() for work in self._sent[0][0]):
             self._release()
 
     def _release(self) -> None:
+        """Wait for the oldest send and release its tensors."""
         works, _ = self._sent.popleft()
-        for work in works:  # NCCL's hold the tensor until they are waited for
+        for work in works:  # NCCL's hold the tensor until they are awaited
             work.wait()
 
 
-_MOST_VALUES = 1 << 10  # that one message may have
+_MOST_VALUES = 1 << 10  # the most that one message may have
 
 
 def _as_sent(value: Tensor) -> Tensor:
-    """`value` in a dtype that every backend sends: gloo has no bool."""
+    """Return `value` in a dtype that every backend sends: a bool tensor, which gloo cannot send, as
+    a uint8 view."""
     return value.view(torch.uint8) if value.dtype == torch.bool else value

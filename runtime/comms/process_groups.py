@@ -1,7 +1,7 @@
-"""The plan's process groups, made. Every rank makes all of them, in the plan's order.
+"""The plan's process groups. Every rank makes all of them, in the plan's order.
 
 A group is described by the plan's name for it (torch's `group_desc`, which NCCL's watchdog logs);
-`runtime/failures/timeouts.py` has what the plan says of a group.
+`runtime/failures/timeouts.py` says how the plan names a group in a report.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,15 @@ def join(
     pace: Pace | None = None,
     links: EmulatedLinks | None = None,
 ) -> None:
-    """Join the job's world, met at a URL or a store; NCCL between GPUs, beside gloo for what is on
-    the host, and gloo between CPU processes, which may keep a `pace` and have slow `links`
-    (measured here). `timeout` is for the meeting and for every wait in it."""
+    """Join the job's world, and measure `links` if given.
+
+    GPUs use NCCL, and gloo for tensors on the host; CPU processes use gloo.
+
+    rendezvous: where the ranks meet: a URL or a store.
+    timeout: the limit of the meeting, and of every wait in the world.
+    pace: the slowdown that a CPU process emulates; None: full speed.
+    links: the slow links that a CPU process emulates; None: none.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if pace is not None or links is not None:
         backend = paced_group.register(pace, links)
@@ -56,28 +62,31 @@ def join(
 
 
 def file_rendezvous(run_dir: Path) -> str:
-    """Return where the ranks of one host meet: a file, which needs no port and collides with
-    nobody."""
+    """Return the URL at which the ranks of one host meet: a file, which needs no port and cannot
+    collide with another job's."""
     return f"file://{run_dir / 'rendezvous'}"
 
 
 def make_groups(
     plan: Plan, rank: int, timeout: timedelta = TIMEOUT
 ) -> dict[str, dist.ProcessGroup]:
-    """Return the groups `rank` is in, by the plan's names. Equal lists of ranks share one group;
-    the members of a split that can share memory have one of their own for it, and copies that torch
-    keeps have another one beside theirs (`sums_of`)."""
+    """Make all groups of the plan, and return those that `rank` is in, by the plan's names.
+
+    Equal lists of ranks share one group. A split whose members can share memory has a separate
+    group for it. So have copies that keep whole parameters, for sums in shared memory, beside their
+    own group (named by `sums_of`).
+    """
     world = tuple(range(plan.world_size))
     made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
         made[world, False] = dist.group.WORLD
     copied = list(_copied(plan))
-    found = homes() if copied or _has_splits(plan) else []
+    host_ids = homes() if copied or _has_splits(plan) else []
 
     def share(ranks: tuple[int, ...]) -> bool:
-        return len({found[member] for member in ranks}) == 1
+        return len({host_ids[member] for member in ranks}) == 1
 
-    mine: dict[str, dist.ProcessGroup] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
     for name, lists in plan.groups.items():
         for ranks in lists:
             shared = _is_split(name, ranks) and share(ranks)
@@ -85,24 +94,27 @@ def make_groups(
                 new_group = SharedMemoryGroup.new if shared else _new_group
                 made[ranks, shared] = new_group(list(ranks), timeout, group_name(plan, ranks))
             if rank in ranks:
-                mine[name] = made[ranks, shared]
+                groups[name] = made[ranks, shared]
     for name, copies in copied:
         for ranks in filter(share, copies):
             group = SharedMemoryGroup.new(list(ranks), timeout, group_name(plan, ranks))
             if rank in ranks:
-                mine[name] = group
-    return mine
+                groups[name] = group
+    return groups
 
 
 def make_channels(
     plan: Plan, rank: int, device: torch.device, timeout: timedelta = TIMEOUT
 ) -> dict[int, dist.ProcessGroup]:
-    """Return the groups of two for the messages of a pipeline between `rank` and another one, by
-    the other. GPUs have one for every pair of ranks that talk, and CPU ranks that can share memory;
-    the messages of others go through the world."""
+    """Make all groups of two for the messages of a pipeline, and return those that `rank` is in, by
+    the other rank.
+
+    GPUs have a group for every pair of ranks that communicate, and so have CPU ranks that can share
+    memory. The messages of other pairs go through the world. Empty without a pipeline.
+    """
     if plan.pipeline is None:
         return {}
-    found: dict[int, dist.ProcessGroup] = {}
+    channels: dict[int, dist.ProcessGroup] = {}
     of_ranks = homes() if device.type == "cpu" else []
     for pair in _talking(plan.pipeline):
         if device.type != "cpu":
@@ -112,13 +124,13 @@ def make_channels(
         else:
             continue
         if rank in pair:
-            found[sum(pair) - rank] = group
-    return found
+            channels[sum(pair) - rank] = group
+    return channels
 
 
 def _new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-    """Return a group for tensors on the ranks' devices: beside GPUs, on the host the world has the
-    only one."""
+    """Return a group for tensors on the ranks' devices. With GPUs it is NCCL's alone: only the
+    world has a group for tensors on the host."""
     backend = "nccl" if "nccl" in dist.get_backend_config() else None
     group: dist.ProcessGroup = dist.new_group(
         ranks, timeout=timeout, backend=backend, group_desc=group_desc
@@ -127,8 +139,9 @@ def _new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.Pr
 
 
 def _talking(pipeline: PlannedPipeline) -> list[tuple[int, int]]:
-    """Return the pairs of ranks that send each other values of a pipeline, or their gradients."""
-    found: set[tuple[int, int]] = set()
+    """Return the pairs of ranks (the lower first) that exchange a pipeline's values or their
+    gradients."""
+    pairs: set[tuple[int, int]] = set()
     for copy in pipeline.copies:
         for start, end, _ in pipeline.edges:
             for a, b in set(zip(copy.owners[start], copy.owners[end], strict=True)):
@@ -136,29 +149,34 @@ def _talking(pipeline: PlannedPipeline) -> list[tuple[int, int]]:
                 width = max(len(here), len(there)) if a != b else 0
                 for j in range(width):
                     one, other = here[j % len(here)], there[j % len(there)]
-                    found.add((min(one, other), max(one, other)))
-    return sorted(found)
+                    pairs.add((min(one, other), max(one, other)))
+    return sorted(pairs)
 
 
 def homes() -> list[str]:
-    """Return, for every rank, the host whose shared memory it can map; a different id for every
-    rank where none can."""
-    found = [str(rank) for rank in range(dist.get_world_size())]
+    """Return the id of the host whose shared memory each rank can map, by rank. The id is different
+    for every rank where none can. All ranks call it."""
+    host_ids = [str(rank) for rank in range(dist.get_world_size())]
     if dist.get_backend() == "gloo":
-        dist.all_gather_object(found, home() or found[dist.get_rank()])
-    return found
+        dist.all_gather_object(host_ids, home() or host_ids[dist.get_rank()])
+    return host_ids
 
 
 def sums_of(task_graph: TaskGraph) -> str:
-    """Return the name of the group through which copies sum gradients in shared memory."""
+    """Return the name of the group in which the copies of `task_graph` sum gradients in shared
+    memory."""
     return f"{task_graph.name}.data_parallel.sums"
 
 
 def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """Yield the ranks of copies whose gradients DistributedDataParallel sums, and their groups'
-    name: where a step of a graph has one backward, or the model runs as it is."""
+    """Yield the name of the `sums_of` group, and the lists of ranks, of every TaskGraph whose
+    gradients DistributedDataParallel sums.
+
+    It does where a step has one backward of one chunk, or the model runs unchanged, without ZeRO or
+    a split. Shared memory sums fp32 alone: with another `reduce_dtype` nothing is yielded.
+    """
     if plan.reduce_dtype != "fp32":
-        return  # which is what shared memory sums
+        return  # shared memory sums fp32 alone
     once = all(rank.micro_batches == 1 for rank in plan.ranks)
     if plan.pipeline is not None and not (once and len(plan.pipeline.chunks) == 1):
         return
@@ -177,16 +195,18 @@ def _is_split(name: str, ranks: tuple[int, ...]) -> bool:
 
 
 def limit_waits(timeout: timedelta) -> None:
-    """Have no group of this rank wait longer: DeepSpeed makes some of its own, with torch's
-    default."""
+    """Set the limit of waits in all groups of this rank. DeepSpeed makes some of its own, with
+    torch's default. Groups in shared memory keep the limit that they were made with."""
     for group in _world.pg_map:
         if isinstance(group, PacedGroup):
             _set_pg_timeout(timeout, group.inner)
-        elif not isinstance(group, (SharedMemoryGroup, SharedMessages)):  # they have their limit
+        # Groups in shared memory have their own limit.
+        elif not isinstance(group, (SharedMemoryGroup, SharedMessages)):
             _set_pg_timeout(timeout, group)
 
 
 def leave() -> None:
-    """Leave together: a rank that went first would abort the others' pending connections."""
+    """Wait for all ranks, and destroy the groups. A rank that left first would abort the others'
+    pending connections."""
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The blocks of an unchanged model, compiled: the members of its lists, the outermost.
+"""Compilation of the blocks of an unchanged model: the outermost members of its module lists.
 
-A block that computes a loss is left as it is: `GlobalMeans` must see that.
+A block that computes a loss is left as it is, as `GlobalMeans` must see the loss's operations.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,9 +20,13 @@ from whale_train.strategies.graph.operation_graph import is_repeated
 
 
 def compile_blocks(module: nn.Module, compiler: Compiler) -> list[nn.Module]:
-    """Have every block of `module` run what `compiler` makes of it, from its second forward on: in
-    the first it is seen whether it computes a loss. Blocks of one class that differ in nothing but
-    the values of their tensors have the same code. Return the blocks."""
+    """Make every block of `module` run code of `compiler` from its second forward on, and return
+    the blocks.
+
+    The first forward runs uncompiled and tells whether the block computes a loss. Blocks of one
+    class that differ in nothing but the values of their tensors have the same code. Batch norms
+    that communicate stay uncompiled.
+    """
     blocks: list[nn.Module] = []
     within: tuple[str, ...] = ()
     for name, part in module.named_modules():
@@ -41,7 +45,7 @@ def compile_blocks(module: nn.Module, compiler: Compiler) -> list[nn.Module]:
 
 
 class _Block:
-    """One block's forward."""
+    """The forward of one block, as it is and compiled."""
 
     def __init__(self, forward: Callable[..., Any], compiler: Compiler, name: str) -> None:
         self._forward, self._compiler, self._name = forward, compiler, name
@@ -49,7 +53,7 @@ class _Block:
         self._seen: _Calls | None = None
 
     def wrapped(self) -> Callable[..., Any]:
-        """Return what to call in the forward's stead, with its signature."""
+        """Return the function that replaces the forward, with the forward's signature."""
 
         @wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +74,8 @@ class _Block:
 
 
 class _Calls(TorchFunctionMode):
-    """Remembers whether a mean over targets was computed inside it, and whether dropout was."""
+    """Records whether a mean over targets (`losses`) or dropout (`drops`) is computed inside this
+    mode."""
 
     def __init__(self) -> None:
         super().__init__()

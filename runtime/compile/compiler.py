@@ -1,8 +1,8 @@
-"""`train.compile`: torch.compile of a rank's blocks, equal ones once, and how long that took.
+"""`train.compile`: torch.compile of a rank's blocks, equal ones once, and the time that it took.
 
-What is compiled is never a whole step: collectives, messages and what sees to weights' gradients
-(`runtime/kernels/weight_gradients.py`) stay between the compiled parts. Of a rewritten graph these
-are its regions (`regions.py`), of an unchanged model its repeated blocks (`blocks.py`).
+A whole step is never compiled: collectives, messages and the handling of weights' gradients
+(`runtime/kernels/weight_gradients.py`) stay between the compiled parts. These are the regions of a
+rewritten graph (`regions.py`), or the repeated blocks of an unchanged model (`blocks.py`).
 """
 
 import os
@@ -20,9 +20,11 @@ from whale_train.models.batch_parts.dropout_off import drops, is_dropout_off
 
 
 class Compiler:
-    """Compiles for this process. `seconds` are what was spent so far, by the block for which it
-    was, the first of those that are equal; `compilations` are how many, of forwards and
-    backwards."""
+    """Compiles for this process, and counts what it takes.
+
+    seconds: the seconds spent so far, by block; of blocks that are equal, by the first.
+    compilations: the number of compilations so far, of forwards and backwards.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -37,21 +39,25 @@ class Compiler:
         callbacks.register_end_callback(self._ends)
 
     def compiled(self, region: fx.GraphModule, text: str, block: str) -> "Compiled":
-        """Return `region` of `block` compiled; one whose `text` is equal has the same code."""
+        """Return `region` of `block` compiled. Regions whose `text` is equal share their code."""
         if text not in self._equal:
             self._equal[text] = self.code(region.forward)
         has_dropout = any(drops(x.target, x.args, x.kwargs) for x in region.graph.nodes)
         return Compiled(self, region, self._equal[text], block, drops=has_dropout)
 
     def code(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` compiled, for every shape by itself: for several at once, the backward
+        """Return `function` compiled, separately for every shape: with dynamic shapes, the backward
         of a convolution does not compile (torch 2.13: InductorError, "Invalid ranges")."""
         return torch.compile(function, dynamic=False)
 
     @contextmanager
     def compiling(self, block: str) -> Iterator[None]:
-        """Inside it, what is compiled is of `block`, and no mode sees its calls: torch.compile
-        would take the modes for a part of what it compiles, and all they hold for constants."""
+        """Attribute compilations inside this context to `block`, and hide calls from torch-function
+        modes.
+
+        torch.compile would take the modes for a part of what it compiles, and all that they hold
+        for constants.
+        """
         before, self._at = self._at, block
         try:
             with torch._C.DisableTorchFunction():
@@ -60,16 +66,18 @@ class Compiler:
             self._at = before
 
     def close(self) -> None:
-        """No more count what this process compiles."""
+        """Stop counting this process's compilations."""
         callbacks = torch._dynamo.callback.callback_handler
         callbacks.remove_start_callback(self._begins)
         callbacks.remove_end_callback(self._ends)
 
     def _begins(self, args: Any) -> None:
+        """Record that a compilation begins. torch calls it."""
         self._started_s = time.perf_counter()
 
     def _ends(self, args: Any) -> None:
-        # A backward is compiled when it first runs: of which block, its number says, `frame/time`.
+        """Count a compilation that has ended, and print its time. torch calls it."""
+        # A backward is compiled when it first runs. Its id, `frame/time`, tells its block.
         frame = args.compile_id.partition("/")[0]
         block = self._of_frame.setdefault(frame, self._at)
         took = time.perf_counter() - self._started_s
@@ -81,7 +89,12 @@ class Compiler:
 
 class Compiled(nn.Module):
     """A region of a graph: runs `code`, or `region` itself where operations have to be seen one by
-    one. `drops`: there is dropout in it."""
+    one.
+
+    compiler: counts the time of compilations.
+    block: the block of the region.
+    drops: whether there is dropout in it.
+    """
 
     def __init__(
         self,
@@ -97,6 +110,7 @@ class Compiled(nn.Module):
         self._region = [region]  # no submodule: a graph that names it copies it with its modules
 
     def forward(self, *values: Any) -> Any:
+        """Return the region's outputs for the values that it takes."""
         if are_operations_seen(drops=self._drops):
             return self._region[0](*values)
         with self._compiler.compiling(self._block):
@@ -109,7 +123,7 @@ class _Eager:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside it, all runs as if nothing was compiled: operations can be watched one by one."""
+    """Run all code uncompiled inside this context, so that operations can be watched one by one."""
     _Eager.entered += 1
     try:
         yield
@@ -118,24 +132,24 @@ def uncompiled() -> Iterator[None]:
 
 
 def are_operations_seen(*, drops: bool) -> bool:
-    """Return whether what is compiled has to run uncompiled now: inside `uncompiled()`, or, with
-    dropout in it, inside `DropoutOff`."""
+    """Return whether compiled code has to run uncompiled: inside `uncompiled()`, or, with dropout
+    in it (`drops`), inside `DropoutOff`."""
     return _Eager.entered > 0 or (drops and is_dropout_off())
 
 
 def import_compiler() -> None:
-    """Import what compiles, before there are ranks, and set what makes compiled code compute what
-    the operations compute."""
+    """Import the modules of torch.compile, before ranks are forked, and configure them so that
+    compiled code computes the same as the operations."""
     # torch's own default is a folder that a restart of the machine empties.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernel_cache() / "inductor"))
     import torch._dynamo.callback
     import torch._inductor.compile_fx
     import torch._inductor.config as inductor
 
-    inductor.fallback_random = True  # dropout's masks are those of a run that is not compiled
+    inductor.fallback_random = True  # dropout has the masks of an uncompiled run
     # Blocks of one class may differ in shapes (the stages of a ResNet): each has code of its own.
     torch._dynamo.config.recompile_limit = 32
     # Each rank of a host would start its own pool of compiling processes.
     inductor.compile_threads = 1
-    # It would cut what it compiles at DistributedDataParallel's buckets.
+    # It would split compiled graphs at DistributedDataParallel's buckets.
     torch._dynamo.config.optimize_ddp = False

@@ -1,5 +1,7 @@
-"""The regions of a graph that torch.compile gets: consecutive operations of one block, up to what
-is not an operation of torch (a collective, a split loss, a product that sees to its weight).
+"""The regions of a graph that torch.compile gets: runs of consecutive operations of one block.
+
+A region ends before any node that is not an operation of torch: a collective, a split loss, a
+product that computes its weight's gradient itself.
 """
 
 import operator
@@ -18,8 +20,8 @@ _FEWEST = 2  # operations that compute, for which a region is worth its call
 
 
 def compile_regions(graph: fx.GraphModule, compiler: Compiler) -> None:
-    """Replace the regions of `graph` that are worth it by calls of what `compiler` makes of
-    them."""
+    """Replace the regions of `graph` that are worth a call by calls of code of `compiler`, in
+    place."""
     for nodes in _regions(graph.graph):
         if sum(map(_computes, nodes)) >= _FEWEST:
             _replace(graph, nodes, compiler)
@@ -28,7 +30,8 @@ def compile_regions(graph: fx.GraphModule, compiler: Compiler) -> None:
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
-    found: list[list[fx.Node]] = [[]]
+    """Return the regions of a graph, each a list of consecutive nodes of one block."""
+    regions: list[list[fx.Node]] = [[]]
     last = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -36,16 +39,16 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
         block = node.meta.get(BLOCK, "")
         place = block if is_repeated(block) else ""
         if place != last or not _is_torchs(node):
-            found.append([])
+            regions.append([])
         last = place
         if _is_torchs(node):
-            found[-1].append(node)
-    return [nodes for nodes in found if nodes]
+            regions[-1].append(node)
+    return [nodes for nodes in regions if nodes]
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Return whether torch.compile sees all that `node` does: it writes nowhere, and no object
-    decides what it does."""
+    """Return whether torch.compile sees all that `node` does: it changes no tensor in place, and no
+    object decides what it does."""
     if node.op != "call_function":
         return False
     if isinstance(node.target, OpOverload):
@@ -57,7 +60,7 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Return whether a node makes a tensor, and no view of one."""
+    """Return whether a node makes a tensor that is not a view."""
     if isinstance(node.target, OpOverload):
         returns = node.target._schema.returns
         made = [x for x in returns if x.alias_info is None and "Tensor" in str(x.type)]
@@ -70,6 +73,8 @@ _OFTEN_VIEWS = frozenset(("aten::reshape", "aten::contiguous", "aten::to", "aten
 
 
 def _replace(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler) -> None:
+    """Replace a region by a call of its compiled code. A region without a use outside of it
+    stays."""
     inside = set(nodes)
     takes = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
     gives = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -101,7 +106,7 @@ def _replace(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler
 
 
 def _text(region: fx.Graph) -> str:
-    """Return what is equal for regions that compute the same of what they are given."""
+    """Return a text that is equal for regions that compute the same from their arguments."""
     number = {node: i for i, node in enumerate(region.nodes)}
 
     def written(value: Any) -> Any:

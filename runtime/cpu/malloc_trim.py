@@ -1,6 +1,6 @@
-"""What a process frees goes back to the system, or is kept for what it allocates next.
+"""Settings of glibc's malloc: whether freed memory returns to the system or is kept for later use.
 
-No C library but glibc is touched, nor a threshold that the user has set.
+Other C libraries stay untouched, and so do thresholds that the user has set.
 """
 
 import ctypes
@@ -21,8 +21,10 @@ _ALWAYS_GIVEN_BACK_BYTES = 2**16
 
 
 def give_back() -> None:
-    """Have blocks of 64 KiB and more go back to the system when they are freed, from here on, for a
-    tenth to a fifth more processor time (docs/adr/021)."""
+    """Return blocks of 64 KiB and more to the system when they are freed, from this call on.
+
+    It costs a tenth to a fifth more processor time (docs/adr/021).
+    """
     mallopt = _mallopt()
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _ALWAYS_GIVEN_BACK_BYTES)
@@ -32,12 +34,12 @@ def give_back() -> None:
 
 @contextmanager
 def given_back() -> Iterator[None]:
-    """Have blocks of 1 MiB and more go back to the system when they are freed inside.
+    """Return blocks of 1 MiB and more to the system when they are freed inside this context.
 
-    glibc comes to keep those under 32 MiB for itself, and what a model's parameters pass through
-    while they are partitioned stays as holes: half of a partition more, for all of a training.
-    Afterwards it keeps them again, as every step wants the same ones: to have them mapped anew
-    took a quarter more processor time.
+    By itself glibc comes to keep blocks under 32 MiB. The buffers that a model's parameters pass
+    through while they are partitioned would stay as holes: half of a partition more, for all of a
+    training. After the context blocks are kept again, as every step needs the same ones: mapping
+    them anew took a quarter more processor time.
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -52,8 +54,8 @@ def given_back() -> Iterator[None]:
 
 
 def _mallopt() -> Callable[[int, int], int] | None:
-    """glibc's, where it is and the user has set no threshold."""
+    """Return glibc's `mallopt`; None where there is none or the user has set a threshold."""
     if THRESHOLD in os.environ:
         return None
-    found: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
-    return found
+    mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt

@@ -1,4 +1,4 @@
-"""What torch.distributed wants of a process group that is written in Python."""
+"""The base of process groups that are written in Python, as torch.distributed requires it."""
 
 from datetime import timedelta
 from typing import ClassVar
@@ -7,8 +7,10 @@ from torch import distributed as dist
 
 
 class NamedGroup(dist.ProcessGroup):
-    """One that keeps its name: torch keeps it only of those written in C++ (2.13). `BACKEND` is
-    what torch is told to call its kind."""
+    """A process group that keeps its name: torch keeps it only for groups written in C++ (2.13).
+
+    BACKEND: the name of this kind of group in torch.
+    """
 
     BACKEND: ClassVar[str]
 
@@ -17,8 +19,12 @@ class NamedGroup(dist.ProcessGroup):
 
     @classmethod
     def new(cls, ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-        """Return a group of CPU ranks, made as by `dist.new_group`. Every rank of the job calls
-        it."""
+        """Return a group of CPU ranks, made by `dist.new_group`. Every rank of the job calls it.
+
+        ranks: the members.
+        timeout: the limit of every wait in the group.
+        group_desc: torch's description of the group.
+        """
         if cls.BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(cls.BACKEND, cls, devices=["cpu"])
         group: dist.ProcessGroup = dist.new_group(
@@ -31,4 +37,5 @@ class NamedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
+        """Return the name that torch gave the group."""
         return self._name

@@ -1,12 +1,12 @@
 """Process groups whose members share one host's memory: the collectives of a split on CPUs.
 
 A split puts a collective between any two layers, and everyone waits for it. gloo sends it through
-the loopback's TCP by a thread of its own, which on a host whose cores all compute took 0.6 to 5 ms
-for a sum of 1 MB over two processes; two copies and an addition are a tenth of that.
+the loopback's TCP by a thread of its own. On a host whose cores all compute, that took 0.6 to 5 ms
+for a sum of 1 MB over two processes; two copies and an addition take a tenth of that.
 
-Owns the transport and the collectives over it (all-reduce, all-gather, reduce-scatter,
-all-to-all); which groups use it is `runtime/comms/process_groups.py`'s choice. torch.distributed's
-own functions take such a group as they take any other.
+Owns the transport and the collectives over it (all-reduce, all-gather, reduce-scatter, all-to-all);
+which groups use it is `runtime/comms/process_groups.py`'s choice. torch.distributed's own functions
+accept such a group like any other.
 """
 
 import mmap
@@ -35,8 +35,8 @@ _Take = Callable[[Tensor, int], None]
 
 
 def home() -> str | None:
-    """Equal in processes that can share memory: those of one kernel and one network namespace.
-    None where the system has no anonymous files to share."""
+    """Return an id that is equal in processes that can share memory: those of one kernel and one
+    network namespace. None where the system has no anonymous files to share."""
     if not hasattr(os, "memfd_create"):
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -44,8 +44,12 @@ def home() -> str | None:
 
 
 class SharedMemoryGroup(NamedGroup):
-    """The collectives. Sums are made in the order of the members, so that all have the same bits;
-    one that was begun is done by its `wait`, or by the next one's beginning."""
+    """A process group that computes collectives in shared memory.
+
+    Sums are made in the order of the members, so that all members get the same bits. A collective
+    is completed by its `wait`, or when the next one begins. Reductions other than SUM, MAX and MIN
+    raise NotImplementedError.
+    """
 
     BACKEND = "shared_memory"
 
@@ -54,10 +58,11 @@ class SharedMemoryGroup(NamedGroup):
         self._slots = _Slots(store, rank, size, timeout)
         self._begun: _Exchange | None = None
 
-    # Of torch's overloads of these three, what its functions call: lists of a tensor.
+    # torch has several overloads of these three; its functions call those with lists of a tensor.
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: Any
     ) -> dist.Work:
+        """Begin to reduce a tensor over the members, in place."""
         (tensor,) = tensors
         combine, whole = _combination(options.reduceOp), tensor.view(-1)
 
@@ -69,34 +74,40 @@ class SharedMemoryGroup(NamedGroup):
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
-        (output,), (mine,) = outputs, inputs
-        members = [each.view(-1) for each in output]
+        """Begin to gather the members' tensors, of one size, into a list of one tensor per
+        member."""
+        (output,), (sent,) = outputs, inputs
+        members = [received.view(-1) for received in output]
 
         def take(parts: Tensor, start: int) -> None:
             for member, part in zip(members, parts, strict=True):
                 member[start : start + len(part)] = part
 
-        return self._begin(mine.reshape(-1), take)
+        return self._begin(sent.reshape(-1), take)
 
     def all_gather_single(self, output: Tensor, mine: Tensor, options: Any = None) -> dist.Work:
+        """Begin to gather the members' tensors, of one size, into `output`, [members * n] in
+        all."""
         return self.allgather([list(output.view(self.size(), -1))], [mine], options)
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any
     ) -> dist.Work:
+        """Begin to reduce a list of one tensor per member, of which this member gets its own."""
         (output,), (chunks,) = outputs, inputs
-        combine, mine = _combination(options.reduceOp), output.view(-1)
+        combine, own_sum = _combination(options.reduceOp), output.view(-1)
         first = sum(chunk.numel() for chunk in chunks[: self.rank()])
-        last = first + mine.numel()
+        last = first + own_sum.numel()
 
         def take(parts: Tensor, start: int) -> None:
             low, high = max(first, start), min(last, start + parts.shape[1])
             if low < high:
-                _combine(combine, parts[:, low - start : high - start], mine[low - first :])
+                _combine(combine, parts[:, low - start : high - start], own_sum[low - first :])
 
         return self._begin(torch.cat([chunk.reshape(-1) for chunk in chunks]), take)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any) -> dist.Work:
+        """Begin to reduce `whole`, [members * n] in all, of which this member gets its part."""
         return self.reduce_scatter([output], [list(whole.view(self.size(), -1))], options)
 
     def alltoall_base(
@@ -107,6 +118,8 @@ class SharedMemoryGroup(NamedGroup):
         input_sizes: Sequence[int],
         options: Any = None,
     ) -> dist.Work:
+        """Begin to exchange rows: `input_sizes` go to the members, and `output_sizes` come from
+        them. Without sizes, parts are equal."""
         sent = _elements(mine, input_sizes, self.size())
         all_sent = torch.empty(self.size(), self.size(), dtype=torch.int64)
         self.all_gather_single(all_sent, torch.tensor(sent)).wait()
@@ -127,28 +140,34 @@ class SharedMemoryGroup(NamedGroup):
         padded[: mine.numel()] = mine.view(-1)
         return self._begin(padded, take)
 
-    # What torch called these two up to 2.12.
+    # The names of these two up to torch 2.12.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def shutdown(self) -> None:
+        """Close the sockets to the other members."""
         self._slots.close()
 
-    def _begin(self, mine: Tensor, take: _Take) -> dist.Work:
+    def _begin(self, sent: Tensor, take: _Take) -> dist.Work:
+        """Begin a collective of the flat tensor `sent`, after completing the one before."""
         if self._begun is not None:
             self._begun.wait()
-        self._begun = _Exchange(self._slots, mine, take)
+        self._begun = _Exchange(self._slots, sent, take)
         return self._begun
 
 
 class _Exchange(dist.Work):
-    """One collective: `mine` [n] is put where all can read it, then `take(parts, start)` is given
-    what every member put of [start, start + parts.shape[1])."""
+    """A collective: every member's flat tensor, in parts that all members can read.
 
-    def __init__(self, slots: "_Slots", mine: Tensor, take: _Take) -> None:
+    sent: [n]; this member's tensor.
+    take: called with (parts, start) for each part: parts is [members, m], all members' elements
+        [start, start + m).
+    """
+
+    def __init__(self, slots: "_Slots", sent: Tensor, take: _Take) -> None:
         super().__init__()
         self._slots, self._take = slots, take
-        self._left = list(torch.split(mine, SLOT_BYTES // mine.element_size()))
+        self._left = list(torch.split(sent, SLOT_BYTES // sent.element_size()))
         self._start = 0
         slots.put(self._left[0])
 
@@ -163,11 +182,11 @@ class _Exchange(dist.Work):
 
 
 class _Slots:
-    """Memory in which every member has two slots, and a socket to every other member.
+    """Shared memory in which every member has two slots, and a socket to every other member.
 
-    A member puts its part in one slot and says so to the others; when all have, it reads theirs,
-    and the next part goes to the other slot: whoever writes to that has heard of everyone that
-    they are past reading it.
+    A member writes its part into one slot and notifies the others. When all have, it reads theirs,
+    and the next part goes to the other slot: a member that writes there has been notified by all
+    others that they are past reading it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -177,14 +196,14 @@ class _Slots:
         self._turn = 0
 
     def put(self, part: Tensor) -> None:
-        """Write my part, [n] of at most SLOT_BYTES."""
+        """Write this member's part, [n] of at most SLOT_BYTES, and notify the others."""
         self._of(part)[self._rank] = part
         for peer in self._peers.values():
             peer.send(b".")
 
     def parts(self, part: Tensor) -> Tensor:
-        """[members, n]: what all have put, when they have; mine was `part`. To be read before the
-        next `put`.
+        """Wait until all members have put a part, and return the parts, [members, n]. `part` is the
+        one that this member put. They are valid until the next `put`.
 
         Raises RuntimeError after the group's time limit, ConnectionError if a member has ended.
         """
@@ -196,30 +215,32 @@ class _Slots:
                 raise RuntimeError(f"timed out: {limit_s:g} s for member {member}") from None
             if not said:
                 raise ConnectionResetError(f"connection closed by peer, member {member}")
-        found = self._of(part)
+        all_parts = self._of(part)
         self._turn = 1 - self._turn
-        return found
+        return all_parts
 
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
 
     def _of(self, part: Tensor) -> Tensor:
-        """[members, n]: the slots in turn, as far as `part` fills one."""
+        """Return the slots in turn, as [members, n] of the dtype of `part`, [n]."""
         slots = self._memory.view(2, len(self._peers) + 1, SLOT_BYTES)[self._turn]
         return slots[:, : part.numel() * part.element_size()].view(part.dtype)
 
 
 def _elements(tensor: Tensor, sizes: Sequence[int], members: int) -> list[int]:
-    """Return how many elements of `tensor` are each member's: `sizes` of its rows, or equal
-    parts."""
+    """Return how many elements of `tensor` belong to each member: `sizes` of its rows, or equal
+    parts where that is empty."""
     if not sizes:
         return [tensor.numel() // members] * members
-    each = tensor.numel() // max(tensor.shape[0], 1)
-    return [size * each for size in sizes]
+    row_elements = tensor.numel() // max(tensor.shape[0], 1)
+    return [size * row_elements for size in sizes]
 
 
 def _combination(operation: Any) -> _Combine:
+    """Return the function that combines two tensors by a reduction of torch.distributed. Raises
+    NotImplementedError for any but SUM, MAX and MIN."""
     for known, combine in (
         (dist.ReduceOp.SUM, torch.add),
         (dist.ReduceOp.MAX, torch.maximum),
@@ -231,7 +252,8 @@ def _combination(operation: Any) -> _Combine:
 
 
 def _combine(combine: _Combine, parts: Tensor, out: Tensor) -> None:
-    """[members, n] to the first n of `out`."""
+    """Combine the parts, [members, n], of two or more members into the first n elements of
+    `out`."""
     out = out[: parts.shape[1]]
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
@@ -242,7 +264,7 @@ _CREDENTIALS = struct.Struct("3i")  # of Linux's SO_PEERCRED: process, user and 
 
 
 def user_of(peer: socket.socket) -> int:
-    """Return the id of the user at the other end of a Unix socket, as the kernel knows it."""
+    """Return the id of the user at the other end of a Unix socket, as the kernel reports it."""
     size = _CREDENTIALS.size
     _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(user)
@@ -256,10 +278,11 @@ def meet(
     kind: socket.SocketKind = socket.SOCK_STREAM,
     user_of: Callable[[socket.socket], int] = user_of,
 ) -> dict[int, socket.socket]:
-    """Return a socket to every other member, by their ranks.
+    """Return a socket to every other member, by rank in the group.
 
-    A name that begins with a null is no file: it ends with its socket. It is listed for all users
-    of the host, who may connect to it: whom `user_of` says to be another user is let go. Raises
+    Members find each other's sockets by abstract names in `store`. An abstract name (one that
+    begins with a null) is no file, and ends with its socket. All users of the host can see it and
+    connect to it, so a connection from another user, as told by `user_of`, is closed. Raises
     PermissionError where a name in the store leads to another user's socket.
     """
     peers: dict[int, socket.socket] = {}
@@ -288,8 +311,11 @@ def meet(
 
 
 def _shared_memory(peers: Mapping[int, socket.socket], rank: int, num_bytes: int) -> Tensor:
-    """[num_bytes] of uint8 that all members see: a file without a name, made by the first member
-    and handed to the others, that ends with the last of them."""
+    """Return memory that all members see, uint8 [num_bytes].
+
+    It is a file without a name, made by the first member and handed to the others. It ends with the
+    last of them.
+    """
     if rank == 0:
         file = os.memfd_create("whale-train")
         os.ftruncate(file, num_bytes)

@@ -1,13 +1,13 @@
 """Messages between two CPU ranks of one host, through memory that both see.
 
 Between stages gloo sends a value through the loopback's TCP by a thread of its own. Where ranks
-compute on all cores, the thread that sends is put aside as soon as it has woken the other side,
-with a lock in its hand for which gloo's own thread then waits by spinning (docs/adr/013). Here who
-sends copies a value into a slot that both have mapped and says so; who receives copies it out, and
-gives the slot back.
+compute on all cores, the sending thread is preempted as soon as it has woken the other side. It
+then holds a lock for which gloo's thread on that side spins (docs/adr/013). Here the sender copies
+a value into a slot that both have mapped and notifies the receiver; the receiver copies it out and
+returns the slot.
 
 Owns that protocol. Which ranks use it is `runtime/comms/process_groups.py`'s choice;
-torch.distributed's own `isend` and `irecv` take such a group as they take any other.
+torch.distributed's own `isend` and `irecv` accept such a group like any other.
 """
 
 import mmap
@@ -27,14 +27,17 @@ from torch.distributed.distributed_c10d import Store
 from whale_train.runtime.cpu.named_group import NamedGroup
 from whale_train.runtime.cpu.shm_collectives import meet
 
-_RECORD = struct.Struct("=Bqqq")  # what it says, tag, slot, bytes
+_RECORD = struct.Struct("=Bqqq")  # kind of record, tag, slot, bytes
 _VALUE, _NEW_SLOT, _FREE = range(3)
 _PAGE = 4096
 
 
 class SharedMessages(NamedGroup):
-    """Two ranks that send each other tensors, told apart by their tags. A send does not wait for
-    the other side to receive, unless its queue is full; of a receive, `wait` does."""
+    """A process group of two ranks that send each other tensors, which are matched by their tags.
+
+    A send does not wait for the receiver, unless the receiver's queue is full. A receive waits in
+    `wait`.
+    """
 
     BACKEND = "shared_messages"
 
@@ -42,13 +45,16 @@ class SharedMessages(NamedGroup):
         super().__init__(rank, size)
         (self._peer,) = meet(store, rank, size, timeout, socket.SOCK_SEQPACKET).values()
         self._mine: list[Tensor] = []  # slots that this rank fills
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # of these, by size
+        self._free: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # free slots of `_mine`, by size
         self._theirs: dict[int, Tensor] = {}
-        self._read: list[int] = []  # of these, what the other side has not been told of
-        # (slot, bytes) of what has come, by tag: in the order it came, of one tag as well.
+        self._read: list[int] = []  # slots of `_theirs` to be returned
+        # (slot, bytes) of received values, by tag, in the order in which they came.
         self._come: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> dist.Work:
+        """Send a tensor. It is copied into a slot before this returns."""
         (tensor,) = tensors
         value = tensor.detach().reshape(-1).view(torch.uint8)
         slot = self._slot(value.numel())
@@ -57,11 +63,12 @@ class SharedMessages(NamedGroup):
         return _Sent()
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
+        """Return the work of a receive into a tensor, of which `wait` does all."""
         (tensor,) = tensors
         return _Receive(self, tensor, tag)
 
     def take(self, tensor: Tensor, tag: int) -> None:
-        """Wait for what was sent with `tag`, and put it into `tensor`.
+        """Wait for a tensor that was sent with `tag`, and copy it into `tensor`.
 
         Raises RuntimeError after the group's time limit, ConnectionError if the other has ended.
         """
@@ -74,16 +81,19 @@ class SharedMessages(NamedGroup):
         self._give_back()
 
     def shutdown(self) -> None:
+        """Close the socket to the other rank."""
         self._peer.close()
 
     def _give_back(self) -> None:
-        """Give back the slots that were read, as far as the other side's queue has room: it may be
-        done with its messages, and wait elsewhere for this one."""
+        """Return the slots that were read, as far as the other side's queue has room. The other
+        side may have received all its messages and wait elsewhere for this rank, so this rank must
+        not wait for room."""
         while self._read and self._is_ready(POLLOUT):
             self._say(_FREE, 0, self._read.pop(), 0)
 
     def _slot(self, num_bytes: int) -> int:
-        """Return a slot that is free and has room; a new one where there is none."""
+        """Return the number of a free slot of at least `num_bytes`; a new one where there is
+        none."""
         self._give_back()
         size = max(_PAGE, 1 << (num_bytes - 1).bit_length()) if num_bytes else _PAGE
         while not self._free[size] and self._is_ready(POLLIN):
@@ -98,8 +108,11 @@ class SharedMessages(NamedGroup):
         return len(self._mine) - 1
 
     def _say(self, what: int, tag: int, slot: int, num_bytes: int, *files: int) -> None:
-        """Without waiting for the other side to listen: while its queue is full, this one hears
-        what it says."""
+        """Send a record, with `files`, to the other side. While its queue is full, read its
+        records, so that two ranks that send do not wait for each other.
+
+        Raises RuntimeError after the group's time limit.
+        """
         record = _RECORD.pack(what, tag, slot, num_bytes)
         while not self._is_ready(POLLOUT):
             if not self._is_ready(POLLIN | POLLOUT, self._peer.gettimeout()):
@@ -109,14 +122,17 @@ class SharedMessages(NamedGroup):
         socket.send_fds(self._peer, [record], list(files))
 
     def _is_ready(self, event: int, within_s: float | None = 0.0) -> bool:
-        """Return whether there is something to hear (POLLIN), or room to say something
-        (POLLOUT)."""
+        """Return whether there is a record to read (POLLIN) or room to send one (POLLOUT) within
+        the time. None: without a limit."""
         look = poll()
         look.register(self._peer, event)
         return bool(look.poll(None if within_s is None else 1e3 * within_s))
 
     def _hear(self) -> None:
-        """Wait for one record."""
+        """Wait for one record and act on it.
+
+        Raises RuntimeError after the group's time limit, ConnectionError if the other has ended.
+        """
         try:
             record, files, _, _ = socket.recv_fds(self._peer, _RECORD.size, 1)
         except TimeoutError:
@@ -133,12 +149,13 @@ class SharedMessages(NamedGroup):
             os.close(files[0])
 
     def _late(self) -> RuntimeError:
+        """Return the error of a wait beyond the group's time limit."""
         limit_s = self._peer.gettimeout()
         return RuntimeError(f"timed out: {limit_s:g} s for member {1 - self.rank()}")
 
 
 class _Sent(dist.Work):
-    """It is in its slot."""
+    """A send, complete from the beginning: its value is in a slot."""
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         return True
@@ -148,6 +165,8 @@ class _Sent(dist.Work):
 
 
 class _Receive(dist.Work):
+    """A receive, done by `wait`."""
+
     def __init__(self, group: SharedMessages, tensor: Tensor, tag: int) -> None:
         super().__init__()
         self._group, self._tensor, self._tag = group, tensor, tag
@@ -158,5 +177,5 @@ class _Receive(dist.Work):
 
 
 def _mapped(file: int, num_bytes: int) -> Tensor:
-    """[num_bytes] of uint8."""
+    """Return the memory of a file, uint8 [num_bytes]."""
     return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)

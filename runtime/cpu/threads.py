@@ -1,4 +1,5 @@
-"""How many threads a rank computes with. Importing this takes a moment: no torch."""
+"""The number of threads that a rank computes with. Importing this module is fast: it needs no
+torch."""
 
 import os
 
@@ -6,7 +7,8 @@ from whale_train.machine.limits import cores
 
 
 def num_threads(local_world_size: int) -> int:
-    """Return a rank's share of the cores, or what OMP_NUM_THREADS asks for."""
+    """Return the number of threads of one of `local_world_size` ranks: OMP_NUM_THREADS where that
+    is a positive number, else the rank's share of the cores, at least 1."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -14,7 +16,7 @@ def num_threads(local_world_size: int) -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """Give torch `count` threads."""
+    """Have torch compute with `count` threads."""
     import torch
 
     torch.set_num_threads(count)

@@ -1,8 +1,8 @@
-"""Operations over a slow link: gloo's own, that end as late as they would there.
+"""Operations over an emulated slow link: gloo's own, with their ends delayed.
 
-No thread but the one that asks ever waits for a rank whose part may depend on that one: a
-group's collectives end in the order they were begun, which is the same on all its members, and
-sending waits for nobody. Sleeping takes no processor.
+Only the calling thread ever waits for a rank whose progress may depend on this one: a group's
+collectives end in the order they were begun, which is the same on all its members, and a send waits
+for no rank. Delays sleep and so use no processor.
 """
 
 import time
@@ -18,10 +18,14 @@ from whale_train.runtime.emulate.worker_thread import InTurn
 
 
 class LateWork(dist.Work):
-    """A collective that was begun, and ends when its transfer does.
+    """A collective in progress that ends when its emulated transfer does.
 
-    That could begin when all members had begun the operation, which is what gloo takes before its
-    end. `in_turn` is the thread of its group.
+    The transfer can begin when all members have begun the operation. That moment is taken to be
+    gloo's end less the transfer's time on this machine, or this rank's beginning if that is later.
+
+    inner: gloo's work.
+    transfer: the emulated transfer.
+    in_turn: the thread for the collectives of the group.
     """
 
     def __init__(self, inner: dist.Work, transfer: Transfer, in_turn: InTurn) -> None:
@@ -41,20 +45,27 @@ class LateWork(dist.Work):
         in_turn.do(job)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait until the emulated transfer has ended. Raises the error of the inner operation, if
+        any."""
         self._end.wait()
         return True
 
     def is_completed(self) -> bool:
+        """Return whether the emulated transfer has ended."""
         return self._end.has_come()
 
     def get_future(self) -> Any:
+        """Return a future of the inner operation's value that completes with the emulated
+        transfer."""
         inner = self._inner
         return self._end.then(lambda: inner.get_future().value())
 
 
 class LateSend(dist.Work):
-    """A message that is handed to gloo, by `send`, when it has been long enough on its link: it
-    then comes to a receiver who knows of no link as late as it would."""
+    """A message that is handed to gloo when it has been on its emulated link long enough.
+
+    It so arrives late at a receiver that knows of no link. `send` hands it to gloo.
+    """
 
     def __init__(self, send: Callable[[], dist.Work], transfer: Transfer) -> None:
         super().__init__()
@@ -74,38 +85,48 @@ class LateSend(dist.Work):
         link.in_turn.do(job)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait until the message has been handed to gloo and gloo has sent it."""
         self._end.wait()
         assert self._inner is not None
         return bool(self._inner.wait(timeout))
 
     def is_completed(self) -> bool:
+        """Return whether gloo has sent the message."""
         return self._inner is not None and bool(self._inner.is_completed())
 
 
 class _End:
-    """A moment to come, and what went wrong until then."""
+    """The end of an operation, in the future, with or without an error."""
 
     def __init__(self) -> None:
         self._here: Future[None] = Future()
         self._error: Exception | None = None
 
     def come(self, error: Exception | None = None) -> None:
+        """Complete the operation, with its error if it failed."""
         self._error = error
         self._here.set_result(None)
 
     def has_come(self) -> bool:
+        """Return whether the operation is complete."""
         return self._here.done()
 
     def wait(self) -> None:
-        """Raises what went wrong, without the other thread's frames: those of this one tell what
-        was waited for (runtime/failures/timeout_frames.py)."""
+        """Wait for the end. Raises the operation's error, if any.
+
+        The error has no frames of the other thread: the frames of this one tell what was waited for
+        (runtime/failures/timeout_frames.py).
+        """
         self._here.wait()
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def then(self, value: Callable[[], Any]) -> Future[Any]:
-        """`value()` as a future, which DistributedDataParallel reads in C++: an error set in Python
-        would be a value there, one that is raised is not."""
+        """Return a future of `value()` that completes after this end.
+
+        DistributedDataParallel reads it in C++. An error set in Python would be a value there; one
+        that is raised is not.
+        """
 
         def outcome(_: object) -> Any:
             self.wait()
@@ -115,6 +136,7 @@ class _End:
 
 
 def _sleep_until(transfer: Transfer, moment_s: float) -> None:
+    """Sleep until `moment_s` on the link's clock."""
     left_s = moment_s - transfer.link.clock()
     if left_s > 0:
         time.sleep(left_s)

@@ -1,7 +1,7 @@
-"""Process groups of ranks that stand for devices and links of several speeds.
+"""Process groups of ranks that emulate devices and links of several speeds.
 
-A rank that keeps a pace (runtime/emulate/throttle.py) catches up before it communicates; what goes
-over a slow link (runtime/emulate/emulated_links.py) ends later.
+A rank that emulates a slower device (runtime/emulate/throttle.py) sleeps for the difference before
+it communicates; an operation over a slow link (runtime/emulate/emulated_links.py) ends later.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ _SHORTEST_S = 1e-4
 
 
 def register(pace: Pace | None = None, links: EmulatedLinks | None = None) -> str:
-    """Return the name of a backend that makes groups of gloo's whose member here keeps `pace` and
-    has `links`."""
+    """Register a backend whose groups are gloo's with this rank's `pace` and `links`, and return
+    its name."""
 
     def make(options: Any, _: object) -> dist.ProcessGroup:
         return PacedGroup(options, pace, links)
@@ -33,8 +33,13 @@ def register(pace: Pace | None = None, links: EmulatedLinks | None = None) -> st
 
 
 class PacedGroup(NamedGroup):
-    """`inner` is a group of gloo's, which does all the work. `options` are torch's
-    DistributedBackendOptions."""
+    """A process group that delays the operations of an inner gloo group.
+
+    options: torch's DistributedBackendOptions.
+    pace: the slowdown that this rank emulates; None: full speed.
+    links: the slow links that this rank emulates; None: none.
+    inner: the gloo group that does all the work.
+    """
 
     def __init__(self, options: Any, pace: Pace | None, links: EmulatedLinks | None) -> None:
         store, rank, size = options.store, options.group_rank, options.group_size
@@ -51,19 +56,24 @@ class PacedGroup(NamedGroup):
         self._ends_in_turn = InTurn("collectives")
 
     def transfer(self, operation: str, arguments: tuple[Any, ...]) -> Transfer | None:
-        """Return what an operation takes over the link it needs; None where that is a fast one."""
+        """Return the emulated transfer of an operation of `inner`; None where it is not delayed.
+
+        An operation is not delayed over a fast link, before links are measured, where it moves no
+        bytes, or where it is short and its link is free.
+        """
         link = self._link
         if operation == "send" and self._links is not None:
             link = self._links.among((self._ranks[self.rank()], self._ranks[arguments[1]]))
         if link is None:
             return None
-        found = link.transfer(moved_bytes(operation, arguments, self.size()))
-        if found is None or not found.nominal_s:
+        transfer = link.transfer(moved_bytes(operation, arguments, self.size()))
+        if transfer is None or not transfer.nominal_s:
             return None
-        return None if found.nominal_s < _SHORTEST_S and link.is_free() else found
+        return None if transfer.nominal_s < _SHORTEST_S and link.is_free() else transfer
 
     def begin(self, operation: str, *args: Any, **kwargs: Any) -> dist.Work:
-        """Return an operation of `inner` by its name, as late as its link has it."""
+        """Begin an operation of `inner`, by its name, and return its work, which ends as late as on
+        its link."""
         if self.pace is not None:
             self.pace.settle()
         operate = getattr(self.inner, operation)
@@ -75,14 +85,18 @@ class PacedGroup(NamedGroup):
         return LateWork(operate(*args, **kwargs), transfer, self._ends_in_turn)
 
     def shutdown(self) -> None:
+        """End the thread of collectives and shut down the inner group."""
         self._ends_in_turn.end()
         self.inner.shutdown()
 
 
 class _Work(dist.Work):
-    """Of an operation that was begun: what was computed since then comes before its end.
-    `group` is that of a collective, of which a wait in vain is told
-    (runtime/failures/timeout_frames.py)."""
+    """An operation in progress. What this rank has computed since its beginning is slowed before
+    its end.
+
+    group: the group of a collective, by which a timeout is reported
+        (runtime/failures/timeout_frames.py); None for a message.
+    """
 
     def __init__(self, inner: dist.Work, pace: Pace | None, group: PacedGroup | None) -> None:
         super().__init__()
@@ -101,6 +115,8 @@ class _Work(dist.Work):
 
 
 def _paced(name: str) -> Callable[..., dist.Work]:
+    """Return PacedGroup's method for the operation `name` of a process group."""
+
     def operation(group: PacedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         work = group.begin(name, *args, **kwargs)
         return _Work(work, group.pace, None if name in _MESSAGES else group)

@@ -1,11 +1,11 @@
-"""A rank's links, each as slow against the fastest as the ones it stands for.
+"""The emulated links of a rank, each as slow against the fastest as the link it stands for.
 
-For `launcher.link_speed`: between CPU processes of one machine all links are equal. What a
-transfer over a slower one takes is the bytes it moves over that link's part of the full bandwidth,
-which is what this machine's gloo is measured to move.
+For `launcher.link_speed`: between CPU processes of one machine all links are equal. A transfer over
+a slower link takes the bytes it moves over that link's fraction of the full bandwidth, which is the
+bandwidth of this machine's gloo, as measured.
 
-Owns those figures and when a link is free; that transfers wait for it is
-`runtime/emulate/delayed_work.py`'s and `runtime/emulate/emulated_group.py`'s.
+Owns those figures and when a link is free; delaying transfers is left to
+`runtime/emulate/delayed_work.py` and `runtime/emulate/emulated_group.py`.
 """
 
 import time
@@ -21,15 +21,20 @@ from torch import distributed as dist
 
 from whale_train.runtime.emulate.worker_thread import InTurn
 
-# An all-reduce of this many bytes, as often, gives the full bandwidth: the fastest of them, for the
-# others shared the processors with something else.
+# All-reduces of this many bytes give the full bandwidth: the fastest of so many, as the others may
+# have shared the processors with something else.
 _MEASURED_BYTES = 4 << 20
 _MEASUREMENTS = 10
 
 
 class EmulatedLinks:
-    """Those of the rank that makes it. `relative[i][j]` is the bandwidth between ranks i and j over
-    that of the fastest link. Until `measure`, all of them are fast."""
+    """The emulated links of one rank.
+
+    relative: `relative[i][j]` is the bandwidth between ranks i and j over that of the fastest link.
+    clock: returns seconds.
+    full_bytes_s: the bandwidth of the fastest link; None until `measure`, and until then all links
+        are fast.
+    """
 
     def __init__(
         self, relative: Sequence[Sequence[float]], clock: Callable[[], float] = time.perf_counter
@@ -39,16 +44,22 @@ class EmulatedLinks:
         self._links: dict[float, EmulatedLink] = {}
 
     def among(self, ranks: Sequence[int]) -> "EmulatedLink | None":
-        """Return what a transfer among `ranks` waits for: the link of the slowest two; None for a
-        fast one. Transfers that wait for links of one bandwidth wait for each other."""
+        """Return the link that a transfer among `ranks` occupies: that of the slowest pair. None
+        for a fast one.
+
+        Transfers over links of one bandwidth wait for each other.
+        """
         relative = min((self._relative[i][j] for i, j in combinations(ranks, 2)), default=1.0)
         if relative >= 1:
             return None
         return self._links.setdefault(relative, EmulatedLink(self, relative, self._clock))
 
     def measure(self, group: dist.ProcessGroup) -> None:
-        """Find the full bandwidth: what a member of a ring over all ranks moves in a second. All
-        call it, `group` being theirs without any slowing, and all agree."""
+        """Measure the full bandwidth: the bytes that a member of a ring over all ranks moves in a
+        second.
+
+        All ranks call it and get the same figure. `group` joins all of them, without emulation.
+        """
         tensor, taken = torch.zeros(_MEASURED_BYTES // 4), []
         for _ in range(_MEASUREMENTS):
             started = self._clock()
@@ -62,7 +73,11 @@ class EmulatedLinks:
 
 
 class EmulatedLink:
-    """One transfer after another. `in_turn` is a thread for what is to be sent over it."""
+    """An emulated link, which carries one transfer after another.
+
+    relative: its bandwidth over that of the fastest link.
+    in_turn: the thread for sends over it.
+    """
 
     def __init__(self, links: EmulatedLinks, relative: float, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -71,25 +86,32 @@ class EmulatedLink:
         self._lock, self._free_at_s = Lock(), 0.0
 
     def transfer(self, num_bytes: float) -> "Transfer | None":
-        """Return what moving `num_bytes` takes; None where that is not known yet."""
+        """Return the transfer of `num_bytes` over this link; None before the bandwidth is
+        measured."""
         full = self._links.full_bytes_s
         if full is None:
             return None
         return Transfer(self, num_bytes / (self._relative * full), num_bytes / full)
 
     def occupy(self, ready_s: float, seconds: float) -> float:
-        """When a transfer of so many seconds ends that could begin at `ready_s`."""
+        """Reserve the link for `seconds`, from `ready_s` or from its last transfer's end on, and
+        return the time at which this transfer ends."""
         with self._lock:
             self._free_at_s = max(self._free_at_s, ready_s) + seconds
             return self._free_at_s
 
     def is_free(self) -> bool:
+        """Return whether no transfer occupies the link."""
         return self._free_at_s <= self.clock()
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one takes over `link`: `nominal_s`, of which `native_s` is this machine's own time."""
+    """The times of one transfer over `link`.
+
+    nominal_s: its seconds on the emulated link.
+    native_s: the part of them that this machine itself takes.
+    """
 
     link: EmulatedLink
     nominal_s: float
@@ -97,14 +119,20 @@ class Transfer:
 
 
 def moved_bytes(operation: str, arguments: Sequence[Any], members: int) -> float:
-    """Return what each member moves over its link, by ProcessGroup's name of the operation and what
-    it is called with. Collectives are rings, as in `strategies/cost/roofline.py`; 0 for what moves
-    nothing."""
+    """Return the bytes that each member moves over its link in an operation; 0 for one that moves
+    nothing.
+
+    Collectives are rings, as in `strategies/cost/collectives.py`.
+
+    operation: ProcessGroup's name of it.
+    arguments: the positional arguments that it is called with.
+    members: the size of the group.
+    """
     if operation not in _MOVED or members == 1:
         return 0.0
     position, rings = _MOVED[operation]
     whole = _bytes(arguments[position])
-    if rings is None:  # one member's part of what is gathered or scattered
+    if rings is None:  # `whole` is then one member's part
         return whole * (members - 1)
     return whole * (rings * (members - 1) / members if rings else 1)
 
@@ -125,7 +153,7 @@ _MOVED: dict[str, tuple[int, int | None]] = {
 
 
 def _bytes(value: Tensor | Sequence[Any]) -> int:
-    """Return the bytes of a tensor, or of all in (lists of) lists."""
+    """Return the bytes of a tensor, or of all tensors in nested sequences."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    return sum(_bytes(each) for each in value)
+    return sum(_bytes(part) for part in value)

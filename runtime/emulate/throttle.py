@@ -1,8 +1,8 @@
-"""A process that computes as slowly, against the others, as the device it stands for.
+"""A process slowed, against the others, to the speed of the device it stands for.
 
-For `launcher.device_speed`: every rank is a CPU process, and equal to all the others. One that
-stands for a slower device sleeps as long as that would still be computing, and does so before it
-tells or asks others anything: they then wait for it as they would for the device.
+For `launcher.device_speed`: every rank is a CPU process, and all are equally fast. A rank that
+stands for a slower device sleeps as long as that device would still be computing, before it
+communicates. The others then wait for it as they would for the device.
 """
 
 import time
@@ -17,9 +17,13 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 class Pace:
     """Makes a thread's computing take `factor` times the processor time it takes.
 
-    `computing` gives the thread's seconds on a processor and its seconds of waiting for one, both
-    since any time; the latter count as slept. What is slept too much, because a processor was not
-    to be had or a sleep overslept, is taken off the next sleeps, up to half a second of it.
+    computing: returns the thread's seconds on a processor and its seconds of waiting for one, both
+        since any fixed time; None: by the kernel. The seconds of waiting count as slept.
+    sleep: sleeps for so many seconds.
+    clock: returns seconds.
+
+    Time slept too much, because no processor was free or a sleep lasted too long, is subtracted
+    from the next sleeps, up to half a second of it.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class Pace:
         self._last = self._computing()
 
     def settle(self) -> None:
-        """Sleep what is owed for all that was computed since the last time."""
+        """Sleep the time owed for all computing since the last call."""
         on, waited = self._computing()
         self._owed += (on - self._last[0]) * (self.factor - 1) - (waited - self._last[1])
         self._owed = max(self._owed, -_MOST_OVERSLEPT_S)
@@ -49,8 +53,8 @@ class Pace:
 
 
 def _of_this_thread() -> tuple[float, float]:
-    """Return the seconds on a processor, and seconds ready to run without one (0 where the kernel
-    does not say: Documentation/scheduler/sched-stats)."""
+    """Return the thread's seconds on a processor, and its seconds ready to run without one (0 where
+    the kernel does not say: Documentation/scheduler/sched-stats)."""
     try:
         on, waited, _ = _SCHEDSTAT.read_text(encoding="utf-8").split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A thread that does what it is given, one after the other."""
+"""A thread that runs the jobs it is given one after another."""
 
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -6,7 +6,8 @@ from threading import Thread
 
 
 class InTurn:
-    """The thread begins with the first job. It does not keep its process from ending."""
+    """A daemon thread, called `name`, that runs jobs in order. It starts with the first job, and
+    does not keep its process from ending."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -14,18 +15,18 @@ class InTurn:
         self._thread: Thread | None = None
 
     def do(self, job: Callable[[], None]) -> None:
-        """Do `job`, which raises nothing, after all that came before it."""
+        """Run `job`, which must raise nothing, after all jobs before it. Returns at once."""
         if self._thread is None:
             self._thread = Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
     def end(self) -> None:
-        """When all that was given is done, the thread ends. Nothing may be given after this."""
+        """End the thread when all its jobs are done. No job may be given after this call."""
         self._jobs.put(None)
 
 
 def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # or what it holds would live until the next one comes
+        del job  # or its objects would live until the next job comes

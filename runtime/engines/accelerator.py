@@ -1,11 +1,14 @@
-"""DeepSpeed's accelerator: what it takes all tensors to be on."""
+"""DeepSpeed's accelerator: the type of device on which it expects all tensors."""
 
 import torch
 
 
 def use_accelerator(device: torch.device) -> None:
-    """Have DeepSpeed work on a device of this kind. It takes what it finds on the host (0.19.8):
-    GPUs, also where CPU processes stand for other ones beside them."""
+    """Make DeepSpeed work on devices of the type of `device`.
+
+    By itself it takes the type that it finds on the host (0.19.8): GPUs, even where CPU processes
+    stand for other GPUs beside them.
+    """
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if get_accelerator().device_name() != device.type:
@@ -20,5 +23,6 @@ def use_accelerator(device: torch.device) -> None:
 
 
 def _free_bytes(device_index: int | None = None) -> int:
+    """Return the free bytes of a GPU (None: of the current one)."""
     free, _ = torch.cuda.mem_get_info(device_index)
     return free

@@ -1,11 +1,11 @@
 """The engine of one TaskGraph on one rank: gradients reduced over its copies, then the update.
 
 ZeRO 0 is torch's DistributedDataParallel and optimizer (`runtime/engines/ddp.py`), ZeRO 1 to 3 a
-DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). Where they average gradients over
-their copies, a loss is scaled by the number of copies first; `backward` hides that. Where a step
-has several backwards, a gradient is summed over the copies once, when it is final
+DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). Engines that average gradients over
+their copies scale a loss by the number of copies first; `backward` hides that. Where a step has
+several backwards, a gradient is summed over the copies once, when it is final
 (`runtime/engines/grad_reduce.py`). The global gradient norm spans the engines of a job, so an
-update is a matter of all of a rank's engines at once (`runtime/train/loop.py`).
+update concerns all of a rank's engines at once (`runtime/train/loop.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +21,17 @@ from whale_train.runtime.engines.grad_reduce import Reduction
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What this rank has of a trained parameter, as the optimizer has it.
+    """The part of a trained parameter's optimizer state that this rank holds.
 
-    `value` is what is updated (fp32 masters of 16-bit parameters), `slots` the optimizer's moments
-    by its names for them, each of the shape of `value`. All are views: what is written to them is
-    state. They are the whole local tensor, or, where copies partition that, the elements of it,
-    flattened, from `start` on. `counter` has the number of updates under "step" (None where the
-    optimizer counts none). `is_owner`: of the ranks that hold these elements, this is the one that
-    saves them.
+    All tensors are views: what is written to them becomes state. They are the whole local tensor,
+    or, where copies partition it, a range of its flattened elements.
+
+    parameter: the parameter.
+    value: the values that updates change (the fp32 master of a 16-bit parameter).
+    slots: the optimizer's moments, by its names for them, each of the shape of `value`.
+    counter: the number of updates, under "step"; None where the optimizer counts none.
+    start: the index of the first flattened element; None for the whole local tensor.
+    is_owner: whether this rank, of all that hold these elements, is the one that saves them.
     """
 
     parameter: nn.Parameter
@@ -40,14 +43,21 @@ class ParameterState:
 
 
 class Engine(Protocol):
-    """What the training loop needs of an engine. `counts_norm` says whether this rank adds this
-    engine's squared norm to the job's: a copied parameter is counted by one copy. `on_gradients`
-    is called in every update, when the gradients are reduced and not yet clipped or used.
-    `loss_scale` is what the gradients of the step were multiplied by (fp16; None: 1).
-    `reduction` is what wants to be told of every gradient that is final (None: nothing does).
-    `scale` is what its backward multiplies gradients by, those of other engines' parameters too.
-    `holders` are the ranks that hold the same parameters. What `partitions` is a
-    PartitionedEngine, all else a WholeEngine."""
+    """The interface of an engine to the training loop.
+
+    copies: the number of ranks that hold the same shards.
+    counts_norm: whether this rank adds this engine's squared norm to the job's. A copied parameter
+        is counted by one copy.
+    holders: the ranks that hold the same parameters.
+    module: the module that the engine runs.
+    partitions: True for a PartitionedEngine, False for a WholeEngine.
+    on_gradients: called in every update, when the gradients are reduced and neither clipped nor
+        used.
+    loss_scale: the scalar that the step's gradients were multiplied by (fp16); None: 1.
+    reduction: to be told of every gradient that is final; None: nothing is to be told.
+    scale: the factor by which the backward multiplies gradients, those of other engines' parameters
+        included.
+    """
 
     copies: int
     counts_norm: bool
@@ -66,76 +76,98 @@ class Engine(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Accumulate gradients, given those of `outputs`; over the copies they are summed, by the
-        time of the update. What it leaves in inputs' `.grad` may be scaled: see
-        `input_gradient`."""
+        """Accumulate the gradients of the parameters, given those of `outputs`.
+
+        By the time of the update they are summed over the copies. The gradients left in inputs'
+        `.grad` may be scaled; `input_gradient` gives the true ones.
+        """
 
     def input_gradient(self, value: Tensor) -> Tensor | None:
-        """Return the gradient `backward` left in an input of this engine (None: it left none)."""
+        """Return the gradient that `backward` left in `value`, an input of this engine; None if it
+        left none."""
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Around a forward and its backward that others of the step will follow: reduce later
-        what can be."""
+        """Return the context for a forward and its backward that are not the last of the step.
+        Inside it, reductions that can wait are postponed."""
 
     def finish_backward(self) -> None:
-        """Begin what a step's last backward left to reduce."""
+        """Begin the reductions that the step's last backward has left."""
 
     def set_learning_rate(self, lr: float) -> None: ...
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield every trained parameter with its gradient, summed over the copies, the loss scale
-        taken out; for `on_gradients`. Of what copies partition, one copy gets the whole and the
-        others None; all must ask."""
+        """Yield every trained parameter with its gradient, summed over the copies and without the
+        loss scale.
+
+        It is for use in `on_gradients`. Where copies partition gradients, one copy gets the whole
+        gradient and the others None; all copies must iterate.
+        """
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield every trained parameter with its value as the optimizer has it, outside of an
-        update; otherwise as `gradients`."""
+        """Yield every trained parameter with the value that the optimizer has of it, outside of an
+        update.
+
+        Where copies partition values, one copy gets the whole value and the others None; all copies
+        must iterate.
+        """
 
     def states(self) -> Iterator[ParameterState]:
-        """Yield what this rank has of every trained parameter, outside of an update; what no
-        update has made yet is made, as the first would find it."""
+        """Yield the state that this rank has of every trained parameter, outside of an update.
+
+        State that the optimizer would make in its first update is made, as that update would find
+        it.
+        """
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
-        """Return what this rank has of a buffer or of a parameter that is not trained, as
-        `ParameterState` has the value of one that is: the tensor and where it starts."""
+        """Return the part of a buffer or of a frozen parameter that this rank has: the tensor, and
+        the index of its first flattened element (None: it is the whole local tensor), as in
+        `ParameterState`."""
 
     def computed_with(self) -> Iterator[nn.Parameter]:
-        """Yield the trained parameters whose data, whole, the next forward reads and `states` does
-        not have: to be read from a checkpoint as well."""
+        """Yield the trained parameters whose whole data the next forward reads and `states` does
+        not contain, so that a checkpoint has to be read into them as well."""
 
     def read_states(self) -> None:
-        """Have the next forward see the values that were written to `states`."""
+        """Make the next forward use the values that were written to `states`."""
 
 
-CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's
+CLIP_EPS = 1e-6  # as in torch's own clipping, and in DeepSpeed's
 
 
 class WholeEngine(Engine, Protocol):
-    """An engine of copies kept whole."""
+    """An engine whose copies hold whole parameters."""
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norm of the gradients this rank counts among the shards of a copy, as
-        a scalar in fp32."""
+        """Return the squared norm, an fp32 scalar, of the gradients that this rank counts among the
+        shards of a copy."""
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
-        """Update, clipping by `norm`, the global one without the loss scale; or, where the scalar
-        `found_inf` is 1, forget the gradients."""
+        """Clip the gradients and update the parameters, then drop the gradients.
+
+        norm: the norm over all engines, without the loss scale; None: do not clip.
+        clip: the norm to clip to; 0: do not clip.
+        found_inf: a scalar; where it is 1, only drop the gradients.
+        """
 
 
 class PartitionedEngine(Engine, Protocol):
-    """An engine of copies that partition what they have in common."""
+    """An engine whose copies partition optimizer states, gradients or parameters among them."""
 
     def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
-        """Reduce and update, clipping by what `global_norm` makes of this engine's own squared
-        norm; where that is not finite, the step changes nothing if it `skips`."""
+        """Reduce the gradients, clip them and update the parameters.
+
+        global_norm: maps this engine's squared norm to the squared norm over all engines, for
+            clipping; None: this engine's own norm is used.
+        skips: whether a step whose norm is not finite changes nothing.
+        """
 
 
 def without_scale(gradient: Tensor, loss_scale: Tensor | None) -> Tensor:
-    """Return a gradient as it is when the loss is not multiplied."""
+    """Return a gradient divided by the loss scale (None: 1)."""
     return gradient if loss_scale is None else gradient / loss_scale.to(gradient.device)
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of all groups of the optimizer, if there is one."""
+    """Set the learning rate of all parameter groups of `optimizer` (None: do nothing)."""
     for group in optimizer.param_groups if optimizer is not None else ():
         group["lr"] = lr

@@ -1,8 +1,9 @@
-"""What must be sent in one order everywhere, and is ready in another on every rank.
+"""A queue of buckets that are sent in one order on all ranks, while each rank fills them in its
+own.
 
-The members of a group must call its collectives in the same order. When a gradient is ready is a
-matter of a rank's instructions and its part of the model; the order in which gradients are sent
-is not: nothing is sent before those ahead of it.
+The members of a group must call its collectives in the same order. The time at which a gradient is
+ready depends on a rank's instructions and its part of the model. The order in which gradients are
+sent must not: no bucket is sent before those ahead of it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -12,8 +13,10 @@ Item = TypeVar("Item")
 
 
 class InOrder(Generic[Item]):
-    """`buckets` are given to `send` from the first to the last, each once a round: when all of it
-    is ready and so is all before it, or when the round ends."""
+    """Gives `buckets` to `send` from the first to the last, each once a round.
+
+    A bucket is sent when all of it is ready and all before it are sent, or when the round ends.
+    """
 
     def __init__(
         self, buckets: Iterable[Sequence[Item]], send: Callable[[Sequence[Item]], None]
@@ -25,10 +28,11 @@ class InOrder(Generic[Item]):
 
     @property
     def items(self) -> Collection[Item]:
+        """Return the items of all buckets."""
         return self._bucket_of.keys()
 
     def ready(self, item: Item) -> None:
-        """`item` will not change any more. Once a round."""
+        """Report that `item` will not change any more in this round. At most once a round."""
         bucket = self._bucket_of[item]
         self._missing[bucket] -= 1
         assert self._missing[bucket] >= 0, "ready twice"
@@ -36,7 +40,7 @@ class InOrder(Generic[Item]):
             self._send_next()
 
     def end(self) -> None:
-        """Send what is left, ready or not; the next round begins."""
+        """Send the remaining buckets, ready or not, and begin the next round."""
         while self._next < len(self._buckets):
             self._send_next()
         self._begin()

@@ -1,4 +1,5 @@
-"""The engine of copies kept whole: torch's DistributedDataParallel and its optimizers."""
+"""The engine of copies that hold whole parameters: torch's DistributedDataParallel and
+optimizers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,11 +27,17 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
 class TorchEngine:
-    """Copies kept whole. `overlap`: a step has one backward, under which gradients are reduced by
-    DistributedDataParallel; otherwise `reduction` sums each when it is final. `precision` is that
-    of every forward (autocast). Gradients are made `excess` times too large by the engine that
-    runs these parameters, if another does. `buckets` makes what stands in for
-    DistributedDataParallel, if anything does."""
+    """The engine of copies that hold whole parameters.
+
+    optimizer: makes the optimizer of parameters.
+    precision: of every forward (autocast where it is of 16 bits).
+    may_skip_parameters: whether a forward may leave out parameters (`find_unused_parameters`).
+    overlap: whether a step has one backward, under which DistributedDataParallel reduces gradients;
+        otherwise `reduction` sums each gradient when it is final.
+    excess: how many times too large gradients are made by another engine that runs these
+        parameters; 1 if this engine runs them.
+    buckets: makes the substitute for DistributedDataParallel; None: there is none.
+    """
 
     loss_scale: Tensor | None = None
     partitions = False
@@ -71,8 +78,8 @@ class TorchEngine:
                 self._run = _data_parallel(module, copies, device, precision, may_skip_parameters)
             else:
                 self._run = buckets(module, copies)
-        # What averaging undoes. fp16 has it in any case: gradients are then as large, when they
-        # are made, as they would be on one device.
+        # The factor that averaging undoes. fp16 has it in any case, so that gradients are as large
+        # when they are made as they would be on one device.
         averages = copies.sums is None or precision == "fp16"
         self._scale = self.copies if self._run is not module and averages else 1
         self.optimizer = optimizer(self.parameters, copies) if self.parameters else None
@@ -81,6 +88,8 @@ class TorchEngine:
 
     @property
     def scale(self) -> int:
+        """Return the number of copies where DistributedDataParallel averages gradients over them, 1
+        where nothing averages."""
         return self._scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,26 +97,33 @@ class TorchEngine:
             return self._run(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Accumulate gradients in `.grad`, `scale` times as large until they are averaged."""
         if self._scale > 1:
             gradients = [gradient * self._scale for gradient in gradients]
         torch.autograd.backward(outputs, gradients)
 
     def input_gradient(self, value: Tensor) -> Tensor | None:
+        """Return the gradient that `backward` left in `value`, divided by `scale`; None if it left
+        none."""
         if value.grad is None or self._scale == 1:
             return value.grad
         return value.grad / self._scale
 
     @property
     def buckets(self) -> Sequence[Tensor]:
-        """The buckets of what stands in for DistributedDataParallel."""
+        """Return the gradient buckets of the substitute for DistributedDataParallel; empty without
+        one."""
         return getattr(self._run, "buckets", ())
 
     def accumulating(self) -> AbstractContextManager[Any]:
+        """Return a context without reductions (DistributedDataParallel's `no_sync`); a null context
+        where the module has none."""
         no_sync: Callable[[], AbstractContextManager[Any]]
         no_sync = getattr(self._run, "no_sync", nullcontext)
         return no_sync()
 
     def finish_backward(self) -> None:
+        """Send the gradients that `reduction` has not sent yet."""
         self._is_excessive = self._excess > 1
         if self.reduction is not None:
             self.reduction.finish()
@@ -116,8 +132,8 @@ class TorchEngine:
         set_learning_rate(self.optimizer, lr)
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norm of the gradients this rank counts among the shards of a copy, as
-        a scalar in fp32."""
+        """Return the squared norm, an fp32 scalar, of the gradients that this rank counts among the
+        shards of a copy."""
         self._settle()
         gradients = [p.grad for p in self._counted if p.grad is not None]
         if not gradients:
@@ -125,8 +141,12 @@ class TorchEngine:
         return (total_norm(gradients).float() ** 2).to(self._device)
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
-        """Update, clipping by `norm`, the global one without the loss scale; or, where the scalar
-        `found_inf` is 1, forget the gradients."""
+        """Clip the gradients and update the parameters, then drop the gradients.
+
+        norm: the norm over all engines, without the loss scale; None: do not clip.
+        clip: the norm to clip to; 0: do not clip.
+        found_inf: a scalar; where it is 1, only drop the gradients.
+        """
         self._settle()
         if self.optimizer is None:
             return
@@ -139,7 +159,7 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scale_gradients(self, norm: Tensor | None, clip: float) -> None:
-        """Take the loss scale out and clip, in one pass."""
+        """Divide the gradients by the loss scale and clip them, in one pass."""
         if self.loss_scale is None:
             if clip and norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, clip, norm)
@@ -152,6 +172,8 @@ class TorchEngine:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Yield every trained parameter with its summed gradient, without the loss scale: zeros for
+        one without a gradient."""
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -160,10 +182,13 @@ class TorchEngine:
                 yield parameter, without_scale(gradient, self.loss_scale)
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Yield every trained parameter with its values."""
         for parameter in self.parameters:
             yield parameter, parameter.detach()
 
     def states(self) -> Iterator[ParameterState]:
+        """Yield the whole local state of every trained parameter. The copies share out the saving
+        of parameters by their bytes."""
         savers = shared_out([p.nbytes for p in self.parameters], self.copies)
         own = self.holders.group.rank() if self.holders.group is not None else 0
         for parameter, saver in zip(self.parameters, savers, strict=True):
@@ -174,15 +199,19 @@ class TorchEngine:
             yield ParameterState(parameter, parameter.detach(), slots, counter, None, is_owner)
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """Return `tensor` detached, which is whole on this rank, and None."""
         return tensor.detach(), None
 
     def computed_with(self) -> Iterator[nn.Parameter]:
+        """Yield nothing: the next forward reads the values that `states` has."""
         yield from ()
 
     def read_states(self) -> None:
-        pass  # what is updated is what is computed with
+        """Do nothing: the next forward reads the values that `states` has."""
+        pass
 
     def _settle(self) -> None:
+        """Wait for reductions in progress, and divide excessive gradients by `excess`."""
         if self.reduction is not None:
             self.reduction.wait()
         if self._is_excessive:
@@ -192,20 +221,23 @@ class TorchEngine:
 
 
 class StreamedEngine(TorchEngine):
-    """The only copy of weights that are on the host, and come to where they are read by
-    `streamed`."""
+    """The engine of the only copy of weights that are kept on the host. `streamed` brings them to
+    the device where they are read."""
 
     def __init__(self, *args: Any, streamed: StreamedWeights, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._streamed = streamed
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
-        # What the host goes by has to be there: torch would not wait for it.
+        """Update as TorchEngine does, after waiting for `norm` and `found_inf`. Later reads of the
+        weights get their new values."""
+        # The host branches on these, so they must have arrived: torch would not wait for them.
         norm, found_inf = (None if x is None else x.cpu() for x in (norm, found_inf))
         super().step(norm, clip, found_inf)
         self._streamed.changed()
 
     def read_states(self) -> None:
+        """Have later reads of the weights get the values that were written to `states`."""
         self._streamed.changed()
 
 
@@ -216,6 +248,8 @@ def _data_parallel(
     precision: str,
     may_skip_parameters: bool,
 ) -> DistributedDataParallel:
+    """Return `module` wrapped in DistributedDataParallel, with a hook where the plan sends
+    gradients in another dtype or sums them in a group of their own."""
     made = DistributedDataParallel(
         module,
         process_group=copies.group,
@@ -234,7 +268,8 @@ def _data_parallel(
 
 
 def shared_out(sizes: Sequence[int], copies: int) -> list[int]:
-    """Return, for each of `sizes`, which of `copies` takes it: always the one that has least."""
+    """Return, for each of `sizes`, the index of the copy that takes it: always the one with the
+    smallest sum so far."""
     taken = [0] * copies
     savers = []
     for size in sizes:
@@ -247,8 +282,10 @@ def _sum(
     how: tuple[dist.ProcessGroup, bool],
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch's checks ask for
 ) -> Future[Tensor]:
-    """Sum a bucket of DistributedDataParallel's over a group, averaged or not, in the backward that
-    filled it."""
+    """Sum a bucket of DistributedDataParallel's over a group, within the backward that filled it.
+
+    `how` is the group, and whether the sum is divided by its size.
+    """
     group, averages = how
     gradients, done = bucket.buffer(), Future[Tensor]()
     dist.all_reduce(gradients, group=group)
@@ -260,8 +297,10 @@ def _average(
     how: tuple[dist.ProcessGroup, torch.dtype],
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Average a bucket of DistributedDataParallel's over a group, sent in a dtype. (That of torch,
-    `bf16_compress_hook`, is for NCCL alone.)"""
+    """Average a bucket of DistributedDataParallel's over a group, sent in another dtype.
+
+    `how` is the group and the dtype. torch's own hook, `bf16_compress_hook`, is for NCCL alone.
+    """
     group, dtype = how
     gradients = bucket.buffer()
     sent = gradients.to(dtype).div_(group.size())

@@ -1,4 +1,4 @@
-"""The engine of copies that partition what they have in common: DeepSpeed's ZeRO and offload."""
+"""The engine of copies that partition their common state: DeepSpeed's ZeRO and offload."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -30,11 +30,19 @@ from whale_train.strategies.resolver.deepspeed_config import for_processes
 
 
 class DeepSpeedEngine:
-    """Copies that partition what they have in common: ZeRO 1 to 3, offload. A `precision` of 16
-    bits is autocast; of `copies.narrow` the engine holds what autocast would make of them, and
-    accumulates and reduces every gradient in fp32 (docs/adr/007). Where another engine runs these
-    parameters, their gradients are made `excess` times too large. `reached` sees to it that every
-    copy has a gradient of the same parameters, where their forwards may differ."""
+    """The engine of copies under ZeRO 1 to 3 and offload, by DeepSpeed.
+
+    It accumulates and reduces every gradient in fp32 (docs/adr/007).
+
+    config: DeepSpeed's configuration.
+    device: where the module computes.
+    precision: of 16 bits, it is autocast. The engine holds the parameters of `copies.narrow` as the
+        values that autocast would make of them.
+    excess: how many times too large gradients are made by another engine that runs these
+        parameters; None: this engine runs them.
+    reached: ensures that every copy has gradients of the same parameters, where their forwards may
+        differ; None: they do not.
+    """
 
     loss_scale: Tensor | None = None
     reduction = None
@@ -61,10 +69,10 @@ class DeepSpeedEngine:
         self._is_first_copy = copies.is_first
         self._stage = config["zero_optimization"]["stage"]
         self._excess, self._reached = excess, reached
-        # DeepSpeed will average what is then the same on all copies.
+        # DeepSpeed will average these gradients, which are then the same on all copies.
         self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         for parameter in module.parameters():
-            # What DeepSpeed's own norm goes by.
+            # DeepSpeed's own norm reads these two attributes.
             parameter.tensor_model_parallel = parameter in copies.sharded  # type: ignore[attr-defined]
             parameter.ds_pipe_replicated = parameter in copies.counted_elsewhere  # type: ignore[attr-defined]
         self._trained = [p for p in module.parameters() if p.requires_grad]
@@ -78,10 +86,10 @@ class DeepSpeedEngine:
             for parameter in narrow:
                 weights.narrow(parameter)
         else:
-            # What ZeRO 3 gathers inside of inference mode would be an inference tensor, which no
-            # backward can save, wherever the parameter is read next.
+            # A parameter that ZeRO 3 gathers inside of inference mode would be an inference tensor,
+            # which no backward can save, wherever the parameter is read next.
             self._modes.enter_context(inference_as_no_grad())
-        # Without one, all ranks are copies.
+        # Without a topology, DeepSpeed takes all ranks for copies.
         is_world = copies.shard_group is None and copies.size == dist.get_world_size()
         topology = None if is_world else _Topology(copies)
         with given_back() if self._stage == 3 else nullcontext():
@@ -93,7 +101,9 @@ class DeepSpeedEngine:
                 # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=module,
-                    model_parameters=[{"params": found} for found in (wide, narrow) if found],
+                    model_parameters=[
+                        {"params": parameters} for parameters in (wide, narrow) if parameters
+                    ],
                     config=config,
                     dist_init_required=False,
                     mpu=topology,
@@ -107,12 +117,15 @@ class DeepSpeedEngine:
 
     @property
     def scale(self) -> int:
+        """Return the number of copies, over which DeepSpeed averages gradients."""
         return self.copies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Accumulate gradients, by DeepSpeed's backward of a scalar: the sum of outputs times
+        gradients, times the number of copies."""
         # Only a scalar through the engine's own backward is right at every stage: an
         # `output.backward(gradient)` is refused at 0, crashes at 2, and is silently wrong at 2
         # with offload.
@@ -122,12 +135,17 @@ class DeepSpeedEngine:
         self._engine.backward(sum(scalars[1:], scalars[0]) * self.copies)
 
     def input_gradient(self, value: Tensor) -> Tensor | None:
+        """Return the gradient that `backward` left in `value`, divided by the number of copies;
+        None if it left none."""
         return None if value.grad is None else value.grad / self.copies
 
     def accumulating(self) -> AbstractContextManager[Any]:
+        """Return a null context: ZeRO determines by itself when it reduces."""
         return nullcontext()  # ZeRO 1 reduces in the step, 2 and 3 partition every gradient
 
     def finish_backward(self) -> None:
+        """Correct gradients that another engine made too large, and begin to sum those of shared
+        parameters."""
         if self._excess is not None:  # DeepSpeed will average them over the copies
             gradients = [p.grad for p in self._trained if p.grad is not None]
             torch._foreach_mul_(gradients, self.copies / self._excess)
@@ -137,11 +155,14 @@ class DeepSpeedEngine:
         set_learning_rate(self._optimizer, lr)
 
     def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
-        """Reduce and update, clipping by what `global_norm` makes of this engine's own squared
-        norm; where that is not finite, the step changes nothing if it `skips`.
+        """Reduce the gradients, clip them and update the parameters.
 
-        DeepSpeed would read the norm on the host to skip by itself; it may where its optimizer's
-        kernel cannot.
+        global_norm: maps this engine's squared norm to the squared norm over all engines, for
+            clipping; None: this engine's own norm is used.
+        skips: whether a step whose norm is not finite changes nothing.
+
+        To skip by itself, DeepSpeed reads the norm on the host. It does so only where its
+        optimizer's kernel cannot skip.
         """
         self._shared.wait()
         if global_norm is None:
@@ -175,16 +196,20 @@ class DeepSpeedEngine:
                 inner.found_inf = None
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Yield every trained parameter with its summed gradient on the first copy, and None on the
+        others."""
         # Not safe_get_full_grad: under ZeRO 1 that is this copy's own, before the reduction.
         for parameter in self._trained:
             if self._stage == 3:
                 whole = self._optimizer.get_fp32_grad_for_param(parameter)
             else:
                 whole = parameter.get_full_hp_grad()  # type: ignore[attr-defined]
-            found = without_scale(whole, self.loss_scale) if self._is_first_copy else None
-            yield parameter, found
+            gradient = without_scale(whole, self.loss_scale) if self._is_first_copy else None
+            yield parameter, gradient
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Yield every trained parameter with its fp32 value: on every copy where copies hold it
+        whole, otherwise on the first copy, with None on the others."""
         for parameter in self._trained:
             if self._stage < 3 and parameter.dtype == torch.float32:
                 yield parameter, parameter.detach()  # every copy has it
@@ -193,6 +218,8 @@ class DeepSpeedEngine:
                 yield parameter, whole if self._is_first_copy else None
 
     def states(self) -> Iterator[ParameterState]:
+        """Yield the state of this rank's partition, for every trained parameter that has elements
+        in it."""
         for parameter in self._trained:
             fragment = self._fragment(parameter)
             if fragment is None:
@@ -209,8 +236,12 @@ class DeepSpeedEngine:
             )
 
     def _fragment(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
-        """Return the fp32 partition that has elements of the flattened `parameter`, where in it
-        they start, which of them is the first, and how many it has; None if it has none."""
+        """Return the range of this rank's fp32 partition that holds elements of `parameter`; None
+        if it has none.
+
+        The result is the flat partition, where the range starts in it, the index of its first
+        element in the flattened parameter, and its length.
+        """
         optimizer = self._optimizer
         if self._stage == 3:
             group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -227,8 +258,8 @@ class DeepSpeedEngine:
         return flat, own.start, held.start, held.numel
 
     def _part(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return which elements of the flattened `parameter` ZeRO 3 leaves to this rank: the first,
-        and how many. Parts are equal, the last are padded or empty."""
+        """Return the first index and the number of the flattened `parameter`'s elements that ZeRO 3
+        leaves to this rank. Parts are equal; the last ones are padded or empty."""
         whole = parameter.ds_numel  # type: ignore[attr-defined]
         size = -(-whole // self.copies)
         assert self.holders.group is not None
@@ -236,16 +267,23 @@ class DeepSpeedEngine:
         return start, min(size, whole - start)
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """Return this rank's part of a buffer or of a frozen parameter, and the index of its first
+        flattened element. Buffers, and parameters below ZeRO 3, are whole, with None for the
+        index."""
         if self._stage < 3 or not isinstance(tensor, nn.Parameter):
             return tensor.detach(), None
         start, held = self._part(tensor)
         return tensor.ds_tensor.detach()[:held], start  # type: ignore[attr-defined]
 
     def computed_with(self) -> Iterator[nn.Parameter]:
+        """Yield all trained parameters below ZeRO 3, whose data copies hold whole beside the
+        partitioned state."""
         if self._stage < 3:
             yield from self._trained
 
     def read_states(self) -> None:
+        """Copy the values in `states` into ZeRO 3's partitions, and gather the parameters that are
+        always whole."""
         if self._stage < 3:
             return
         for state in self.states():
@@ -258,7 +296,7 @@ class DeepSpeedEngine:
 
 
 class _Topology:
-    """The groups of an engine, as DeepSpeed asks for them (Megatron's `mpu`)."""
+    """The groups of an engine, in the interface that DeepSpeed expects (Megatron's `mpu`)."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -287,8 +325,11 @@ class _Topology:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, without the shared-memory all-reduce it would compile (20 s of g++) and
-    initialise at its first process group, whose only use is inference."""
+    """Return the module `deepspeed`, with its shared-memory all-reduce disabled.
+
+    DeepSpeed would compile that one (20 s of g++) and initialise it at its first process group,
+    only for inference.
+    """
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -298,9 +339,11 @@ def import_deepspeed() -> Any:
 def _by_width(
     trained: Sequence[nn.Parameter], narrow: frozenset[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split `trained` into parameters held in fp32 and those of `narrow`. Where all are narrow, the
-    smallest is held in fp32 as well: DeepSpeed's buckets have the dtype of one parameter, and must
-    be fp32."""
+    """Split `trained` into the parameters held in fp32 and those of `narrow`, held in 16 bits.
+
+    Where all are narrow, the smallest is held in fp32 as well: DeepSpeed's buckets have the dtype
+    of one parameter, and must be fp32.
+    """
     wide = [p for p in trained if p not in narrow]
     if not wide and trained:
         wide = [min(trained, key=lambda p: p.numel())]
@@ -309,8 +352,8 @@ def _by_width(
 
 
 def _accumulate_in_fp32(optimizer: Any) -> None:
-    """Give `optimizer`, of ZeRO 1 or 2 with offload, fp32 tensors on the host to add gradients up
-    in; DeepSpeed 0.19.8 would make them of the parameter's dtype."""
+    """Give `optimizer` (ZeRO 1 or 2 with offload) fp32 tensors on the host in which it accumulates
+    gradients; DeepSpeed 0.19.8 would make them in the parameter's dtype."""
     sums = optimizer.accumulated_grads_in_cpu
     for parameter in (p for group in optimizer.params_in_partition for p in group):
         zeros = torch.zeros(parameter.numel(), device=optimizer.device)
@@ -318,11 +361,13 @@ def _accumulate_in_fp32(optimizer: Any) -> None:
 
 
 def _wide(value: Tensor) -> Tensor:
+    """Return `value` in at least fp32."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _run_within(module: nn.Module, context: AbstractContextManager[Any]) -> None:
-    """Run its forwards in `context`, from inside: DeepSpeed turns off an autocast around it."""
+    """Make the forwards of `module` run in `context`, by hooks inside of DeepSpeed's wrapper, which
+    turns off an autocast around it."""
 
     def enter(*_: object) -> None:
         context.__enter__()

@@ -1,4 +1,4 @@
-"""The norm of a step over all engines, where DeepSpeed would go by its own engine's."""
+"""The gradient norm over all engines, for a DeepSpeed engine, which would use its own alone."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +11,13 @@ from whale_train.runtime.engines.base import CLIP_EPS
 
 
 class StepNorm:
-    """What DeepSpeed's `optimizer` of ZeRO `stage` clips by in one step.
+    """The norm by which DeepSpeed's `optimizer` of ZeRO `stage` clips in one step.
 
-    Args:
-        devices: Where the modules compute, and where the optimizer has its gradients: those of an
-            offloaded one are on the host.
-        global_norm: Gives the squared norm over all engines for this engine's own, both fp32
-            scalars where the modules compute.
-        loss_scale: What the gradients are multiples of.
+    devices: where the modules compute, and where the optimizer has its gradients; those of an
+        offloaded optimizer are on the host.
+    global_norm: maps this engine's squared norm to the squared norm over all engines. Both are fp32
+        scalars where the modules compute.
+    loss_scale: the scalar that the gradients are multiplied by; None: 1.
     """
 
     def __init__(
@@ -37,23 +36,23 @@ class StepNorm:
 
     @contextmanager
     def taking_over(self, on_norm: Callable[[Tensor], None]) -> Iterator[None]:
-        """Steps of the optimizer in here measure and scale by the global norm, and call `on_norm`
-        with it between the two.
+        """Make steps of the optimizer in this context measure and scale by the global norm.
+        `on_norm` is called with the norm after it is measured and before gradients are scaled.
 
-        DeepSpeed knows a norm only inside its step, so its norm function is wrapped for that time,
-        and so is what scales by the norm.
+        DeepSpeed knows a norm only inside its step, so the context replaces its norm function and
+        the function that scales by the norm.
         """
         optimizer = self._optimizer
         name = "_get_norm_groups" if self._stage == 3 else "scaled_global_norm"
         own_norm = getattr(optimizer, name)
 
         def norm(*args: Any, **kwargs: Any) -> Any:
-            found = own_norm(*args, **kwargs)
-            whole = self._whole(found if isinstance(found, list) else [found])
+            measured = own_norm(*args, **kwargs)
+            whole = self._whole(measured if isinstance(measured, list) else [measured])
             on_norm(whole)
             self._factor = self._scaling(whole).to(self._gradients_device)
             whole = whole.to(self._gradients_device)
-            return [whole] if isinstance(found, list) else whole
+            return [whole] if isinstance(measured, list) else whole
 
         setattr(optimizer, name, norm)
         optimizer.unscale_and_clip_grads = self._scale
@@ -64,12 +63,15 @@ class StepNorm:
             del optimizer.unscale_and_clip_grads
 
     def _whole(self, parts: Sequence[Tensor | float]) -> Tensor:
+        """Return the norm over all engines, given the norms of this engine's parts. A part of -1,
+        DeepSpeed's sign for a norm that is not finite, makes it infinite."""
         norms = torch.stack([_on(self._device, x) for x in parts])
         norms = torch.where(norms < 0, torch.inf, norms)  # -1 is not finite
         return self._global_norm((norms**2).sum()).sqrt()
 
     def _scaling(self, norm: Tensor) -> Tensor:
-        """Return what gradients of that norm, loss scale included, are multiplied by."""
+        """Return the factor of gradients of this norm, loss scale included: it removes the loss
+        scale and clips."""
         factor = torch.ones_like(norm)
         if self._loss_scale is not None:
             factor = self._loss_scale.reciprocal()
@@ -78,6 +80,8 @@ class StepNorm:
         return factor * (clip / (norm + CLIP_EPS)).clamp(max=1.0) if clip else factor
 
     def _scale(self, gradients: Any, _: Any) -> None:
+        """Multiply gradients by the factor, in the stead of DeepSpeed's
+        `unscale_and_clip_grads`."""
         if self._stage == 3:  # it gives the number of a sub-group
             gradients = [self._optimizer.fp32_partitioned_groups_flat[gradients].grad]
         for gradient in gradients:
@@ -85,7 +89,8 @@ class StepNorm:
 
 
 def _on(device: torch.device, norm: Tensor | float) -> Tensor:
-    """Return a norm as an fp32 scalar on `device`; of an offloaded optimizer it may be a number."""
+    """Return a norm as an fp32 scalar on `device`. The norm of an offloaded optimizer may be a
+    number."""
     if isinstance(norm, Tensor):
         return norm.to(device, torch.float32)
     return torch.full((), norm, device=device)

@@ -1,4 +1,5 @@
-"""How DeepSpeed's stage 3 takes over a module's parameters: one at a time, and each once.
+"""Adaptations of DeepSpeed, most of all of how stage 3 takes over a module: one parameter at a
+time.
 
 `deepspeed.initialize` by itself takes the whole module: it sends all of it from the first copy to
 the others, casts all of it under bf16, and keeps the partition twice. A rank would need far more
@@ -24,9 +25,14 @@ def partition(
     narrow: NarrowWeights,
     place: tuple[int, int],
 ) -> None:
-    """Leave this rank its part of every parameter of `module`, in 16 bits if `narrow` has it;
-    `place` is the rank among the copies, and how many there are. Where the first copy's values come
-    from is let go of parameter by parameter."""
+    """Replace every parameter of `module` by this rank's part of it, in 16 bits if `narrow` has it.
+
+    topology: the engine's groups, as DeepSpeed's `mpu`; None: all ranks are copies.
+    config: DeepSpeed's configuration.
+    place: the rank among the copies, and the number of copies.
+
+    The source of the values is released parameter by parameter.
+    """
     import deepspeed
 
     # As its own launcher says it. On a CPU it otherwise starts `numactl` at every reduction.
@@ -40,13 +46,15 @@ def partition(
 
 
 class _Cast(nn.Module):
-    """A module whose `narrow` parameters are of 16 bits by the time they are looked at."""
+    """A module whose `narrow` parameters are converted to 16 bits when DeepSpeed iterates over
+    them."""
 
     def __init__(self, module: nn.Module, narrow: NarrowWeights, place: tuple[int, int]) -> None:
         super().__init__()
         self._module, self._narrow, self._place = module, narrow, place
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters, each filled and converted just before DeepSpeed partitions it."""
         for parameter in self._module.parameters(recurse):
             again = fill(parameter)
             if parameter.dtype == torch.float32:  # it is looked at more than once
@@ -56,12 +64,12 @@ class _Cast(nn.Module):
 
 @contextmanager
 def one_master_copy() -> Iterator[None]:
-    """Engines made in here update an fp32 partition where it is.
+    """Make engines that are built in this context update an fp32 partition in place.
 
-    Stage 3 has a copy of the weights for the optimizer beside those that are gathered, but for
-    those that are fp32 already and where the optimizer is. That they are it never finds, as it
-    compares a `torch.device` with a device's name (DeepSpeed 0.19.8). For the time of the
-    comparison it is given a device. What is offloaded is another copy by its nature.
+    Stage 3 makes a copy of the weights for the optimizer beside those that are gathered, except of
+    weights that are fp32 and on the optimizer's device already. It never recognises these, as it
+    compares a `torch.device` with a device's name (DeepSpeed 0.19.8). During the comparison this
+    context gives it a device. Offloaded weights are a second copy in any case.
     """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
@@ -85,12 +93,12 @@ def one_master_copy() -> Iterator[None]:
 
 @contextmanager
 def partitions_by_dtype() -> Iterator[None]:
-    """Let engines made in here partition parameters of several dtypes, each parameter group being
-    of one.
+    """Let engines that are built in this context partition parameters of several dtypes, each
+    parameter group having one.
 
-    Stage 3 (DeepSpeed 0.19.8) moves all partitions into one flat tensor, and with parameters
-    offloaded into one of the first parameter's dtype for each group. For the time of its
-    initialisation it has one flat tensor for each dtype, and for each group one of its own dtype.
+    Stage 3 (DeepSpeed 0.19.8) moves all partitions into one flat tensor; with parameters offloaded,
+    into one for each group, of the first parameter's dtype. During the initialisation it gets one
+    flat tensor for each dtype, and for each group one of the group's dtype.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
@@ -101,10 +109,10 @@ def partitions_by_dtype() -> Iterator[None]:
     flatten = stage3.defragment
 
     def flat_of_each_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
-        found: dict[torch.dtype, list[Tensor]] = {}
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
-            found.setdefault(tensor.dtype, []).append(tensor)
-        return {dtype: flatten(listed) for dtype, listed in found.items()}
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        return {dtype: flatten(partitions) for dtype, partitions in by_dtype.items()}
 
     def set_groups_flat(optimizer: Any) -> None:
         starts = dict.fromkeys(optimizer.lp_param_buffer, 0)
@@ -134,8 +142,12 @@ def partitions_by_dtype() -> Iterator[None]:
 
 @contextmanager
 def without_broadcast() -> Iterator[None]:
-    """Engines made in here do not send the first copy's weights to the others: the same seed made
-    them everywhere. DeepSpeed fails on parameters without dimensions there (0.19.8)."""
+    """Keep engines that are built in this context from sending the first copy's weights to the
+    others.
+
+    The same seed made the weights everywhere. DeepSpeed's broadcast fails on parameters without
+    dimensions (0.19.8).
+    """
     from deepspeed import DeepSpeedEngine
 
     broadcast = DeepSpeedEngine._broadcast_model
@@ -148,8 +160,10 @@ def without_broadcast() -> Iterator[None]:
 
 @contextmanager
 def unchecked_norms() -> Iterator[None]:
-    """Steps taken in here do not ask whether their norm is a number: DeepSpeed would read it on the
-    host for that, and wait for all that the device has to do (0.19.8)."""
+    """Keep steps in this context from checking whether their norm is finite.
+
+    DeepSpeed would read the norm on the host, and wait for all work of the device (0.19.8).
+    """
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     modules = (stage3, stage_1_and_2)
@@ -164,8 +178,11 @@ def unchecked_norms() -> Iterator[None]:
 
 
 def gather_whole(blocks: Sequence[nn.Module]) -> None:
-    """Have stage 3 gather the weights of each of `blocks` when that is called, and hang no hooks on
-    what is inside it, at each of which torch.compile would end a region."""
+    """Make stage 3 gather all weights of a block when the block is called, for each of `blocks`.
+
+    No hooks are then attached to modules inside of a block; torch.compile would end a region at
+    each.
+    """
     import deepspeed
 
     for block in blocks:

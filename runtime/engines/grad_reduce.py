@@ -1,9 +1,10 @@
-"""Gradients of a step of several backwards, summed over the holders of a parameter.
+"""Gradients of a step with several backwards, summed over the holders of a parameter.
 
-A reduction under every backward would be repeated work: a gradient is sent when it is final
-(`runtime/pipeline/grad_ready.py` knows when), which for most is under the last backward that adds
-to it, so that communication runs under what is left of that and under other stages' work. Copies
-send their buckets in one order, which they have from the plan (`runtime/engines/bucket_queue.py`).
+A reduction after every backward would be repeated work. A gradient is sent when it is final
+(`runtime/pipeline/grad_ready.py` knows when), which for most is during the last backward that adds
+to it, so that communication overlaps with the rest of that backward and with other stages' work.
+Copies send their buckets in one order, which follows from the plan
+(`runtime/engines/bucket_queue.py`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,13 +21,15 @@ _Group = dist.ProcessGroup
 
 
 class Reduction:
-    """`parameters`, listed in the order of their use in forward, are summed over `group` (None:
-    one rank holds them), sent in `dtype`.
+    """The sums of gradients over the holders of parameters, once a step.
 
-    `shared` ones, which several TaskGraphs hold (tied ones), each whole on every member of its
-    shard group, are summed over the group of all their holders; `excess` is how many times too
-    large this rank's gradients of them are in the sum (the members of a shard group all have the
-    same one). All holders list them in one order.
+    parameters: in the order of their use in the forward; the same on all holders.
+    group: the ranks that the gradients of `parameters` are summed over; None: one rank holds them.
+    shared: parameters that several TaskGraphs hold (tied ones), each whole on every member of its
+        shard group, with the group of all its holders. All holders list them in one order.
+    excess: how many times too large this rank's gradients of `shared` are in the sum, as the
+        members of a shard group all have the same one.
+    dtype: the dtype in which gradients of `parameters` are sent; `shared` ones are sent in fp32.
     """
 
     def __init__(
@@ -48,20 +51,23 @@ class Reduction:
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Those of which `final` is told."""
+        """Return the parameters of which `final` is to be told."""
         return self._buckets.items
 
     def final(self, parameter: nn.Parameter) -> None:
-        """No backward of this step adds to its gradient any more: send it, once those before it
-        are. At most once a step."""
+        """Report that no backward of this step adds to the gradient of `parameter` any more.
+
+        The gradient is sent once those before it are. At most once a step.
+        """
         self._buckets.ready(parameter)
 
     def finish(self) -> None:
-        """This rank has run all its backwards and sent on what they gave: send what is left.
+        """Send all remaining gradients, after this rank's last backward of the step.
 
-        Shared ones wait for this. They are final last in the first of the stages that hold them,
-        which waits for what the others have yet to send it: on a GPU, whose queues are few, a
-        collective that waits for that stage must not stand before that.
+        The gradients of shared parameters are sent only here. They are final last in the first of
+        the stages that hold them, which waits for messages that the others have yet to send. A GPU
+        has few queues, so a collective that waits for that stage must not be enqueued before those
+        messages.
         """
         self._buckets.end()
         for parameter, holders in self._shared.items():
@@ -70,14 +76,17 @@ class Reduction:
             self._all_reduce(parameter.grad.div_(self._excess), holders, torch.float32)
 
     def wait(self) -> None:
-        """Until all that was sent is summed, in `.grad`."""
+        """Wait until all gradients that were sent are summed, in `.grad`."""
         for sent in self._sent:
             sent.wait()
         self._sent = []
 
     def _sum(self, bucket: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients that any copy has: a parameter without one has none in any copy, and
-        keeps none, as reduced zeros would be an update."""
+        """Begin to sum the gradients of a bucket.
+
+        A parameter without a gradient has none on any copy and keeps none: reduced zeros would be
+        an update.
+        """
         held = [parameter for parameter in bucket if parameter.grad is not None]
         if held:
             assert self._group is not None
@@ -92,8 +101,14 @@ class Reduction:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A sum on its way, as `sent`, to `where`; and the group that a wait in vain was for
-    (`runtime/failures/timeout_frames.py`)."""
+    """A sum in progress.
+
+    work: its handle.
+    group: the group of the collective, by which a timeout is reported
+        (`runtime/failures/timeout_frames.py`).
+    sent: the tensor that is summed, in the dtype that is sent.
+    where: the gradient that the sum is written to.
+    """
 
     work: dist.Work
     group: _Group
@@ -101,13 +116,15 @@ class _Sent:
     where: Tensor
 
     def wait(self) -> None:
+        """Wait for the sum and write it to `where`."""
         self.work.wait()
         if self.sent is not self.where:
             self.where.copy_(self.sent)
 
 
 def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return one tensor of which the gradients of `parameters` are parts from here on."""
+    """Return one tensor of all gradients of `parameters`, and make each `.grad` a view of it. A
+    single contiguous gradient is returned as it is."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len(gradients) == 1 and gradients[0].is_contiguous():
         return gradients[0]
@@ -119,15 +136,15 @@ def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return `parameters` in buckets: neighbours of one dtype, as many as a bucket holds; a larger
-    one is a bucket of its own."""
-    found: list[list[nn.Parameter]] = []
+    """Return `parameters` in buckets: neighbours of one dtype, of at most REDUCE_BUCKET_ELEMENTS
+    elements together. A larger parameter is a bucket of its own."""
+    buckets: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
-        fits = found and found[-1][0].dtype == parameter.dtype
+        fits = buckets and buckets[-1][0].dtype == parameter.dtype
         if not fits or filled + parameter.numel() > REDUCE_BUCKET_ELEMENTS:
-            found.append([])
+            buckets.append([])
             filled = 0
-        found[-1].append(parameter)
+        buckets[-1].append(parameter)
         filled += parameter.numel()
-    return found
+    return buckets

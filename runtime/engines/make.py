@@ -1,4 +1,4 @@
-"""Which engine a TaskGraph gets on a rank."""
+"""The choice of the engine of a TaskGraph on a rank."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,10 +32,17 @@ def make_engine(
     streamed: StreamedWeights | None = None,
     agreement: ForwardAgreement | None = None,
 ) -> Engine:
-    """Return the engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the
-    plan has a configuration for it and there are copies to partition among; one of weights that are
-    `streamed`, where they are. An `agreement` is given where copies may reach other parameters. The
-    rest is as for TorchEngine."""
+    """Return the engine of `module`, the part of `task_graph` that `seat.rank` holds.
+
+    It is a DeepSpeedEngine where the plan has a configuration of it and there are copies to
+    partition among, a StreamedEngine where `task_graph` streams its weights, and a TorchEngine
+    otherwise.
+
+    streamed: brings weights from the host; needed where `task_graph` streams them.
+    agreement: given where copies may reach different parameters.
+
+    The other parameters are TorchEngine's.
+    """
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
     optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
     if config is not None and copies.group is not None:

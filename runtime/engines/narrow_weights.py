@@ -1,9 +1,10 @@
-"""Weights that ZeRO holds in 16 bits, of which the optimizer has an fp32 master partition.
+"""Weights that ZeRO holds in 16 bits, with an fp32 master partition in the optimizer.
 
-A weight that nothing reads but what autocast lowers is held as the 16-bit value autocast would make
-of it: what is computed is the same, and a rank has 2 bytes of it instead of 4 and a copy of 2. Its
-gradient is fp32 from the backward that makes it on (`Tensor.grad_dtype`). DeepSpeed 0.19.8 makes
-the fp32 master of the 16-bit value; here it gets the value it is to have.
+A weight that is read only by operations that autocast lowers is held as the 16-bit value autocast
+would make of it. The results are the same, and a rank needs 2 bytes for an element instead of 4 and
+a copy of 2. The gradient is fp32 from the backward that makes it on (`Tensor.grad_dtype`).
+DeepSpeed 0.19.8 makes the fp32 master from the 16-bit value; `NarrowWeights` replaces that by the
+exact value.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 
 
 class NarrowWeights:
-    """`parameters` held in `dtype`, and their fp32 values until the optimizer has them; of `frozen`
-    ones, which have no optimizer, nothing else is held."""
+    """Weights to be held in 16 bits, and their fp32 values until the optimizer has them.
+
+    parameters: the trained ones.
+    frozen: frozen ones, which have no optimizer and no fp32 value.
+    dtype: the 16-bit dtype; None only where there are none.
+    """
 
     def __init__(
         self,
@@ -36,9 +41,13 @@ class NarrowWeights:
         ranks: int = 1,
         again: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Give `parameter`, if it is one of these, its 16-bit value, and remember of its fp32 value
-        the part that ZeRO 3 leaves to `rank` of `ranks`: equal parts of the flat tensor, of which
-        the last is padded; or how to have the value `again`, where that can be."""
+        """Convert `parameter` to its 16-bit value, if it is one of these weights, and remember the
+        fp32 value.
+
+        Only the part that ZeRO 3 leaves to `rank` of `ranks` is remembered: equal parts of the
+        flattened tensor, of which the last is padded. Where `again` is given, it makes the whole
+        value once more and nothing is kept.
+        """
         if parameter in self._frozen:
             parameter.data = parameter.data.to(self._dtype)
         if parameter not in self.parameters:
@@ -48,13 +57,14 @@ class NarrowWeights:
         elif ranks > 1:
             part = _part(parameter.detach(), rank, ranks).clone()
             self._exact[parameter] = lambda: part
-        else:  # beside what a GPU is about to hold, the whole value were too much
+        else:  # the whole value would be too much beside the GPU's other tensors
             whole = parameter.detach().cpu()
             self._exact[parameter] = lambda: whole
         parameter.data = parameter.data.to(self._dtype)
 
     def give_masters(self, optimizer: Any, stage: int) -> None:
-        """Write the fp32 values that were remembered into the partitions of `optimizer`."""
+        """Write the remembered fp32 values into the partitions of `optimizer`, under ZeRO `stage`,
+        and forget them."""
         for parameter, remembered in self._exact.items():
             if stage == 3:
                 exact = remembered().flatten()
@@ -73,6 +83,6 @@ class NarrowWeights:
 
 
 def _part(value: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return the part of a flat tensor that ZeRO 3 leaves to `rank` of `ranks`."""
+    """Return the flattened elements of `value` that ZeRO 3 leaves to `rank` of `ranks`."""
     size = -(-value.numel() // ranks)
     return value.flatten()[size * rank : size * (rank + 1)]

@@ -1,4 +1,4 @@
-"""Where a rank sits: what it must know of itself to be put together."""
+"""The context in which a rank's program is built: its number, its device and its groups."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,13 @@ from whale_train.runtime.engines.base import Engine
 
 @dataclass(frozen=True)
 class StandIns:
-    """Make what stands in for the parts of engines that need storage: `buckets`, of a module and
-    its copies, for DistributedDataParallel, `zero`, of DeepSpeedEngine's arguments with an
-    optimizer after the config, for that, and `streamed`, of StreamedEngine's, for that. `forget` is
-    told of tensors that stand for the host's."""
+    """Substitutes for the parts of engines that need storage, for a rehearsed rank.
+
+    buckets: makes the substitute for DistributedDataParallel, of a module and its copies.
+    zero: makes that of DeepSpeedEngine, of its arguments with an optimizer after the configuration.
+    streamed: makes that of StreamedEngine, of the same arguments.
+    forget: is told of tensors that stand for the host's.
+    """
 
     buckets: Callable[[nn.Module, Copies], nn.Module]
     zero: Callable[..., Engine]
@@ -27,10 +30,16 @@ class StandIns:
 
 @dataclass(frozen=True)
 class Seat:
-    """This rank's number, its device, and the groups it is in, by the plan's names. `channels` are
-    groups of two for the messages of a pipeline, by the rank at the other end, where these do not
-    go through the group of all. `stand_ins` are for a rank that is rehearsed; `compiler` is given
-    where the model is compiled."""
+    """The place of this rank in the job.
+
+    rank: the rank.
+    device: where it computes.
+    groups: the groups it is in, by the plan's names.
+    channels: groups of two for a pipeline's messages, by the rank at the other end. Messages with
+        other ranks go through the world.
+    stand_ins: given where the rank is rehearsed.
+    compiler: given where the model is compiled.
+    """
 
     rank: int
     device: torch.device

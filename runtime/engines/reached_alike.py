@@ -1,9 +1,9 @@
 """Gradients of the same parameters on all copies, whatever their forwards ran.
 
-ZeRO 1 reduces gradients in the step, in one order: what a copy of a model that looks at values did
-not reach is given a gradient of zeros, which is what its samples contribute. ZeRO 2 reduces them in
-the order in which backwards make them, and ZeRO 3 gathers parameters in the order in which modules
-run: copies that differ would take each other's for their own, and are stopped.
+ZeRO 1 reduces gradients in the step, in one order. A copy of a model that branches on values gets a
+gradient of zeros for every parameter that it did not reach; that is its samples' contribution. ZeRO
+2 reduces gradients in the order in which backwards make them, and ZeRO 3 gathers parameters in the
+order in which modules run. Copies that differ would mix up each other's, and are stopped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +19,14 @@ from whale_train.runtime.comms.forward_agreement import ForwardAgreement, Forwar
 
 
 class ReachedAlike:
-    """The trained parameters of `module`, of which `copies` make gradients, under ZeRO `stage`.
+    """Watches that the copies of `module` make gradients of the same parameters, under ZeRO
+    `stage`.
 
-    Made before DeepSpeed partitions the module, whose hooks then come after these.
+    copies: the ranks that hold the same shards.
+    agreement: compares the copies' places of a forward.
+
+    It must be made before DeepSpeed partitions the module, so that its hooks run before
+    DeepSpeed's.
     """
 
     def __init__(
@@ -36,8 +41,8 @@ class ReachedAlike:
                 part.register_forward_pre_hook(self._noting(model_path(path)))
 
     def _noting(self, path: str) -> Callable[..., None]:
-        """Return the hook that notes that the module at `path` runs in training, and under ZeRO 3
-        makes sure that it does on all copies."""
+        """Return a forward pre-hook that records that the module at `path` runs in training, and
+        under ZeRO 3 checks that it runs on all copies."""
 
         def note(part: nn.Module, _: object) -> None:
             if part.training:  # an evaluation has no backward whose order would matter
@@ -48,11 +53,11 @@ class ReachedAlike:
         return note
 
     def missing(self, losses: Sequence[Tensor]) -> list[Tensor]:
-        """Return scalars of 0 which depend on the parameters that `losses` do not depend on here,
-        and on another copy do.
+        """Return scalars of 0 that depend on the parameters that `losses` depend on only on other
+        copies.
 
-        Raises ForwardsDiffer where copies differ and the stage cannot have that, and for a
-        parameter that none of them reaches.
+        Raises ForwardsDiffer where copies differ and the stage does not allow that, and for a
+        parameter that no copy reaches.
         """
         order, self._ran = blake2b(repr(self._ran).encode(), digest_size=4).hexdigest(), []
         if self._stage > 1:
@@ -75,12 +80,12 @@ class ReachedAlike:
                 rule += f"{self._stage} reduces gradients in the order in which they are made"
                 raise ForwardsDiffer(f"{rule}; use strategy=zero1 or strategy=dp")
         elsewhere = ((copies > 0) & ~flags).nonzero().flatten().tolist()
-        # Of no element: the gradient is one of zeros, and no value, however large, is in the sum.
+        # A sum of no elements: the gradient is all zeros, and no value, however large, is in it.
         return [parameters[i].flatten()[:0].sum() for i in elsewhere]
 
 
 def _leaves(values: Iterable[Tensor]) -> set[Tensor]:
-    """Return the leaves that `values` are computed from, by autograd's graph."""
+    """Return the leaves of autograd's graph that `values` are computed from."""
     nodes = [x.grad_fn for x in values]
     seen, leaves = set(nodes), set[Tensor]()
     while nodes:

@@ -1,5 +1,7 @@
-"""What ranks that somebody else started tell each other of their failures: their hosts may share no
-files, and no process watches them all."""
+"""The exchange of failures between ranks that were started by another tool than this launcher.
+
+Their hosts may share no files, and no process watches them all.
+"""
 
 import json
 import os
@@ -25,51 +27,60 @@ from whale_train.runtime.failures.failure import (
 
 _ANY = "failures"  # the number of ranks that have failed
 _WATCH_S = 0.3
-# How long the others may take to say what they failed of, or that they live.
+# How long the others may take to publish their failures, or to say that they are alive.
 _SETTLE_S = 3.0
-# From a failure of another rank's to the end of one that does not notice it.
+# From another rank's failure to the end of a rank that does not notice it.
 _NOTICE_S = 5.0
-# From the end of the store to that of a rank that notices no other end.
+# From the end of the store to the end of a rank that notices nothing else.
 _LOST_S = 10.0
 
 
 class FailureExchange:
-    """The failures of a job of `world_size` ranks, in its store. A store that is gone says none:
-    the process it lived in has ended."""
+    """The failures of a job of `world_size` ranks, exchanged through its store.
+
+    If the store is gone, as the process that it lived in has ended, no failures are read from it.
+    """
 
     def __init__(self, store: Store, key: JobKey, world_size: int) -> None:
         self._store, self._key, self._world_size = store, key, world_size
 
     def tell(self, error: RankError) -> None:
-        """Tell the others of a rank's failure."""
+        """Publish a rank's failure to the others."""
         with suppress(dist.DistError):
             message = self._key.signed(json.dumps(asdict(error)))
             self._store.set(f"failed/{error.rank}", message)  # type: ignore[arg-type]
             self._store.add(_ANY, 1)
 
     def heard(self) -> dict[int, RankError]:
-        """Return the failures that were told so far, by rank."""
-        found = {}
+        """Return the failures that were published so far, by rank.
+
+        Raises LaunchError for one that was not signed by a rank of this job.
+        """
+        errors = {}
         with suppress(dist.DistError):
             for rank in range(self._world_size):
                 if self._store.check([f"failed/{rank}"]):
                     said = self._key.checked(self._store.get(f"failed/{rank}"), f"rank {rank}")
-                    found[rank] = RankError.from_json(said)
-        return found
+                    errors[rank] = RankError.from_json(said)
+        return errors
 
     def living(self) -> set[int]:
-        """Return the ranks that have said, after a failure, that they live."""
+        """Return the ranks that have said, after a failure, that they are alive; none if the store
+        is gone."""
         with suppress(dist.DistError):
             ranks = range(self._world_size)
             return {rank for rank in ranks if self._store.check([f"lives/{rank}"])}
         return set()
 
     def settle(self, run_dir: Path) -> None:
-        """Write what the run failed of, once the others had their time to say what they failed
-        of."""
+        """Write the failure that the run ended by to `run_dir`, unless it is written already.
+
+        Before that, wait for the cause: until a failure is known that is not a communication error,
+        all ranks have failed, or three seconds have passed.
+        """
         deadline = time.monotonic() + _SETTLE_S
         errors, living = self._known(run_dir), self.living()
-        while all(found.communication for found in errors.values()):
+        while all(error.communication for error in errors.values()):
             if len(errors) == self._world_size or time.monotonic() > deadline:
                 break
             time.sleep(_WATCH_S)
@@ -81,9 +92,13 @@ class FailureExchange:
                 write_record(run_dir / FAILURE_FILE, asdict(failure))
 
     def watch(self, run_dir: Path, rank: int) -> Callable[[], None]:
-        """Say after a failure of another rank's that `rank` lives, and end it, with status 1, some
-        seconds later, as after the end of the store: where it waits for who does not come it may
-        notice none for long. Returns what ends the watch."""
+        """Start a thread that ends this process after a failure of another rank, or after the end
+        of the store.
+
+        After a failure the thread says that `rank` is alive. It ends the process, with status 1,
+        five seconds after a failure and ten after the end of the store: a rank that waits for one
+        that does not come may notice no failure for long. Returns a function that stops the watch.
+        """
         over = threading.Event()
         # A connection of its own: a thread that waits for a key keeps the store to itself.
         connection: Store = self._store.clone()  # type: ignore[attr-defined]  # torch's stub has none
@@ -106,5 +121,5 @@ class FailureExchange:
             os._exit(1)
 
     def _known(self, run_dir: Path) -> dict[int, RankError]:
-        """Return the failures that were told, and those that are in files alone."""
+        """Return the failures that were published or recorded in files, by rank."""
         return {**self.heard(), **read_errors(run_dir)}

@@ -1,8 +1,8 @@
-"""What a failing rank writes, and which of several failing ranks the run failed of.
+"""The failures that ranks record, and the choice of the one that a run failed of.
 
-A rank that fails leaves `logs/rank_N.failure.json`; when it goes, every other rank's collectives
-break, and they fail too. `first_failure` tells the cause from its echoes, and the host writes it
-to `failure.json`, the only one of these files the parent reads. Needs no torch.
+A rank that fails leaves `logs/rank_N.failure.json`. When it ends, every other rank's collectives
+break, and they fail too. `first_failure` tells the cause from its echoes, and the host writes it to
+`failure.json`, the only one of these files the parent reads. Needs no torch.
 """
 
 import json
@@ -36,7 +36,8 @@ TIMEOUT_TEXTS = ("timed out", "timeout")
 
 
 class CollectiveTimeout(RuntimeError):
-    """This rank waited in vain for others; `wait` says where. Raised from what torch raised."""
+    """A wait of this rank that nobody ended in time; `wait` describes it. The cause is torch's
+    error."""
 
     def __init__(self, wait: Wait) -> None:
         super().__init__(str(wait))
@@ -45,10 +46,14 @@ class CollectiveTimeout(RuntimeError):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception a rank failed with (`logs/rank_N.failure.json`).
+    """The exception that a rank failed with (`logs/rank_N.failure.json`).
 
-    `time_s` is seconds since the epoch; `communication` says that another rank's end may have
-    caused it; `step` and `host` as in `Failure`; `wait` is given where it waited in vain.
+    time_s: seconds since the epoch.
+    type: the exception's class.
+    communication: whether another rank's end may have caused it.
+    step: as in `Failure`.
+    wait: the wait that timed out; None for other exceptions.
+    host: as in `Failure`.
     """
 
     rank: int
@@ -63,6 +68,7 @@ class RankError:
 
     @classmethod
     def from_json(cls, text: str) -> "RankError":
+        """Return the error that a file's `text` holds."""
         content = json.loads(text)
         wait = content["wait"]
         return cls(**{**content, "wait": wait and Wait.from_json(wait)})
@@ -70,8 +76,11 @@ class RankError:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank's process ended: `code` is its exit status, or minus the signal that killed it;
-    `time_s` (since the epoch) is when the host noticed."""
+    """The end of a rank's process.
+
+    code: its exit status, or minus the signal that killed it.
+    time_s: seconds since the epoch, when the host noticed the end.
+    """
 
     rank: int
     code: int
@@ -80,16 +89,21 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a run failed of (`failure.json`).
+    """The failure that a run ended by (`failure.json`).
 
-    `rank` is None when the host itself failed. `kind` is `signal` (then `signal` is its name),
-    `exception` (then `type`, `message` and `traceback` are given), `timeout` or `exit` (then
-    `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
-    without its subject, `traceback` is the stack of the first of them where it was seen, else the
-    waiting rank's. `step` is the optimizer step that was being computed, None before the first
-    one is done. `log` is relative to the run directory, which is that of `host` where one is given:
-    it has one of its own. Of a `kind` `host`, all of whose ranks, the first of them `rank`, ended
-    without a word, `message` says so.
+    rank: the rank that failed; None where the host itself failed.
+    kind: `signal`, `exception`, `timeout`, `exit` or `host`. A `timeout` is a wait of `rank` for
+        the ranks `absent`. `host` is the end of all ranks of a host without a word, of which `rank`
+        is the first.
+    log: the path of the log, relative to the run directory: that of `host` where one is given.
+    step: the optimizer step in progress; None before the first one is done.
+    signal: the signal's name, of a `signal`.
+    exit_status: the exit status, of an `exit`.
+    type: the exception's class, of an `exception`, a `timeout` or a `host`.
+    message: the exception's text; of a `timeout` or a `host`, a sentence without its subject.
+    traceback: the traceback of an exception. Of a `timeout`, the stack of the first absent rank
+        that was seen, else the waiting rank's.
+    host: the host of `rank`, where every host has a run directory of its own.
     """
 
     rank: int | None
@@ -108,8 +122,12 @@ class Failure:
 def record_failure(
     run_dir: Path, rank: int, error: BaseException, step: int | None, host: str | None = None
 ) -> RankError:
-    """Write a rank's failure to its own file, where that can be, and print its traceback to stderr
-    (its log). `host` is given where it has a run directory of its own."""
+    """Write a rank's failure to its own file, if that is possible, and print its traceback to
+    stderr (the rank's log). Return the record.
+
+    step: the step in progress, unless `error` tells its own.
+    host: the rank's host, where it has a run directory of its own.
+    """
     wait = error.wait if isinstance(error, CollectiveTimeout) else None
     own = getattr(error if wait is None else wait, "step", None)
     record = RankError(
@@ -131,7 +149,7 @@ def record_failure(
 
 
 def record_host_failure(run_dir: Path, error: BaseException) -> None:
-    """Write what the host failed of before it had ranks, or outside of them."""
+    """Write a failure of the host itself, before it had ranks or outside of them, to `run_dir`."""
     text = "".join(traceback.format_exception(error))
     with suppress(OSError):  # a full disk
         sys.stderr.write(text)
@@ -147,14 +165,16 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
-    """Write what a run failed of. On a full disk that cannot be, of which the launcher, which finds
-    no such file, then says so itself."""
+    """Write the failure that a run ended by to `run_dir`.
+
+    A full disk prevents it without an error. The launcher then finds no file and reports that.
+    """
     with suppress(OSError):
         write_record(run_dir / FAILURE_FILE, asdict(failure))
 
 
 def read_errors(run_dir: Path) -> dict[int, RankError]:
-    """Return the failures that ranks have recorded so far, by rank."""
+    """Return the failures that ranks have recorded in `run_dir` so far, by rank."""
     files = (run_dir / "logs").glob("rank_*.failure.json")
     return {
         e.rank: e for e in (RankError.from_json(file.read_text(encoding="utf-8")) for file in files)
@@ -162,7 +182,7 @@ def read_errors(run_dir: Path) -> dict[int, RankError]:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether the error, or one it was raised `from`, may be the echo of another rank's
+    """Return whether `error`, or one it was raised `from`, may be the echo of another rank's
     end."""
     cause: BaseException | None = error
     while cause is not None:
@@ -175,26 +195,28 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether the error itself may be the end of a wait for other ranks."""
+    """Return whether `error` itself may be the end of a wait for other ranks."""
     is_candidate = _is_of_torch(error) or type(error) is RuntimeError
     return is_candidate and _says(error, TIMEOUT_TEXTS)
 
 
 def _is_of_torch(error: BaseException) -> bool:
+    """Return whether `error` is of torch's type for errors between ranks."""
     types = {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
     return COMMUNICATION_TYPE in types
 
 
 def _says(error: BaseException, texts: Sequence[str]) -> bool:
+    """Return whether the text of `error` has one of `texts` in it, in any case of letters."""
     said = str(error).lower()
     return any(text in said for text in texts)
 
 
 def is_decisive(end: RankEnd) -> bool:
-    """Return whether nothing that other ranks say could make another rank the cause.
+    """Return whether `end` is the cause whatever other ranks report.
 
-    So is a rank killed by a signal, unless it aborted: communication libraries abort the process
-    when a peer is lost.
+    A rank killed by a signal is, unless it aborted: communication libraries abort the process when
+    a peer is lost.
     """
     return end.code < 0 and -end.code != signal.SIGABRT
 
@@ -207,11 +229,13 @@ def first_failure(
 ) -> Failure:
     """Return the failure that caused the others.
 
-    `ends` are the ranks that ended before anyone was told to, at least one of them badly;
-    `errors` what ranks recorded; `step` the step for a rank that could not record its own;
-    `stacks` what those do that have not ended. A decisive signal comes first, then whatever else
-    is not a communication error, then a wait in vain, then other communication errors; the
-    earliest of each.
+    A decisive signal comes first, then any error that is not of communication, then a wait in vain,
+    then other communication errors; the earliest of each.
+
+    ends: the ranks that ended before any was told to, at least one of them badly.
+    errors: the errors that ranks recorded.
+    step: the step of a rank that could not record its own.
+    stacks: the calls of ranks that have not ended.
     """
     end_of = {end.rank: end for end in ends}
     failed = {end.rank for end in end_of.values() if end.code != 0}
@@ -228,7 +252,7 @@ def first_failure(
     log = f"logs/rank_{rank}.log"
     error = errors.get(rank)
     if error is not None:
-        if error.communication and any(found.wait for found in errors.values()):
+        if error.communication and any(recorded.wait for recorded in errors.values()):
             return hang_among(errors, step, stacks or {})
         return Failure(
             rank,
@@ -251,7 +275,8 @@ def hang_among(
     step: int | None,
     stacks: Mapping[int, Sequence[StackCall]],
 ) -> Failure:
-    """Return the failure of ranks that waited in vain, at least one of them; arguments as above."""
+    """Return the failure of ranks that waited in vain, at least one of `errors`. The arguments are
+    as in `first_failure`."""
     ordered = sorted(errors.values(), key=lambda error: (error.time_s, error.rank))
     waits = {error.rank: error.wait for error in ordered if error.wait is not None}
     hang = find_hang(waits, errors.keys() - waits.keys(), stacks, step)
@@ -278,10 +303,13 @@ def failure_among(
 ) -> Failure:
     """Return the failure that caused the others, where no host saw how the ranks ended.
 
-    `errors` is what ranks recorded, at least one of them; `living` are some that have none. When
-    all of them are communication errors, none of them a wait in vain, and of a single other rank
-    nothing is known, or of those of one of the `hosts`, these are the cause: they were killed, or
-    cut off.
+    Ranks that recorded no error, and are not known to live, are silent. They are the cause, killed
+    or cut off, if all errors are communication errors, none of them a wait in vain, and the silent
+    ranks are a single one or all ranks of one of several `hosts`. Otherwise it is the
+    `first_failure` of the errors.
+
+    errors: the errors that ranks recorded, at least one.
+    living: ranks that are known to live without an error.
     """
     silent = sorted(set(range(world_size)) - errors.keys() - set(living))
     lost_some = all(error.communication and not error.wait for error in errors.values())
@@ -306,7 +334,8 @@ def failure_among(
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; real-time signals have no name of their own."""
+    """Return the name of a signal, such as `SIGKILL` for 9. Real-time signals have no name of their
+    own."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -314,8 +343,8 @@ def signal_name(number: int) -> str:
 
 
 def step_in_progress(run_dir: Path) -> int | None:
-    """Return the step after the last one that `metrics.jsonl` has; None when it has none, or the
-    last one of the run."""
+    """Return the step after the last one in `metrics.jsonl`. None where there is none, or the run's
+    last step is done."""
     try:
         lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -326,7 +355,7 @@ def step_in_progress(run_dir: Path) -> int | None:
 
 
 def _steps(run_dir: Path) -> int | None:
-    """Return how many steps the run was asked for, where that is known."""
+    """Return the number of steps that the run was asked for; None where that is unknown."""
     with suppress(OSError, ValueError, KeyError):
         return int(
             json.loads((run_dir / "request.json").read_text(encoding="utf-8"))["train"]["steps"]
@@ -335,12 +364,12 @@ def _steps(run_dir: Path) -> int | None:
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader sees all of it or no file."""
+    """Write `content` as JSON, so that a reader sees all of it or no file."""
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or no file."""
+    """Write `text`, so that a reader sees all of it or no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

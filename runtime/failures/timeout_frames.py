@@ -1,4 +1,4 @@
-"""Where a rank was waiting when its time was up, read from the exception it got.
+"""The place at which a rank waited when a collective timed out, read from the exception.
 
 gloo says `Timed out waiting 3000ms for recv operation` and no more. The frames of the traceback
 still hold the group, the peer, the instruction and the step.
@@ -37,8 +37,10 @@ _GROUPS = ("group", "_group", "process_group", "dp_process_group")
 
 @contextmanager
 def named_waits(run_dir: Path, rank: int) -> Iterator[None]:
-    """Around all that `rank` does with others: raises CollectiveTimeout from an exception that
-    says it waited in vain, and lets every other one pass."""
+    """Turn exceptions of timed-out waits of `rank` inside this context into CollectiveTimeout.
+
+    All other exceptions pass.
+    """
     try:
         yield
     except Exception as error:
@@ -51,8 +53,8 @@ def named_waits(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def find_wait(error: BaseException, plan: Plan, rank: int, timeout_s: float) -> Wait | None:
-    """Return the wait that `error`, or one it was raised `from`, is the end of; None if there is
-    none."""
+    """Return the wait whose timeout is `error`, or one it was raised `from`. None if there is none,
+    or if the user's own code raised it."""
     cause: BaseException | None = error
     while cause is not None and not is_timeout(cause):
         cause = cause.__cause__
@@ -68,10 +70,10 @@ def find_wait(error: BaseException, plan: Plan, rank: int, timeout_s: float) -> 
 
 
 def _whom(frames: Sequence[FrameType], plan: Plan, rank: int) -> tuple[str, str, tuple[int, ...]]:
-    """Return the group's name, its path and the ranks in it; the whole job where no frame tells.
+    """Return the group's name, its path and its ranks; those of the whole job where no frame tells.
 
-    The first frame that is not a library's is the last to ask: those further out may hold the
-    groups of other collectives.
+    `frames` are the innermost first. The first frame that is not a library's is the last to be
+    asked: outer ones may hold the groups of other collectives.
     """
     ranks = tuple(range(plan.world_size))
     for frame in frames:
@@ -91,7 +93,8 @@ def _whom(frames: Sequence[FrameType], plan: Plan, rank: int) -> tuple[str, str,
 
 
 def _between(plan: Plan, source: int, target: int) -> tuple[str, str, tuple[int, ...]]:
-    """Return the name, the path and the ranks of a message, by the TaskGraphs of its two ends."""
+    """Return the name, the path and the ranks of a message, named by the TaskGraphs of its two
+    ends."""
     ends = [plan.task_graphs[plan.ranks[rank].task_graphs[0]] for rank in (source, target)]
     paths = dict.fromkeys(task_graph.path for task_graph in ends)
     name = " to ".join(task_graph.name for task_graph in ends)
@@ -99,6 +102,7 @@ def _between(plan: Plan, source: int, target: int) -> tuple[str, str, tuple[int,
 
 
 def _group(frame: FrameType, owner: object) -> dist.ProcessGroup | None:
+    """Return the process group that a frame's locals or its `self` hold; None if they hold none."""
     if isinstance(owner, dist.ProcessGroup):
         return owner
     attributes: dict[str, Any] = getattr(owner, "__dict__", {})
@@ -108,12 +112,13 @@ def _group(frame: FrameType, owner: object) -> dist.ProcessGroup | None:
     for holder in (frame.f_locals, attributes):
         for name in _GROUPS:
             if isinstance(holder.get(name), dist.ProcessGroup):
-                found: dist.ProcessGroup = holder[name]
-                return found
+                group: dist.ProcessGroup = holder[name]
+                return group
     return None
 
 
 def _step(frame: FrameType) -> int | None:
+    """Return the number of the training step that a frame runs, from 1; None if it runs none."""
     number = frame.f_locals.get("number")
     if isinstance(frame.f_locals.get("self"), Loop) and isinstance(number, int):
         return number + 1
@@ -121,6 +126,7 @@ def _step(frame: FrameType) -> int | None:
 
 
 def _doing(frame: FrameType) -> str | None:
+    """Return a text for the schedule's instruction that a frame runs; None if it runs none."""
     instruction = frame.f_locals.get("instruction")
     if not isinstance(instruction, Instruction):
         return None
@@ -128,4 +134,5 @@ def _doing(frame: FrameType) -> str | None:
 
 
 def _package(frame: FrameType) -> str:
+    """Return the name of the top-level package of a frame's code."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]

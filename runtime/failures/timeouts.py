@@ -1,7 +1,8 @@
-"""A collective that timed out: where a rank waited in it, and which ranks did not come.
+"""A collective that timed out: the place where a rank waited in it, and the ranks that did not
+come.
 
-Owns what is said of a wait and who is blamed for it, on the host's side: nothing here needs
-torch. Where a rank waited is found by the rank itself (`runtime/failures/timeout_frames.py`).
+Owns the report of a wait and of who is blamed for it, on the host's side, without torch. The rank
+itself finds where it waited (`runtime/failures/timeout_frames.py`).
 """
 
 import re
@@ -16,12 +17,14 @@ from whale_train.strategies.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Wait:
-    """Where a rank was waiting when its time was up.
+    """The place where a rank waited when its time was up.
 
-    `group` is the plan's name and `path` the key of the strategy the group is made for; `ranks`
-    are those who had to come, the waiting one among them. `timeout_s` is how long it waited,
-    `doing` the schedule's instruction it was at (None outside of a pipeline), `step` the optimizer
-    step, from 1 (None before the first).
+    group: the plan's name of the group.
+    path: the key of the strategy that the group is made for.
+    ranks: the ranks that had to come, the waiting one among them.
+    timeout_s: how long it waited.
+    doing: the schedule's instruction it was at; None outside of a pipeline.
+    step: the optimizer step, from 1; None before the first.
     """
 
     group: str
@@ -38,6 +41,7 @@ class Wait:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Wait":
+        """Return the wait that `content`, of a JSON object, describes."""
         return cls(**{**content, "ranks": tuple(content["ranks"])})
 
 
@@ -55,7 +59,12 @@ class StackCall:
 
 @dataclass(frozen=True)
 class Hang:
-    """The wait of `rank`, for ranks that did not come; `message` says it without its subject."""
+    """The wait of a rank for ranks that did not come.
+
+    rank: the waiting rank.
+    absent: the ranks that did not come.
+    message: a sentence about the wait, without its subject.
+    """
 
     rank: int
     absent: tuple[int, ...]
@@ -68,14 +77,17 @@ def find_hang(
     stacks: Mapping[int, Sequence[StackCall]],
     step: int | None,
 ) -> Hang:
-    """Return who waited for whom. `waits` are by rank, the earliest first, at least one; `others`
-    failed otherwise, `stacks` are those of ranks that live (empty where a rank did not answer).
-    `step` is the one after the last that the host has seen finished.
+    """Return the wait to report, and the ranks that are blamed for it.
 
-    Absent is a member that has said nothing and does not wait itself; if there is none, one that
-    has said nothing; if there is none, one whose wait was cut off by the end of the others: it
-    may have come too late. Of the waits for one that is absent, the one in the smallest group is
-    reported, for it says most, and of those the earliest.
+    Absent is a member that has reported nothing and does not wait itself; if there is none, one
+    that has reported nothing; if there is none, one whose wait was cut off by the end of the
+    others: it may have come too late. Of the waits for an absent rank, the one in the smallest
+    group is reported, as it says most, and of those the earliest.
+
+    waits: waits in vain by rank, the earliest first, at least one.
+    others: the ranks that failed otherwise.
+    stacks: the calls of ranks that live, the innermost first; empty for a rank that did not answer.
+    step: the step after the last that the host has seen finished.
     """
     awaited = {rank for wait in waits.values() for rank in wait.ranks}
     silent = (awaited | stacks.keys()) - waits.keys() - set(others)
@@ -95,8 +107,8 @@ def find_hang(
 
 
 def is_waiting(stack: Sequence[StackCall]) -> bool:
-    """Return whether a stack (the innermost call first) is of a rank that waits for others
-    itself."""
+    """Return whether a stack, the innermost call first, is of a rank that itself waits for
+    others."""
     if not stack:
         return False
     innermost = stack[0]
@@ -108,11 +120,13 @@ def is_waiting(stack: Sequence[StackCall]) -> bool:
 
 
 def read_stack(dump: str) -> tuple[StackCall, ...]:
-    """Return the main thread's calls, the innermost first, of what faulthandler wrote of all
-    threads (it lists the first one last); empty where it wrote nothing."""
+    """Return the main thread's calls, the innermost first, from faulthandler's dump of all threads.
+
+    The dump lists the main thread last. Empty where nothing was dumped.
+    """
     _, header, main = dump.rpartition("(most recent call first):\n")
-    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
-    calls = (StackCall(file, int(line), function) for file, line, function in found)
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
+    calls = (StackCall(file, int(line), function) for file, line, function in frames)
     return tuple(calls) if header else ()
 
 
@@ -131,11 +145,12 @@ _WATCHED = re.compile(r"\[PG ID \d+ PG GUID [^\s(]+\(([^)]*)\) Rank \d+\] .*time
 
 
 def read_watchdog(log: str, plan: Plan, rank: int, step: int | None) -> Wait | None:
-    """Return the wait that NCCL's watchdog ended `rank` for, by what its log says of it; None where
-    it does not. The watchdog aborts the process, which can then not speak for itself.
+    """Return the wait for which NCCL's watchdog ended `rank`, from the rank's `log`; None where it
+    did not.
 
-    The two lines, the wait's and the group's, are those of torch 2.6 (ProcessGroupNCCL.cpp); where
-    the second is another, the group is taken for the whole job.
+    The watchdog aborts the process, which then cannot report the wait itself. The two lines, the
+    wait's and the group's, are those of torch 2.6 (ProcessGroupNCCL.cpp). Where the second reads
+    otherwise, the group is taken for the whole job.
     """
     timed_out = _WATCHDOG.search(log)
     if timed_out is None:
@@ -151,18 +166,21 @@ def read_watchdog(log: str, plan: Plan, rank: int, step: int | None) -> Wait | N
 def _for_absent(
     absent: Sequence[int], stacks: Mapping[int, Sequence[StackCall]], step: int | None
 ) -> str:
+    """Return the part of a message that names the absent ranks and where each was last seen."""
     seen = [_last_seen(rank, stacks.get(rank, ()), step) for rank in absent]
     which = "which did not arrive" if len(absent) == 1 else "who did not arrive"
     return "; ".join((f"for {_ranks(absent)}, {which}", *filter(None, seen)))
 
 
 def _last_seen(rank: int, stack: Sequence[StackCall], step: int | None) -> str:
+    """Return a text about where `rank` was last seen; empty where that is unknown."""
     if stack:
         return f"rank {rank} was last seen in {stack[0]}"
     return f"rank {rank} was last seen in step {step - 1}" if step is not None else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as a text, such as "rank 1" or "ranks 1, 2 and 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"

@@ -1,8 +1,8 @@
-"""A segment's graph in blocks: each gathered, or computed again, on its own.
+"""Run a segment's graph in blocks, each of which can be gathered or recomputed on its own.
 
-ZeRO 3 gathers the parameters of a module when it is called, so a segment under it is a module per
-block; recomputation (Chen et al. 2016, arXiv 1604.06174) keeps the inputs of a block and makes the
-rest again for its backward.
+ZeRO 3 gathers the parameters of a module when the module is called, so a segment under ZeRO 3
+becomes one module a block. Recomputation (Chen et al. 2016, arXiv 1604.06174) keeps the inputs of a
+block and computes the block's other values again for its backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +20,12 @@ from whale_train.runtime.graph.shard_rng import SharedRandom
 
 
 class BlockModule(nn.Module):
-    """Consecutive operations of one block. It holds the tensors that only they read; `random` is
-    given where it is computed again for its backward, and is what its members draw alike."""
+    """Consecutive operations of one block, with the tensors that only this block reads.
+
+    `tensors` are these parameters and buffers, by attribute name. `random` is given where the block
+    is recomputed for its backward: the state from which all members of a shard group draw alike.
+    None keeps the block's values for the backward.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], random: SharedRandom | None) -> None:
         super().__init__()
@@ -35,10 +39,18 @@ class BlockModule(nn.Module):
         self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
 
     def set_graph(self, training: bool, graph: fx.GraphModule, names: tuple[str, ...]) -> None:
-        """`names` are the tensors held here that `graph` reads, its last arguments."""
+        """Use `graph` in training or in evaluation.
+
+        The last arguments of `graph` are the tensors held here under `names`.
+        """
         self._graphs[training] = (graph, names)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
+        """Return the values that the block's graph gives for `values`.
+
+        With `random`, a training forward keeps the arguments alone, and is recomputed in the
+        backward.
+        """
         graph, names = self._graphs[self.training]
         arguments = (*values, *(getattr(self, name) for name in names))
         if self._random is None or not self.training or not torch.is_grad_enabled():
@@ -54,7 +66,11 @@ class BlockModule(nn.Module):
 def _same_draws(
     random: SharedRandom,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Draw again alike what members draw alike. (The rank's own state is torch's to keep.)"""
+    """Return the contexts in which a forward runs and runs again, with equal shared random draws.
+
+    The second context restores the shared state and the autocast mode of the first run. The rank's
+    own random state is restored by `torch.utils.checkpoint`.
+    """
     before, autocast_again = random.state, as_now()
 
     @contextmanager
@@ -71,8 +87,14 @@ def _same_draws(
 
 @dataclass(frozen=True)
 class Run:
-    """One block's part of a graph: which values it reads, what it makes, which tensors it reads
-    (by the name of their placeholder)."""
+    """Consecutive operations of one block, as a graph of their own.
+
+    name: the block's path, `#`, and the number of the run in that block.
+    graph: the operations. Arguments are `takes`, then `tensors`; the outputs are `gives`.
+    takes: names of the values that the run reads from earlier runs or from the segment's arguments.
+    gives: names of the values that the run computes and others read.
+    tensors: names of the placeholders of the parameters and buffers that the run reads.
+    """
 
     name: str
     graph: fx.GraphModule
@@ -82,8 +104,11 @@ class Run:
 
 
 def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], tuple[str, ...]]:
-    """Return the graph of `module` as runs of consecutive operations of one block, and the names of
-    the values it returns. `tensors` are its placeholders that are parameters and buffers."""
+    """Return the graph of `module` as runs of consecutive operations of one block.
+
+    `tensors` are the names of the placeholders that are parameters and buffers. The second value is
+    the names of the values that the graph returns.
+    """
     parts: list[tuple[str, list[fx.Node]]] = []
     seen: dict[str, int] = {}
     last = None
@@ -104,6 +129,7 @@ def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], 
 
 
 def _run(module: fx.GraphModule, name: str, nodes: list[fx.Node], tensors: set[str]) -> Run:
+    """Return `nodes`, consecutive ones of `module`, as the run `name`."""
     inside = set(nodes)
     read = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
     held = [x for x in read if x.op == "placeholder" and x.name in tensors]
@@ -124,10 +150,14 @@ def _run(module: fx.GraphModule, name: str, nodes: list[fx.Node], tensors: set[s
 
 
 class Blocks(nn.Module):
-    """Graphs of a segment that run block by block. `graphs` are (graph, arguments, tensors) in
-    training and in evaluation: `arguments` name its placeholders, the last of them `tensors`' by
-    the names in `attributes`. What one block alone reads is moved there out of `owner`, but for
-    what is `lent` to that."""
+    """Graphs of a segment that run block by block.
+
+    `graphs` maps training (True) and evaluation (False) to a graph and the attributes of `owner`
+    that hold the tensors of its last placeholders. `recompute` gives a block's shared random state
+    by the block's path, or None for a block whose values are kept. A tensor that one block alone
+    reads moves out of `owner` into that block, unless its attribute is in `lent` (another engine
+    owns it).
+    """
 
     def __init__(
         self,
@@ -159,12 +189,12 @@ class Blocks(nn.Module):
                 delattr(owner, name)
         self._kept = {name for name, blocks in readers.items() if len(blocks) > 1} | lent
         self.blocks = nn.ModuleDict()
-        for training, listed in runs.items():
+        for training, graph_runs in runs.items():
             self._order[training] = []
-            last = {name: number for number, run in enumerate(listed) for name in run.takes}
+            last = {name: number for number, run in enumerate(graph_runs) for name in run.takes}
             for name in self._gives[training]:
                 last.pop(name, None)
-            for number, run in enumerate(listed):
+            for number, run in enumerate(graph_runs):
                 key = run.name.replace(".", "__")
                 if key not in self.blocks:
                     held = own.get(run.name, {})
@@ -180,7 +210,10 @@ class Blocks(nn.Module):
                 self._order[training].append((key, run, tuple(passed), done))
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        """`values` are the graph's arguments; of its tensors, those that several blocks read."""
+        """Return the values that the segment gives.
+
+        `values` are the graph's plain arguments, then the tensors that `kept` names.
+        """
         arguments, names = self._arguments[self.training]
         plain = arguments[: len(arguments) - len(names)]
         known = dict(zip(plain, values[: len(plain)], strict=True))
@@ -189,7 +222,7 @@ class Blocks(nn.Module):
             if name in self._kept:
                 known[placeholder] = next(shared)
         for key, run, passed, done in self._order[self.training]:
-            # What nobody reads any more is let go of: an evaluation keeps nothing for a backward.
+            # Drop each value after its last reader: an evaluation keeps nothing for a backward.
             given = self.blocks[key](
                 *(known.pop(name) if name in done else known[name] for name in run.takes),
                 *(known[name] for name in passed),
@@ -198,12 +231,15 @@ class Blocks(nn.Module):
         return tuple(known[name] for name in self._gives[self.training])
 
     def kept(self, training: bool) -> list[str]:
-        """Return the attributes of the owner that `forward` wants, in order."""
+        """Return the attributes of the owner whose tensors `forward` takes, in order.
+
+        They are the tensors that several blocks read, and the lent ones.
+        """
         return [name for name in self._arguments[training][1] if name in self._kept]
 
 
 def _reordered(module: fx.GraphModule, arguments: Sequence[str]) -> fx.GraphModule:
-    """Return the same graph with its placeholders in another order."""
+    """Return the graph of `module` with its placeholders in the order of `arguments`."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     for name in arguments:

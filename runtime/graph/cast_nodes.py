@@ -1,7 +1,7 @@
-"""The nodes of casts between layouts, in the graph of one rank.
+"""Write the casts between layouts as nodes of one rank's graph.
 
-The plan says where a cast stands and what it turns into what; each is one collective of
-`comms/layout_collectives.py` or two, or an exchange of experts' rows (`comms/expert_rows.py`).
+The plan says where a cast stands, and between which layouts. A cast is one or two collectives of
+`comms/layout_collectives.py`, or an exchange of experts' rows (`comms/expert_rows.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,8 +32,11 @@ from whale_train.strategies.plan.program import PlannedCast
 
 
 class CastNodes:
-    """The casts of a segment, written into `out` where they are asked for, equal ones of a value
-    once. `values` are those of the exported graph, by name."""
+    """The casts of a segment, written into `out` when a user asks for them.
+
+    Equal casts of one value share their nodes. `values` maps the names of the exported graph's
+    values to their examples (tensors or symbolic numbers).
+    """
 
     def __init__(
         self,
@@ -47,8 +50,11 @@ class CastNodes:
         self._nodes: dict[tuple[Any, ...], fx.Node] = {}
 
     def of(self, user: str, value: str) -> fx.Node | int:
-        """Return `value` in the layout that `user` wants; a number that follows the batch as the
-        number it is there."""
+        """Return the node of `value` in the layout that `user` wants.
+
+        A number that follows the batch and has a cast is returned as an int: the number on this
+        rank.
+        """
         cast = self.casts.get((user, value))
         node = self._out.made[value]
         if cast is None:
@@ -71,7 +77,7 @@ class CastNodes:
         return node
 
     def _resharded(self, cast: PlannedCast, node: fx.Node) -> fx.Node:
-        """Return `node` cut along another dimension, once a value and cut."""
+        """Return `node` cut along another dimension; equal cuts of one value share a node."""
         assert cast.source is not None
         assert cast.shard is not None
         key = (cast.value, cast.kind, cast.source, cast.shard)
@@ -90,7 +96,7 @@ class CastNodes:
         return self._nodes[key]
 
     def _shards(self, laid: Laid, value: str) -> ShardGroup:
-        """Return who holds how much of the dimension of a value that is cut so."""
+        """Return each member's extent of the dimension of `value` that `laid` cuts."""
         rows = 1
         if laid.axis == BATCH:
             size = size_of(self._values[value].shape[laid.dim])
@@ -99,7 +105,7 @@ class CastNodes:
         return self._place.along(laid, rows)
 
     def _number(self, cast: PlannedCast) -> int:
-        """Return a number that follows the batch: the own samples', or all that are gathered."""
+        """Return a number that follows the batch, for this rank's samples or for those gathered."""
         size = size_of(self._values[cast.value])
         assert size is not None, cast  # the plan refuses others
         assert cast.shard is not None
@@ -107,7 +113,10 @@ class CastNodes:
         return size.at(samples.total if cast.kind == "gather" else samples.size)
 
     def _rows_elsewhere(self, cast: PlannedCast, rows: fx.Node) -> fx.Node:
-        """`rows` where their experts are, or back where they came from; once a value."""
+        """Return `rows` on the ranks of their experts, or back on the ranks they came from.
+
+        One node serves all users of a value.
+        """
         key = (cast.value, cast.kind)
         if key not in self._nodes:
             function = dispatch if cast.kind == DISPATCH else combine
@@ -116,7 +125,7 @@ class CastNodes:
         return self._nodes[key]
 
     def _exchanged(self, cast: PlannedCast, attribute: str = "") -> fx.Node:
-        """Return the exchange that a cast's rows go by, or an `attribute` of it."""
+        """Return the exchange by which a cast's rows are sent, or its attribute `attribute`."""
         key: tuple[Any, ...] = (cast.ends, EXCHANGE)
         if key not in self._nodes:
             assert cast.shard is not None
@@ -130,11 +139,12 @@ class CastNodes:
         return self._nodes[*key, attribute] if attribute else self._nodes[key]
 
     def forget(self, value: str) -> None:
-        """Casts of a value that has been changed in place are of the old one."""
+        """Drop the casts of `value`, which an operation has changed in place."""
         for key in [key for key in self._nodes if key[0] == value]:
             del self._nodes[key]
 
     def _collective(self, kind: str, laid: Laid | None, value: str) -> Callable[..., Tensor]:
+        """Return one collective of a cast of `value`, as a function of the value alone."""
         if laid is None:
             return partial(_WITHOUT_CUT[kind], group=self._place.group)
         dim, outer, shards = laid.dim, laid.outer, self._shards(laid, value)
@@ -147,7 +157,7 @@ class CastNodes:
         return partial(cutting[kind], dim=dim, outer=outer, shards=shards)
 
 
-# Casts that are two collectives, of which the first may be shared with others of the value.
+# Casts that are two collectives. Other casts of the value may share the first.
 _TWO_STEPS = {
     "reduce_enter": ("reduce", "enter"),
     "reduce_slice": ("reduce", "slice"),
@@ -162,7 +172,7 @@ CUTTING = ("slice", "reduce_scatter", "reduce_slice", "repeated_slice", "reshard
 
 
 def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:
-    """Return the collectives of a cast, each with the cut that it makes or undoes."""
+    """Return the collectives of a cast, each with the cut it makes or undoes (None: no cut)."""
     return [
         (step, cast.shard if step not in _WITHOUT_CUT else None)
         for step in _TWO_STEPS.get(cast.kind, (cast.kind,))

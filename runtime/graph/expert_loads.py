@@ -1,4 +1,4 @@
-"""How busy the experts of a step are: counted before their products, read a step later."""
+"""Count the rows of each expert in a step: before the experts' products, read one step later."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,31 +10,38 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
-_LISTED = 1024  # experts of a model, at most, whose loads are written one by one
+_LISTED = 1024  # with more experts, a model's loads are not written one by one
 
 
 @dataclass(frozen=True)
 class MixtureLoad:
-    """The rows that every expert of a mixture got in a step (`rows`), of the `slots` of tokens,
-    each of which asks for one expert: some are dropped where experts have limits."""
+    """Rows of one mixture's experts in one step, over all ranks.
+
+    rows: number of rows that each expert computed.
+    slots: number of (token, chosen expert) pairs. Rows are dropped where experts have limits.
+    """
 
     rows: tuple[int, ...]
     slots: int
 
     @property
     def imbalance(self) -> float:
-        """How many times the mean the busiest expert's rows are; 0 where nobody has any."""
+        """Return the rows of the busiest expert over the mean rows of an expert; 0 without rows."""
         total = sum(self.rows)
         return max(self.rows) * len(self.rows) / total if total else 0.0
 
     @property
     def dropped(self) -> int:
+        """Return the number of slots that no expert computed."""
         return self.slots - sum(self.rows)
 
 
 def written(mixtures: Sequence[MixtureLoad]) -> dict[str, Any]:
-    """Return what `metrics.jsonl` says of the mixtures of a step, each a list in the model's
-    order."""
+    """Return the entries of `metrics.jsonl` for the mixtures of a step.
+
+    Each entry is a list in the model's order: imbalance, number of idle experts, dropped slots. The
+    load of every expert is added where the model has at most 1024 experts.
+    """
     said: dict[str, Any] = {
         "imbalance": [round(mixture.imbalance, 4) for mixture in mixtures],
         "idle": [mixture.rows.count(0) for mixture in mixtures],
@@ -46,8 +53,11 @@ def written(mixtures: Sequence[MixtureLoad]) -> dict[str, Any]:
 
 
 class ExpertLoads:
-    """Counts the rows of a rank's experts, by mixture: the plan's `mixtures`, known by the value
-    that says where their experts' rows end, have so many experts each."""
+    """Counter of the rows of a rank's experts, by mixture.
+
+    `mixtures` are the plan's: the number of experts, by the name of the value that says where the
+    rows of each expert end. Counts are kept on `device`.
+    """
 
     def __init__(self, mixtures: Mapping[str, int], device: torch.device) -> None:
         self._mixtures, self._device = dict(mixtures), device
@@ -56,13 +66,16 @@ class ExpertLoads:
         self._counts = False
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Set all counts to zero."""
         self._rows = {}
         self._slots = dict.fromkeys(self._mixtures, 0)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside it, forwards count: not where the backward runs parts of one again."""
+        """Count the rows of forwards inside the context.
+
+        Forwards that a backward runs again lie outside it, and are not counted.
+        """
         self._counts = True
         try:
             yield
@@ -71,13 +84,17 @@ class ExpertLoads:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside it, so do products with experts of a model that runs as it is."""
+        """Count the rows of grouped products inside the context, in an unrewritten model."""
         with self.counting(), _Watch(self.note, tuple(self._mixtures)):
             yield
 
     @torch.no_grad()
     def note(self, mixture: str, ends: Tensor, rows: Tensor) -> None:
-        """Count the rows of one forward: experts' end at `ends` ([experts]) among `rows`."""
+        """Count the rows of one forward of `mixture`.
+
+        `ends` [experts] says where each expert's rows end among `rows` [rows, ..]. Does nothing
+        outside of `counting`.
+        """
         if not self._counts:
             return
         counts = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
@@ -86,29 +103,33 @@ class ExpertLoads:
         self._slots[mixture] += len(rows)
 
     def of_all_ranks(self) -> "PendingLoads":
-        """Ask for the loads of the step since `begin`, of all ranks; all of them call it."""
+        """Start the sum of the loads since `begin` over all ranks. A collective of the world."""
         parts = []
         for mixture, experts in self._mixtures.items():
             rows = self._rows.get(mixture)
             if rows is None:
                 rows = torch.zeros(experts, dtype=torch.int64, device=self._device)
             parts += [rows, torch.full_like(rows[:1], self._slots[mixture])]
-        found = torch.cat(parts)
-        work = dist.all_reduce(found, async_op=True) if dist.get_world_size() > 1 else None
-        return PendingLoads(found, work, self._mixtures)
+        counts = torch.cat(parts)
+        work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
+        return PendingLoads(counts, work, self._mixtures)
 
 
 class PendingLoads:
-    """Loads on their way to the host, which reads them a step later (as `ToHost`)."""
+    """Loads of a step on their way to the host, which reads them one step later (as `ToHost`).
 
-    def __init__(self, found: Tensor, work: dist.Work | None, mixtures: Mapping[str, int]) -> None:
-        self._found, self._work, self._mixtures = found, work, mixtures
-        self._there = found
+    `counts` (int64) holds, for each of `mixtures` in turn, the rows of its experts and its slots;
+    `work` is the all-reduce that sums it, or None where there is one rank.
+    """
+
+    def __init__(self, counts: Tensor, work: dist.Work | None, mixtures: Mapping[str, int]) -> None:
+        self._found, self._work, self._mixtures = counts, work, mixtures
+        self._there = counts
         self._event: torch.cuda.Event | None = None
-        if found.device.type == "cuda":
+        if counts.device.type == "cuda":
             self._wait()
-            self._found = torch.empty_like(found, device="cpu", pin_memory=True)
-            self._found.copy_(found, non_blocking=True)
+            self._found = torch.empty_like(counts, device="cpu", pin_memory=True)
+            self._found.copy_(counts, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -118,29 +139,35 @@ class PendingLoads:
             self._work = None
 
     def read(self) -> list[MixtureLoad]:
-        """Return the loads by mixture, when they have come; none where some mixture's products
-        were not seen, as of a model that runs as it is and computes them in another way."""
+        """Return the loads by mixture, after waiting for them.
+
+        The list is empty where the products of some mixture were not seen: an unrewritten model may
+        compute them in another way.
+        """
         self._wait()
         if self._event is not None:
             self._event.synchronize()
         lists = (part.tolist() for part in self._parts(self._found))
-        found = [MixtureLoad(tuple(rows), slots) for *rows, slots in lists]
-        return found if all(mixture.slots for mixture in found) else []
+        loads = [MixtureLoad(tuple(rows), slots) for *rows, slots in lists]
+        return loads if all(mixture.slots for mixture in loads) else []
 
     def rows(self) -> dict[str, Tensor]:
-        """Return the rows of every expert ([experts], int64), by mixture, on the device."""
+        """Return the rows of every expert, [experts] int64 on the device, by mixture."""
         self._wait()
         return dict(
             zip(self._mixtures, (part[:-1] for part in self._parts(self._there)), strict=True)
         )
 
-    def _parts(self, found: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(found, [1 + experts for experts in self._mixtures.values()])
+    def _parts(self, counts: Tensor) -> tuple[Tensor, ...]:
+        """Return the slices of `counts` by mixture, [experts + 1]: the rows, then the slots."""
+        return torch.split(counts, [1 + experts for experts in self._mixtures.values()])
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the first of the products of each mixture, in the order in which a model calls them:
-    those of one mixture have one value that says where rows end."""
+    """Mode that notes the first grouped product of each mixture, in the order of the model's calls.
+
+    Products of one mixture share one tensor that says where the rows of each expert end.
+    """
 
     def __init__(
         self, note: Callable[[str, Tensor, Tensor], None], mixtures: tuple[str, ...]
@@ -159,7 +186,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if "grouped_mm" in getattr(func, "__name__", ""):
             ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
-            new = ends is not None and all(ends is not each for each in self._ends)
+            new = ends is not None and all(ends is not seen_ends for seen_ends in self._ends)
             if new and len(self._ends) < len(self._mixtures):
                 self._note(self._mixtures[len(self._ends)], ends, args[0])
                 self._ends.append(ends)

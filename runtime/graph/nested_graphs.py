@@ -1,7 +1,7 @@
-"""Graphs inside an exported graph: what a forward runs under autocast, or without gradients.
+"""Run graphs inside an exported graph: regions under autocast or without gradients.
 
-Export makes such a region a graph of its own, which the outer one reads as it reads a tensor
-(`get_attr`) and passes to the operation that runs it.
+Export makes such a region a graph of its own. The outer graph reads it as it reads a tensor
+(`get_attr`) and passes it to the operation that runs it.
 """
 
 import copy
@@ -17,7 +17,7 @@ from whale_train.runtime.base.autocast import autocast
 
 
 def attribute(module: Any, path: str) -> Any:
-    """Return what a `get_attr` node of `module` reads."""
+    """Return the attribute of `module` at the dotted `path`, the target of a `get_attr` node."""
     value = module
     for part in path.split("."):
         value = getattr(value, part)
@@ -25,11 +25,12 @@ def attribute(module: Any, path: str) -> Any:
 
 
 def is_tensor(source: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a `get_attr` node reads a tensor, and not an inner graph."""
+    """Return True where a `get_attr` node of `source` reads a tensor, False for an inner graph."""
     return isinstance(attribute(source, str(node.target)), Tensor)
 
 
 def is_graph(source: fx.GraphModule, value: Any) -> bool:
+    """Return True where `value` is a node of `source` that reads an inner graph."""
     return isinstance(value, fx.Node) and value.op == "get_attr" and not is_tensor(source, value)
 
 
@@ -40,8 +41,11 @@ def runner(
     device: torch.device,
     in_training: bool,
 ) -> Callable[..., Any]:
-    """`inner`, on `device`, as `operation` of an exported graph runs it with the arguments `mode`;
-    it takes the values that follow them."""
+    """Return a function that runs `inner` on `device` as `operation` of the exported graph does.
+
+    `mode` are the arguments of `operation` before the graph; the function takes the values after
+    it. `in_training` False makes operations such as dropout act as in evaluation.
+    """
     graph = _as_run(inner, device, in_training)
     if operation == _SET_GRAD:
         return partial(_with_grad, graph, mode[0])
@@ -53,13 +57,16 @@ _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 
 
 def _as_run(inner: fx.GraphModule, device: torch.device, in_training: bool) -> fx.GraphModule:
-    """Return a copy, with the graphs inside it, of one that was exported for training elsewhere."""
+    """Return a copy of `inner` and the graphs inside it, moved to `device`.
+
+    The graphs were exported for training, perhaps on another kind of device.
+    """
 
     def moved(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
-    found = copy.deepcopy(inner)
-    for graph in (each for each in found.modules() if isinstance(each, fx.GraphModule)):
+    copied = copy.deepcopy(inner)
+    for graph in (module for module in copied.modules() if isinstance(module, fx.GraphModule)):
         for node in graph.graph.nodes:
             node.args = fx.node.map_aggregate(node.args, moved)
             node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
@@ -69,7 +76,7 @@ def _as_run(inner: fx.GraphModule, device: torch.device, in_training: bool) -> f
                 args, node.kwargs = in_evaluation(node.target, node.args, node.kwargs)
                 node.args = tuple(args)
         graph.recompile()
-    return found
+    return copied
 
 
 def _with_grad(inner: fx.GraphModule, enabled: bool, *values: Tensor) -> Any:

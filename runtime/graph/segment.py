@@ -1,6 +1,6 @@
 """One segment of the plan on one rank: a module that owns its parameters and runs graphs.
 
-Which graph, `shard_graph.py` decides; this file owns how it is called, and what evaluation counts.
+`shard_graph.py` writes the graphs. This file owns how they are called, and what evaluation counts.
 """
 
 import operator
@@ -20,18 +20,23 @@ from whale_train.runtime.kernels.weight_gradients import WeightGradients
 
 
 class Counts:
-    """What an evaluation graph's cross-entropies saw: right answers and targets, as tensors."""
+    """Counts of an evaluation graph's cross-entropies, one scalar tensor a loss call.
+
+    correct: numbers of right answers.
+    targets: numbers of targets.
+    """
 
     def __init__(self) -> None:
         self.correct: list[Tensor] = []
         self.targets: list[Tensor] = []
 
     def add(self, correct: Tensor, targets: Tensor) -> None:
+        """Append one loss call's number of right answers and of targets, both scalars."""
         self.correct.append(correct)
         self.targets.append(targets)
 
     def take(self) -> tuple[float, float]:
-        """Return (correct, targets) since the last call."""
+        """Return (correct, targets) since the last call, and clear both."""
         counts = (float(sum(map(float, self.correct))), float(sum(map(float, self.targets))))
         self.correct.clear()
         self.targets.clear()
@@ -41,10 +46,14 @@ class Counts:
 class SegmentModule(nn.Module):
     """One segment of the plan on one rank.
 
-    Call it with the values it takes, then the model inputs it reads (`inputs` names them); it
-    returns the values it gives, as a tuple. Its parameters are attributes of this one module, or
-    of its blocks once it is divided; the graphs get them as arguments. It also runs what another
-    module owns and has `lent` it, by path in the model.
+    Call it with the values `takes`, then the model inputs that `inputs` names; it returns the
+    values `gives`, as a tuple. Its parameters are attributes of this module, or of its blocks once
+    it is divided; the graphs get them as arguments.
+
+    takes: names of the values that other segments give this one.
+    gives: names of the values that it returns.
+    tensors: parameters and buffers that it owns, by path in the model.
+    lent: parameters that it reads and another module owns, by path in the model.
     """
 
     def __init__(
@@ -74,38 +83,51 @@ class SegmentModule(nn.Module):
         self.blocks: Blocks | None = None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers, by their path in the model."""
+        """Yield the parameters and buffers that the segment owns, with their path in the model."""
         paths = {name: path for path, name in self.tensor_names.items()}
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             yield paths[name.rpartition(".")[2]], tensor
 
     def divide(self, recompute: Callable[[str], SharedRandom | None]) -> None:
-        """Run its graphs block by block. `recompute` gives, for a block to be computed again in
-        its backward, what its members draw alike; None for one whose values are kept."""
+        """Run the segment's graphs block by block from here on.
+
+        `recompute` gives, by the block's path, the shared random state of a block that is
+        recomputed in its backward, and None for a block whose values are kept.
+        """
         self.blocks = Blocks(self, self._graphs, recompute, frozenset(self._lent))
         self._graphs = {}
 
     def set_graph(
         self, training: bool, graph: fx.GraphModule, paths: tuple[str, ...], inputs: tuple[str, ...]
     ) -> None:
+        """Use `graph` in training or in evaluation.
+
+        Its arguments are the values `takes`, the model inputs `inputs`, then the tensors at
+        `paths`.
+        """
         self._graphs[training] = (graph, tuple(self.tensor_names[path] for path in paths))
         self.inputs = inputs
 
     def own_weight_gradients(self, owner: WeightGradients) -> None:
-        """Let `owner` take over what reads weights in the training graph."""
+        """Let `owner` compute the weight gradients of the training graph's products and lookups."""
         owner.replace(self._graphs[True][0], self._parameter_arguments())
 
     def overlap_weight_gradients(self, owner: WeightGradients | None = None) -> None:
-        """Compute weights' gradients, in the training graph, while those of entered values are
-        summed. `owner` adds them up, where a step has several backwards."""
+        """Overlap weight gradients with the all-reduce of the gradient of the products' input.
+
+        The input is an entered value of the training graph. `owner` adds the weight gradients up
+        where a step has several backwards.
+        """
         graph, parameters = self._graphs[True][0], self._parameter_arguments()
         join_products(graph, parameters, owner or WeightGradients())
         if owner is not None:
             owner.replace(graph, parameters)
 
     def stream(self, weights: StreamedWeights) -> None:
-        """Have `weights` bring what it has of the lent parameters when a graph reads them, before
-        it is divided."""
+        """Have `weights` fetch those lent parameters that it holds when a graph first reads them.
+
+        Call it before the segment is divided.
+        """
         if not any(parameter in weights for parameter in self.lent):
             return
         self._streamed = weights
@@ -124,11 +146,14 @@ class SegmentModule(nn.Module):
             graph.recompile()
 
     def compile(self, compiler: Compiler) -> None:
-        """Have `compiler` compile regions of the training graph, before it is divided."""
+        """Have `compiler` compile regions of the training graph.
+
+        Call it before the segment is divided.
+        """
         compile_regions(self._graphs[True][0], compiler)
 
     def _parameter_arguments(self) -> frozenset[str]:
-        """Return the training graph's placeholders that get parameters."""
+        """Return the names of the training graph's placeholders that get parameters."""
         tensors = _tensor_arguments(*self._graphs[True])
         return frozenset(node.name for node, name in tensors if self._is_parameter(name))
 
@@ -137,7 +162,7 @@ class SegmentModule(nn.Module):
 
     @property
     def lent(self) -> Iterable[nn.Parameter]:
-        """The parameters it runs that are another module's."""
+        """Return the parameters that the segment runs and another module owns."""
         return self._lent.values()
 
     def _tensor(self, name: str) -> Tensor:
@@ -145,6 +170,7 @@ class SegmentModule(nn.Module):
         return tensor
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return the values `gives`, for the values `takes` and then the model inputs `inputs`."""
         if self._streamed is None:
             return self._run(*values)
         with self._streamed.keeping_none():
@@ -161,6 +187,6 @@ class SegmentModule(nn.Module):
 
 
 def _tensor_arguments(graph: fx.GraphModule, names: Sequence[str]) -> Iterator[tuple[fx.Node, str]]:
-    """Return the placeholders of `graph` that get the tensors `names`, its last ones, by these."""
+    """Return pairs of placeholder and tensor name: the last placeholders of `graph` get `names`."""
     arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return zip(arguments[len(arguments) - len(names) :], names, strict=True)

@@ -1,8 +1,8 @@
-"""The exported graph, rewritten for one rank: casts inserted, sizes and parameters sharded.
+"""Rewrite the exported graph for one rank: insert casts, and shard sizes and parameters.
 
-The plan's `rewrite` says which operations make up each segment, how their values lie and where a
-cast stands; here that is carried out on the very graph it was resolved on. A segment is one
-module that owns its parameters and runs two graphs, the model's training and evaluation one.
+The plan's `rewrite` says which operations make up each segment, how their values are laid out and
+where a cast stands; this file carries it out on the very graph that it was resolved on. A segment
+is one module that owns its parameters and runs two graphs, of the model's training and evaluation.
 """
 
 from collections.abc import Callable, Iterable
@@ -56,10 +56,11 @@ def write_segment_graph(
     place: ShardPlace,
     counts: Counts | None,
 ) -> None:
-    """Give `segment` the graph of the plan's `written` segment, out of `source`.
+    """Give `segment` the graph of the plan's segment `written`, taken from the export `source`.
 
-    `canonical` maps a tied parameter's names to the one it is held under. `counts` is given for
-    an evaluation graph and filled when it runs.
+    `canonical` maps a tied parameter's names to the one name that the parameter is held under.
+    `counts` is given for an evaluation graph, and filled when the graph runs; None writes the
+    training graph.
     """
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
@@ -71,7 +72,7 @@ def write_segment_graph(
 
 
 class _Writer:
-    """Copies one segment's nodes into a new graph, changing what its layouts ask for."""
+    """Copier of one segment's nodes into a new graph, which applies the segment's layouts."""
 
     def __init__(
         self,
@@ -87,13 +88,15 @@ class _Writer:
         self.graph, self.made = self.out.graph, self.out.made
         values = {node.name: node.meta.get("val") for node in source.graph.nodes}
         self.casts = CastNodes(written.casts, self.out, place, values)
-        self.counted: set[str] = set()  # mixtures whose experts' rows are
+        self.counted: set[str] = set()  # mixtures whose experts' rows are counted already
 
     def write(
         self, takes: Iterable[str], gives: Iterable[str]
     ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
-        """Return the graph module, the paths of the tensors it reads, and the inputs it reads; its
-        arguments are takes, inputs, tensors."""
+        """Return the graph module, the paths of the tensors it reads, and the inputs it reads.
+
+        Arguments of the graph module are the values `takes`, the inputs, then the tensors.
+        """
         chosen = set(self.written.operations)
         nodes = [node for node in self.source.graph.nodes if node.name in chosen]
         for name in takes:
@@ -114,7 +117,7 @@ class _Writer:
                 self.made[node.name] = self.over_the_batch(node, self.operation(node))
                 self.mark(module_path(node))
                 changed = written_value(node)
-                if changed is not None:  # whoever reads it from here on reads the new value
+                if changed is not None:  # later readers read the new value
                     self.made[changed.name] = self.made[node.name]
                     self.casts.forget(changed.name)
         self.graph.output(tuple(self.casts.of("", name) for name in gives))
@@ -123,20 +126,24 @@ class _Writer:
         return module, tuple(held), tuple(str(node.target) for node in inputs)
 
     def is_training_only(self, node: fx.Node) -> bool:
-        """Return whether `node` updates a buffer that nobody reads: BatchNorm counting its
-        batches."""
+        """Return True for an update of a buffer that evaluation skips.
+
+        Such a `node` writes a buffer, and no operation reads its value: BatchNorm's count of its
+        batches.
+        """
         changed = written_value(node)
         buffer = changed is not None and changed.op == "get_attr"
         return self.counts is not None and buffer and not node.users
 
     def mark(self, path: str) -> None:
-        """Say of what was written since the last time to which module it belongs, and block."""
+        """Note on the nodes written since the last call the module at `path` and its block."""
         for new in reversed(self.graph.nodes):
             if BLOCK in new.meta or new.op == "placeholder":
                 break
             new.meta |= {BLOCK: block_of(path), MODULE: path}
 
     def operation(self, node: fx.Node) -> fx.Node:
+        """Return the node that does on this rank what `node` does on whole tensors."""
         if any(is_graph(self.source, x) for x in node.all_input_nodes):
             return self.wrapped(node)
 
@@ -171,7 +178,7 @@ class _Writer:
         return self.graph.call_function(function, tuple(args), kwargs)
 
     def over_the_batch(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Return a value as it is of the whole batch, if copies are to exchange it."""
+        """Return `made`, summed over the whole batch where the plan has copies exchange it."""
         degree = self.written.sums.get(node.name)
         if degree is None:
             return made
@@ -180,7 +187,7 @@ class _Writer:
         return self.out.call(exchanged, [made], "batch_sum")
 
     def count_rows(self, node: fx.Node) -> None:
-        """Count the rows of a mixture's experts before the first of its products."""
+        """Write a count of the rows of a mixture's experts before the mixture's first product."""
         if "grouped_mm" not in str(node.target) or self.place.loads is None:
             return
         rows, ends = node.args[0], node.kwargs.get("offs", (*node.args, None)[2])
@@ -192,11 +199,11 @@ class _Writer:
             self.out.call(note, [self.made[ends.name], self.made[rows.name]], "count_rows")
 
     def is_drawn_alike(self, node: fx.Node) -> bool:
-        """Return whether all members draw the same random numbers in a call."""
+        """Return True where all members of the group draw the same random numbers in `node`."""
         return self.written.random.get(node.name) == "shared"
 
     def laid(self, node: fx.Node, position: int) -> Laid | None:
-        """Return how an operand of `node` is cut when it gets there (None: it is not)."""
+        """Return the cut of an operand of `node` on arrival, or None where it is not cut."""
         value = node.args[position] if position < len(node.args) else None
         if not isinstance(value, fx.Node):
             return None
@@ -208,14 +215,19 @@ class _Writer:
         return cast.shard
 
     def is_of_own_samples(self, user: str, cast: PlannedCast) -> bool:
-        """Return whether a cast brings rows of all members' samples to where a member has its own:
-        all that there are, then."""
+        """Return True for a cast that leaves each member the rows of its own samples only.
+
+        The cast starts from the rows of all members' samples. To `user`, whose value is not cut,
+        the own rows are a whole.
+        """
         by_samples = cast.shard is not None and cast.shard.axis == BATCH
         return by_samples and user not in self.written.layouts
 
     def wrapped(self, node: fx.Node) -> fx.Node:
-        """Return a graph inside the graph, run under another mode: without gradients, or not under
-        autocast. What it is given is whole."""
+        """Return the node of an inner graph, run without gradients or in another autocast mode.
+
+        Its inputs are whole.
+        """
         args: list[Any] = list(node.args)
         number = next(i for i, x in enumerate(args) if is_graph(self.source, x))
         inner = attribute(self.source, str(args[number].target))
@@ -228,7 +240,7 @@ class _Writer:
         )
 
     def replacement(self, becomes: str, node: fx.Node, args: list[Any]) -> fx.Node:
-        """Return the distributed operation in place of `node`."""
+        """Return the node of the distributed operation `becomes`, in place of `node`."""
         if becomes.endswith("grouped_mm"):
             laid = self.laid(node, 1)
             assert laid is not None
@@ -238,7 +250,8 @@ class _Writer:
             shards = self.place.along(laid)
             product = partial(split_grouped_mm, node.target, shards=shards)
             return self.out.call(product, args[:3], node.name)
-        laid = self.laid(node, 0)  # of the logits, of the embedding's table, of what is averaged
+        # The cut of the logits, of the embedding's table, or of the mean's input.
+        laid = self.laid(node, 0)
         assert laid is not None
         shards = self.place.along(laid)
         if becomes == "split_mean":
@@ -254,6 +267,10 @@ class _Writer:
         return self.out.call(self.split_loss(node, shards), args[:2], node.name)
 
     def split_loss(self, node: fx.Node, shards: ShardGroup) -> Callable[..., Tensor]:
+        """Return the cross-entropy `node` over sharded classes, a function of logits and targets.
+
+        Logits are [N, this rank's classes] and targets [N].
+        """
         ignore, smooth, counts = ignored(node), smoothing(node), self.counts
         mean = is_mean_over_targets(node)
         scale = self.place.loss_scale if mean else None
@@ -275,7 +292,7 @@ def _weighted(mean: Callable[..., Tensor], weight: float, *args: Any) -> Tensor:
 
 
 def _batch_norm(group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """aten.batch_norm's first eight arguments, over the global batch."""
+    """Return `aten.batch_norm` of its first eight arguments, with the global batch's statistics."""
 
     def batch_norm(
         x: Tensor,

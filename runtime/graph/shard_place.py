@@ -1,4 +1,4 @@
-"""Where a rank's rewritten graph runs, and how much of what is cut it has there."""
+"""Describe where a rank's rewritten graph runs, and the rank's extents of cut dimensions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +17,18 @@ from whale_train.runtime.loss.graph_losses import LossWeight
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where a rewritten graph runs: its device, the group its casts span, my index in it and
-    every axis' intervals, in units; `batch_norm_group` synchronises BatchNorm (None: per replica).
+    """Place at which a rewritten graph runs, on one rank.
 
-    `loss_scale` gives, by the name of its operation, what a loss that is a mean over targets is
-    multiplied by as a sum; without it, it stays the mean over the targets at hand. `seed`, the
-    same on all members of the group and on no others, is for what they draw alike. `share` is my
-    part of the batch, where copies exchange sums over it. `loads` counts the rows of experts.
+    device: the device of this rank.
+    group: the process group that the graph's casts span.
+    index: position of this rank in `group`.
+    axes: for each axis, the (start, stop) of every member, in units of the axis.
+    batch_norm_group: group over which BatchNorm is synchronised. None: statistics per replica.
+    loss_scale: factor of a loss that is a mean over targets, by the name of its operation; the loss
+        becomes a sum times the factor. None: the loss stays the mean over the targets at hand.
+    seed: seed of what all members of the group draw alike; unlike the seeds of other groups.
+    share: this rank's part of the batch, where copies exchange sums over the batch.
+    loads: counter of the rows of experts.
     """
 
     device: torch.device
@@ -38,11 +43,11 @@ class ShardPlace:
 
     @cached_property
     def random(self) -> SharedRandom:
-        """The state of what all members draw alike; one for all segments at this place."""
+        """Return the random state from which all members draw alike, for all segments here."""
         return SharedRandom(self.seed, self.device)
 
     def pieces(self, laid: Laid) -> tuple[tuple[int, ...], ...]:
-        """Return every piece's extents by member, of one repetition of a cut dimension."""
+        """Return the members' extents of every piece of one repetition of a cut dimension."""
         intervals = self.axes[laid.axis]
         units = intervals[-1][1]
         return tuple(
@@ -51,14 +56,16 @@ class ShardPlace:
         )
 
     def mine(self, laid: Laid) -> tuple[int, ...]:
-        """Return my part of each piece."""
+        """Return this rank's extent of each piece of one repetition."""
         return tuple(sizes[self.index] for sizes in self.pieces(laid))
 
     def along(self, laid: Laid, rows: int = 1) -> ShardGroup:
-        """Return who holds how much of a dimension that is cut so; of one that is cut by samples,
-        so many `rows` for each."""
+        """Return every member's extent of the dimension that `laid` cuts.
+
+        `rows` is the number of rows per sample of a dimension that is cut by samples.
+        """
         pieces = self.pieces(laid)
         if rows > 1:
             pieces = tuple(tuple(rows * size for size in sizes) for sizes in pieces)
-        sizes = tuple(sum(each) for each in zip(*pieces, strict=True))
+        sizes = tuple(sum(shard_pieces) for shard_pieces in zip(*pieces, strict=True))
         return ShardGroup(self.group, sizes, self.index, pieces if len(pieces) > 1 else ())

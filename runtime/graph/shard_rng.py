@@ -1,7 +1,7 @@
-"""Random numbers that all members of a shard group draw alike.
+"""Draw random numbers that are equal on all members of a shard group.
 
 A value that is replicated over a group must stay so after dropout: every member draws the same
-mask, from a state of the group's own. Where values are sharded, members draw from their default
+mask, from a state of the group. Where values are sharded, members draw from their default
 generators, which differ.
 """
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class SharedRandom:
-    """A random state beside the default generator's, for one group of ranks.
+    """Random state of one group of ranks, beside the default generator's.
 
-    `seed` must be the same on all members and unlike those of other groups; members must call it
-    in the same order. `state` may be kept and set again, as recomputing a forward needs.
+    `seed` must be the same on all members and differ between groups. Members must call it in the
+    same order. `state` may be saved and set again, as recomputation of a forward does.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -26,14 +26,14 @@ class SharedRandom:
         self.state: Tensor = generator.get_state()
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, with the default generator in the group's state."""
-        mine = self._get()
+        """Return `function(*args, **kwargs)`, which draws from the group's state."""
+        rank_state = self._get()
         self._set(self.state)
         try:
             return function(*args, **kwargs)
         finally:
             self.state = self._get()
-            self._set(mine)
+            self._set(rank_state)
 
     def _get(self) -> Tensor:
         if self._device.type == "cuda":

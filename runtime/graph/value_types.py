@@ -1,7 +1,7 @@
-"""The shapes and dtypes of an exported graph's values, known before the graph is run.
+"""Give the shapes and dtypes of an exported graph's values before the graph is run.
 
 Shapes follow the batch, and dtypes the precision: an export is made in fp32, and autocast, whose
-rules depend on the kind of device, changes what operations give.
+rules depend on the kind of device, changes the dtypes that operations return.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,13 +19,13 @@ from whale_train.runtime.base.value_type import ValueType
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.shard_ops import local_call
 
-# What was found of a graph, for as long as there is the graph: a rehearsal asks for every rank.
+# Dtypes by graph, kept as long as the graph is: a rehearsal asks for them for every rank.
 _Asked = tuple[frozenset[str], str, torch.device]
 _FOUND = WeakKeyDictionary[fx.GraphModule, dict[_Asked, dict[str, torch.dtype]]]()
 
 
 class ValueTypes:
-    """The types of the values `names` of `graph`, run in `precision` on a kind of device."""
+    """Types of the values `names` of `graph`, run in `precision` on the kind of `device`."""
 
     def __init__(
         self, graph: fx.GraphModule, names: Collection[str], precision: str, device: torch.device
@@ -41,20 +41,21 @@ class ValueTypes:
             self._dtypes = known[asked]
 
     def of(self, name: str, samples: int) -> ValueType:
-        """Return the type of a value for a batch of `samples`, whole where ranks hold shards."""
+        """Return the type of the whole value `name` for a batch of `samples`."""
         sizes = [size_of(extent) for extent in self._values[name].shape]
         assert all(size is not None for size in sizes), name  # the export refuses others
         shape = tuple(size.at(samples) for size in sizes if size is not None)
         return ValueType(shape, self._dtypes[name])
 
     def is_floating_point(self, name: str) -> bool:
+        """Return True where the value `name` has a floating-point dtype."""
         return self._dtypes[name].is_floating_point
 
 
 def _dtypes_under_autocast(
     graph: fx.GraphModule, wanted: list[fx.Node], precision: str, device: torch.device
 ) -> dict[str, torch.dtype]:
-    """Return the dtypes of the values of `wanted`, found on tensors without storage."""
+    """Return the dtypes of the values of `wanted` by name, computed on tensors without storage."""
     made: dict[fx.Node, Any] = {}
 
     def argument(value: Any) -> Any:
@@ -94,11 +95,11 @@ def _dtypes_under_autocast(
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return all that `nodes` are made of, themselves included."""
-    found, left = set[fx.Node](), list(nodes)
+    """Return `nodes` and all nodes that they depend on, directly or not."""
+    closure, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in closure:
+            closure.add(node)
             left += node.all_input_nodes
-    return found
+    return closure

@@ -1,4 +1,4 @@
-"""A graph as it is written, with the module that holds what it calls."""
+"""Hold a graph while it is written, with the module that holds the functions it calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,8 +9,12 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class WrittenGraph:
-    """A graph that calls functions of `root`; `made` are its nodes by the names of the values that
-    they stand for."""
+    """A graph under construction.
+
+    graph: the graph.
+    root: the module whose submodules hold the functions that the graph calls.
+    made: nodes of the graph, by the names of the exported values that they stand for.
+    """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     root: nn.Module = field(default_factory=nn.Module)
@@ -23,14 +27,17 @@ class WrittenGraph:
         name: str,
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        """Return a node that calls `function`: graphs can only name what a module holds."""
+        """Append a node that calls `function` with `args` and `kwargs`, and return it.
+
+        A graph can only name members of a module, so `function` becomes a submodule of `root`.
+        """
         name = f"{name}_{len(self.graph.nodes)}"
         self.root.add_module(name, Called(function))
         return self.graph.call_module(name, tuple(args), kwargs or {})
 
 
 class Called(nn.Module):
-    """A function that a graph calls."""
+    """Module that calls one function of a graph."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Products that read an entered value: its gradient's all-reduce runs under their weights'.
+"""Overlap the all-reduce of an entered value's gradient with its readers' weight gradients.
 
-A replicated value that enters sharded work gets its gradient from every member of the group: a
-sum that the layers before it wait for. What the work's own weights get, nobody waits for. So where
-all that reads an entered value are products with weights (the three projections of an attention,
-the two of a gated MLP, a head), they become one function whose backward begins the sum, computes
-the weights' gradients, and then waits for the sum. Megatron-LM does the same for its column-
-parallel layers (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+A replicated value that enters sharded work gets gradients from every member of the group; earlier
+layers wait for their sum. Nobody waits for the gradients of the work's own weights. So where all
+readers of an entered value are products with weights (the three projections of an attention, the
+two of a gated MLP, a head), they become one function whose backward begins the sum, computes the
+weights' gradients, and then waits for the sum. Megatron-LM does the same for its column-parallel
+layers (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
 """
 
 from collections.abc import Sequence, Set
@@ -25,25 +25,28 @@ from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_pro
 
 
 def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGradients) -> None:
-    """Replace, in `graph`, every `enter` that only products read whose weights and biases are
-    placeholders among `parameters`, and these products. `owner` sees to their gradients."""
+    """Replace each `enter` in `graph` that only products read, and these products, by one function.
+
+    The products' weights and biases must be placeholders among `parameters`. `owner` computes the
+    gradients of these weights and biases.
+    """
     for node in list(graph.graph.nodes):
         group = _entered_group(graph, node)
         if group is None:
             continue
         products = [product_of(user, parameters) for user in node.users]
-        found = [
+        joinable = [
             x
             for x in products
             if x is not None and x.input is node and (x.bias is None or x.bias.name in parameters)
         ]
-        if found and len(found) == len(products):
-            _join(graph, node, found, group, owner)
+        if joinable and len(joinable) == len(products):
+            _join(graph, node, joinable, group, owner)
     graph.recompile()
 
 
 def _entered_group(graph: fx.GraphModule, node: fx.Node) -> dist.ProcessGroup | None:
-    """Return the group over which `node` enters its argument, if that is what it does."""
+    """Return the group of an `enter` node, or None for other nodes and for groups of one rank."""
     if node.op != "call_module":
         return None
     called = getattr(graph.get_submodule(str(node.target)), "function", None)
@@ -60,6 +63,7 @@ def _join(
     group: dist.ProcessGroup,
     owner: WeightGradients,
 ) -> None:
+    """Replace the `enter` node `node` and the `products` that read it by one call of `_Joined`."""
     name = f"products_{node.name}"
     graph.add_module(name, _Joined([product.kind for product in products], group, owner))
     operands = [x for product in products for x in (product.weight, product.bias)]
@@ -77,7 +81,7 @@ def _join(
 
 
 class _Joined(nn.Module):
-    """Called with the value, then each product's weight and bias."""
+    """Products with one common input, whose gradient the backward all-reduces over `group`."""
 
     def __init__(
         self, kinds: Sequence[ProductForm], group: dist.ProcessGroup, owner: WeightGradients
@@ -86,12 +90,18 @@ class _Joined(nn.Module):
         self.kinds, self.group, self.owner = tuple(kinds), group, owner
 
     def forward(self, x: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        """Return each product's value [.., out] for the common input `x` [.., in].
+
+        `operands` are the weight and the bias (or None) of each product in turn.
+        """
         dtype = autocast_dtype(x.device.type)
         made: tuple[Tensor, ...] = _Products.apply(x, self, dtype, *operands)  # type: ignore[no-untyped-call]
         return made
 
 
 class _Products(torch.autograd.Function):
+    """Function of several products of one input, which overlaps gradients as the module says."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, joined: _Joined, dtype: torch.dtype | None, *operands: Tensor | None
@@ -121,20 +131,23 @@ class _Products(torch.autograd.Function):
             if of_x.numel():
                 work = dist.all_reduce(of_x, group=group, async_op=True)
         operands, needed = ctx.operands, ctx.needs_input_grad[3:]
-        found: list[Tensor | None] = []
+        operand_grads: list[Tensor | None] = []
         for number, (kind, grad) in enumerate(zip(joined.kinds, grads, strict=True)):
             its = slice(2 * number, 2 * number + 2)  # weight and bias
             wanted = of_product(kind, operands[its], needed[its], grad, x)
-            found += joined.owner.gradients(wanted)
+            operand_grads += joined.owner.gradients(wanted)
         if work is not None:
             work.wait()
-        return of_x, None, None, *found
+        return of_x, None, None, *operand_grads
 
 
 def _sum_of_inputs(
     kinds: Sequence[ProductForm], grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor:
-    """Return what the products give their common input, [.., in], in one buffer."""
+    """Return the gradient [.., in] of the products' common input, summed in one buffer.
+
+    `grads` are [.., out] of each product.
+    """
     shape = grads[0].shape[:-1]
     rows = [as_rows(grad) for grad in grads]
     total = rows[0] @ kinds[0].to_input(weights[0])

@@ -1,8 +1,8 @@
-"""Attention whose queries share keys takes them as they are.
+"""Let attention whose queries share keys read the keys and values without repeating them.
 
 A graph of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) repeats each key and
-value for all its queries before it attends: GPUs' kernels need no such copies, which would be kept
-for the backward. On CPUs torch's fused kernel knows no groups, and would be lost (torch 2.13).
+value for all its queries before it attends. Kernels for GPUs need no such copies, which would be
+kept for the backward. On CPUs torch's fused kernel knows no groups, and would be lost (torch 2.13).
 """
 
 from typing import Any
@@ -15,9 +15,11 @@ _ATTENTION = _aten.scaled_dot_product_attention.default
 
 
 def group_keys(graph: fx.GraphModule) -> int:
-    """Give the attentions of `graph` keys and values that were repeated for them as they were
-    before. Return how many."""
-    found = 0
+    """Replace repeated keys and values of the attentions in `graph` by the unrepeated ones.
+
+    Return the number of attentions changed; each gets `enable_gqa=True`.
+    """
+    num_replaced = 0
     for node in list(graph.graph.nodes):
         if node.target is not _ATTENTION or node.kwargs.get("enable_gqa"):
             continue
@@ -29,14 +31,17 @@ def group_keys(graph: fx.GraphModule) -> int:
         node.kwargs = {**node.kwargs, "enable_gqa": True}
         for old in repeated:
             _erase(graph.graph, old)
-        found += 1
+        num_replaced += 1
     graph.recompile()
-    return found
+    return num_replaced
 
 
 def _before_repeating(node: Any) -> tuple[fx.Node, int] | None:
-    """Return [batch, groups, 1, tokens, width] of which `node` is [batch, groups x times, tokens,
-    width], each group repeated so many times, and the times; None where it is no such value."""
+    """Return the unrepeated value behind `node`, and how many times each group is repeated.
+
+    `node` is [batch, groups x times, tokens, width], and the unrepeated value [batch, groups, 1,
+    tokens, width]. Return None where `node` is no such value.
+    """
     if not isinstance(node, fx.Node) or node.target is not _aten.reshape.default:
         return None
     expanded, sizes = node.args[:2]
@@ -61,7 +66,7 @@ def _before_repeating(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def _shared(graph: fx.GraphModule, inserted: fx.Node) -> Any:
-    """Return [batch, groups, tokens, width] of what has another dimension after its groups."""
+    """Return `inserted` [batch, groups, 1, tokens, width] as [batch, groups, tokens, width]."""
     if inserted.op == "call_function":
         return inserted.args[0]
     with graph.graph.inserting_after(inserted):
@@ -71,7 +76,7 @@ def _shared(graph: fx.GraphModule, inserted: fx.Node) -> Any:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Leave out a value that nobody reads, with what it was repeated from."""
+    """Erase the repetition `node` and the operations before it that nothing else reads."""
     while not node.users and node.op == "call_function" and node.target in _REPEATING:
         (before, *_) = node.all_input_nodes
         graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Products with a stack of experts of which a rank holds some."""
+"""Multiply rows by a stack of experts of which a rank holds some."""
 
 from collections.abc import Callable
 
@@ -11,20 +11,23 @@ from whale_train.runtime.comms.layout_collectives import ShardGroup
 def own_grouped_mm(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor
 ) -> Tensor:
-    """[rows, out]: the rows `x` [rows, in] of my experts `weight` [mine, in, out], times their
-    weight, by `function(x, weight, ends)`. There may be none, and the weight has a gradient all the
-    same."""
+    """Return the rows `x` [rows, in], all of this rank's experts, times their weights: [rows, out].
+
+    `weight` is [own experts, in, out], and `ends` [own experts] says where each expert's rows end.
+    The product is `function(x, weight, ends)`. Without rows the result is [0, out], and the weight
+    has a gradient all the same.
+    """
     return function(x, weight, ends) if len(x) else _no_rows(function, x, weight, ends)
 
 
 def split_grouped_mm(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor, shards: ShardGroup
 ) -> Tensor:
-    """[rows, out]: the rows of `x` [rows, in] that my experts `weight` [mine, in, out] have, times
-    their weight; zeros elsewhere.
+    """Return `x` [rows, in] times the experts' weights, [rows, out].
 
-    Rows are sorted by expert, `ends` [experts] says where each one's end; `function` is the
-    product with a whole stack, `function(x, weight, ends)`.
+    The rows of other ranks' experts are zeros. Rows are sorted by expert. `ends` [experts] says
+    where the rows of each expert end, for the experts of all ranks; `weight` is [own experts, in,
+    out]. The product with a whole stack is `function(x, weight, ends)`.
     """
     if len(shards.sizes) == 1:
         return function(x, weight, ends)
@@ -33,7 +36,7 @@ def split_grouped_mm(
     stop = int(ends[last - 1]) if shards.size else start
     if stop > start:
         rows = function(x[start:stop], weight, ends[first:last] - start)
-    elif last > first:  # no row is mine: still a product, so that the weight has a gradient
+    elif last > first:  # no rows for this rank: still a product, so that the weight has a gradient
         rows = _no_rows(function, x[:0], weight, ends[first:last])
     else:
         rows = x[:0] @ weight.sum(0)
@@ -42,7 +45,9 @@ def split_grouped_mm(
 
 
 def _no_rows(function: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[0, out] for `x` [0, in], of the dtype that `function` makes of rows; `weight` has a
-    gradient, and `x` too. (torch's grouped products refuse to have no rows.)"""
+    """Return [0, out] for `x` [0, in], of the dtype that `function` gives, with gradients to both.
+
+    torch's grouped products refuse to have no rows, so one row of zeros is multiplied and dropped.
+    """
     one = torch.cat([x, x.new_zeros(1, x.shape[1])])
     return function(one, weight, torch.ones_like(ends))[:0]

@@ -1,5 +1,7 @@
-"""What reads weights in a graph: products (linear, addmm) and lookups (embedding), where their
-operands stand, and what their gradients are."""
+"""Find the products (linear, addmm) and lookups (embedding) that read weights in a graph.
+
+Owns where their operands stand among the arguments, and the formulas of their gradients.
+"""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -17,8 +19,13 @@ def as_rows(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ProductForm:
-    """Where a product's input, weight and bias stand among its arguments, and whether its weight
-    is [in, out]."""
+    """Positions of a product's operands among its arguments.
+
+    input: position of the input.
+    weight: position of the weight.
+    bias: position of the bias.
+    transposed: True where the weight is [in, out], False where it is [out, in].
+    """
 
     input: int
     weight: int
@@ -26,11 +33,11 @@ class ProductForm:
     transposed: bool
 
     def value(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[.., out] of `x` [.., in]."""
+        """Return the product [.., out] of `x` [.., in]."""
         return functional.linear(x, weight.t() if self.transposed else weight, bias)
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad [.., out] times the weight: [.., in]."""
+        """Return the gradient [.., in] of the input; `grad` is [.., out]."""
         return grad @ self.to_input(weight)
 
     def to_input(self, weight: Tensor) -> Tensor:
@@ -38,18 +45,21 @@ class ProductForm:
         return weight.t() if self.transposed else weight
 
     def of_weight(self, grad: Tensor, x: Tensor, known: Tensor | None = None) -> Tensor:
-        """Return the gradient of the weight, in its own shape; added to `known`, and that returned,
-        if there is one."""
+        """Return the gradient of the weight, in the weight's shape.
+
+        `grad` is [.., out] and `x` [.., in]. With `known`, the gradient is added to `known` in
+        place, and `known` is returned.
+        """
         grad, x = as_rows(grad), as_rows(x)
         left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
         if known is None:
             return left @ right
         if known.dtype != left.dtype:
             return known.add_(left @ right)
-        return known.addmm_(left, right)  # what it adds is nowhere written by itself
+        return known.addmm_(left, right)  # the sum needs no buffer for the added gradient
 
     def of_bias(self, grad: Tensor, known: Tensor | None = None) -> Tensor:
-        """Return the gradient of the bias, [out]; added to `known` as that of the weight."""
+        """Return the gradient [out] of the bias, added in place to `known` where that is given."""
         total = as_rows(grad).sum(0)
         return total if known is None else known.add_(total)
 
@@ -63,8 +73,15 @@ _KINDS: dict[Any, ProductForm] = {
 
 @dataclass(frozen=True)
 class ProductNode:
-    """A node of a graph that is a product with a parameter, and its operands. The bias may be a
-    value made of one: of a product whose input is cut, one member alone adds it."""
+    """Product with a parameter in a graph.
+
+    node: the product.
+    kind: positions of its operands.
+    input: the input.
+    weight: the placeholder of the weight.
+    bias: the bias, or None. It may be a value made of a parameter: where the input is cut, one
+        member alone adds the bias.
+    """
 
     node: fx.Node
     kind: ProductForm
@@ -74,8 +91,7 @@ class ProductNode:
 
 
 def product_of(node: fx.Node, parameters: Set[str]) -> ProductNode | None:
-    """`node` as a product whose weight is among the placeholders `parameters` (None: it is
-    none)."""
+    """Return `node` as a product whose weight is among the placeholders `parameters`, or None."""
     kind = _KINDS.get(node.target) if node.op == "call_function" else None
     if kind is None or node.kwargs:
         return None
@@ -90,8 +106,13 @@ def product_of(node: fx.Node, parameters: Set[str]) -> ProductNode | None:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A node of a graph that takes rows of a parameter, and its operands. A row at `padding` has
-    no gradient (-1: all have)."""
+    """Lookup of rows of a parameter in a graph.
+
+    node: the lookup.
+    weight: the placeholder of the table.
+    indices: the row numbers.
+    padding: the row without a gradient; -1 where all rows have one.
+    """
 
     node: fx.Node
     weight: fx.Node
@@ -100,8 +121,10 @@ class Lookup:
 
 
 def lookup_of(node: fx.Node, parameters: Set[str]) -> Lookup | None:
-    """`node` as a lookup in one of the placeholders `parameters` (None: it is none, or one whose
-    gradient is sparse or scaled)."""
+    """Return `node` as a lookup in one of the placeholders `parameters`, or None.
+
+    A lookup with a sparse or scaled gradient gives None too.
+    """
     if node.target is not _aten.embedding.default or node.kwargs:
         return None
     weight, indices, padding, *others = (*node.args, -1)[: max(3, len(node.args))]
@@ -116,9 +139,12 @@ def lookup_of(node: fx.Node, parameters: Set[str]) -> Lookup | None:
 def of_table(
     grad: Tensor, indices: Tensor, rows: int, padding: int, known: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of a table [rows, width] of which `indices` were looked up, where that of
-    what was found is `grad` [*indices.shape, width]; added to `known`, and that returned, if there
-    is one. Equal indices are added up in the same order every time, and in no less than fp32."""
+    """Return the gradient of a table [rows, width] from `grad` [*indices.shape, width].
+
+    `indices` are the rows that were looked up; the row `padding` gets no gradient. With `known`,
+    the gradient is added to `known` in place, and `known` is returned. Gradients of equal indices
+    are summed in the same order every time, and in no less than fp32.
+    """
     if known is None or known.dtype.itemsize < 4:
         wide = torch.promote_types(grad.dtype, torch.float32)
         made: Tensor = _aten.embedding_dense_backward(grad.to(wide), indices, rows, padding, False)

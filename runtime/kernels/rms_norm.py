@@ -1,4 +1,4 @@
-"""RMSNorm as one function: models write it in six operations, and torch has a kernel for GPUs.
+"""Compute RMSNorm as one function: models write six operations, and torch has a kernel for GPUs.
 
 Each of these operations passes over the whole value, and autograd over what each has kept: 1.5 ms
 or more for [512, 512] on a core, which a small Llama has 17 of in a step of 550 ms, and a split
@@ -22,20 +22,23 @@ _DTYPES = (torch.float32, torch.float64)
 def join_rms_norms(graph: fx.GraphModule) -> None:
     """Replace, in `graph`, every weight * (x * rsqrt(mean(x ** 2, -1) + eps)) by `rms_norm`."""
     for node in list(graph.graph.nodes):
-        found = _norm_ending_in(node)
-        if found is None:
+        norm = _norm_ending_in(node)
+        if norm is None:
             continue
         with graph.graph.inserting_before(node):
-            made = graph.graph.call_function(rms_norm, (found.input, found.weight, found.eps))
+            made = graph.graph.call_function(rms_norm, (norm.input, norm.weight, norm.eps))
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
-        for old in found.operations:
+        for old in norm.operations:
             graph.graph.erase_node(old)
     graph.recompile()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [.., n] over the root of its mean square along n, times `weight`."""
+    """Return `x` [.., n] over the root of its mean square along n, times `weight` [n].
+
+    `eps` is added to the mean square.
+    """
     if x.is_cuda and x.dtype == weight.dtype and x.shape[-1:] == weight.shape:
         fused: Tensor = torch.rms_norm(x, weight.shape, weight, eps)
         return fused
@@ -49,8 +52,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = rsqrt(mean(x^2) + eps), the output is x r w. Of its gradient g, w gets the sum of
-    g x r over all rows, and x gets g w r - x r^3 mean(g w x)."""
+    """RMSNorm with r = rsqrt(mean(x^2) + eps) and output x r w.
+
+    For an output gradient g, the gradient of w is the sum of g x r over all rows, and that of x is
+    g w r - x r^3 mean(g w x).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,7 +86,13 @@ class _RMSNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Norm:
-    """`operations` are what it is made of, the last one first."""
+    """RMSNorm in a graph.
+
+    input: the value that is normalised.
+    weight: the factor by channel.
+    eps: the number added to the mean square.
+    operations: the nodes of the norm, the last one first.
+    """
 
     input: fx.Node
     weight: fx.Node
@@ -89,7 +101,7 @@ class _Norm:
 
 
 def _norm_ending_in(last: fx.Node) -> _Norm | None:
-    """Return the norm whose last operation, the product with a weight, is `last`."""
+    """Return the norm whose last operation is `last`, the product with a weight, or None."""
     if last.target is not _aten.mul.Tensor:
         return None
     operands: list[Any] = list(last.args)
@@ -101,16 +113,19 @@ def _norm_ending_in(last: fx.Node) -> _Norm | None:
         if not isinstance(weight, fx.Node) or not _is_only(normed, _aten.mul.Tensor):
             continue
         for x, inverse in (normed.args[:2], normed.args[1::-1]):
-            found = _root_of_mean(x, inverse)
-            if found is not None and not _writes(found[-1], last):
-                eps: Any = found[1].args[1]
-                return _Norm(x, weight, eps, (last, *casts, normed, *found))
+            root = _root_of_mean(x, inverse)
+            if root is not None and not _writes(root[-1], last):
+                eps: Any = root[1].args[1]
+                return _Norm(x, weight, eps, (last, *casts, normed, *root))
     return None
 
 
 def _root_of_mean(x: Any, inverse: Any) -> tuple[fx.Node, ...] | None:
-    """Return the operations of rsqrt(mean(x ** 2, -1) + eps), if that is what `inverse` is."""
-    found = []
+    """Return the operations of `inverse`, last first, or None for anything else.
+
+    `inverse` must be rsqrt(mean(x ** 2, -1) + eps).
+    """
+    operations = []
     node = inverse
     for target, rest in (
         (_aten.rsqrt.default, ()),
@@ -123,18 +138,18 @@ def _root_of_mean(x: Any, inverse: Any) -> tuple[fx.Node, ...] | None:
         for given, wanted in zip(node.args[1:], rest, strict=True):
             if not isinstance(given, float) if wanted is float else given != wanted:
                 return None
-        found.append(node)
+        operations.append(node)
         node = node.args[0]
-    return tuple(found) if node is x else None
+    return tuple(operations) if node is x else None
 
 
 def _is_only(node: Any, target: Callable[..., Any]) -> bool:
-    """Return whether it is a call of `target` whose result one operation reads."""
+    """Return True where `node` is a call of `target` whose result exactly one operation reads."""
     return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
 
 
 def _writes(first: fx.Node, last: fx.Node) -> bool:
-    """Return whether anything from `first` to `last` changes a value where it stands."""
+    """Return True where an operation from `first` up to `last` changes a value in place."""
     node = first
     while node is not last:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:

@@ -1,8 +1,9 @@
-"""Weights that stay on the host, and are on the device while something reads them.
+"""Keep weights on the host, and copy each to the device while an operation reads it.
 
-A graph fetches such a weight before the first operation that reads it, and lets go of it after the
-last. Of what a backward reads again, autograd keeps which weight it was and no values: they are
-fetched once more. Gradients leave for the host as they are made, and are added up there.
+A graph fetches such a weight before the first operation that reads it, and frees the copy after the
+last. For a backward that reads the copy again, autograd keeps which weight it was and no values;
+the backward fetches the weight again. Gradients go to the host as they are made, and are added up
+there.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True)
 class _Again:
-    """Values of `parameter` as autograd wanted to keep them: a view of what was fetched."""
+    """View of a fetched weight that autograd keeps for a backward, without its values.
+
+    parameter: the weight.
+    size: shape of the view.
+    stride: strides of the view.
+    offset: storage offset of the view, in elements.
+    """
 
     parameter: nn.Parameter
     size: torch.Size
@@ -28,8 +35,11 @@ class _Again:
 
 
 class StreamedWeights:
-    """The `dtypes` of weights on the host, by weight: what they are of on `device`, which gets them
-    when they are read. In a rehearsal, `forget` is told of what stands for the host's tensors."""
+    """Weights that stay on the host and are copied to `device` when an operation reads them.
+
+    `dtypes` gives the dtype of each weight on the device. In a rehearsal, `forget` is called with
+    each tensor that stands for a tensor of the host, so that it does not count as device memory.
+    """
 
     def __init__(
         self,
@@ -39,10 +49,10 @@ class StreamedWeights:
     ) -> None:
         self._dtypes, self._device, self._forget = dtypes, device, forget
         self._pins = device.type == "cuda"
-        # In fewer bits, where they are of fewer on the device; and those that are of other values.
+        # Host copies in the device's dtype where it differs; weights whose copies are stale.
         self._narrow: dict[nn.Parameter, Tensor] = {}
         self._old: set[nn.Parameter] = set()
-        # By storage, which is not another's address while something refers to it.
+        # By storage address, which is not reused while a reference to the storage is held.
         self._there: dict[int, tuple[StorageWeakRef, nn.Parameter]] = {}
         for parameter, dtype in dtypes.items():
             if self._pins and parameter.dtype == dtype:
@@ -52,8 +62,11 @@ class StreamedWeights:
         return parameter in self._dtypes
 
     def fetch(self, parameter: nn.Parameter, given: Tensor) -> Tensor:
-        """Return `parameter` on the device. Its gradient there becomes one on the host, that of
-        `given`, which is the parameter as a graph is given it."""
+        """Return `parameter` on the device.
+
+        `given` is the parameter as the graph gets it. The gradient of the result becomes a gradient
+        of `given` on the host.
+        """
         fetched: Tensor = _Fetch.apply(given, self, parameter)  # type: ignore[no-untyped-call]
         self._there = {key: x for key, x in self._there.items() if not _is_gone(x[0])}
         storage = fetched.untyped_storage()
@@ -62,30 +75,31 @@ class StreamedWeights:
         return fetched
 
     def changed(self) -> None:
-        """Have what is read next be the values that weights have now."""
+        """Note that the weights have new values, which the next fetches read."""
         self._old.update(self._narrow)
 
     def keeping_none(self) -> AbstractContextManager[Any]:
-        """Inside it, autograd keeps no values of what is fetched."""
+        """Return a context in which autograd keeps no values of fetched weights."""
         return torch.autograd.graph.saved_tensors_hooks(self._kept, self._read)
 
     def values(self, parameter: nn.Parameter) -> Tensor:
-        """Return what is on the device of `parameter` while it is read, without its gradient."""
-        found = self._on_host(parameter)
+        """Return a copy of `parameter` on the device, of its dtype there, without a gradient."""
+        host_copy = self._on_host(parameter)
         if self._forget is not None:
-            return torch.empty_like(found)
-        return found.to(self._device, non_blocking=self._pins)
+            return torch.empty_like(host_copy)
+        return host_copy.to(self._device, non_blocking=self._pins)
 
     def gradient(self, made: Tensor, like: Tensor) -> Tensor:
-        """Return a gradient that was made on the device on the host, of the dtype of `like`."""
+        """Return the device's gradient `made` on the host, in the dtype of `like`."""
         # In two steps: the cast is the host's, and what is sent is as small as it was made.
         if self._forget is None:
             return made.to(like.device).to(like.dtype)
-        found = torch.empty_like(like)
-        self._forget(found)
-        return found
+        empty = torch.empty_like(like)
+        self._forget(empty)
+        return empty
 
     def _on_host(self, parameter: nn.Parameter) -> Tensor:
+        """Return the present values of `parameter` on the host, in the device's dtype."""
         dtype, values = self._dtypes[parameter], parameter.detach()
         if dtype == parameter.dtype:
             return values
@@ -102,20 +116,21 @@ class StreamedWeights:
         return held.detach()
 
     def _kept(self, value: Tensor) -> Tensor | _Again:
+        """Return `value`, or an `_Again` where `value` is a view of a fetched weight."""
         _, parameter = self._there.get(value.untyped_storage()._cdata, (None, None))
         if parameter is None or value.dtype != self._dtypes[parameter]:
             return value
         return _Again(parameter, value.shape, value.stride(), int(value.storage_offset()))
 
     def _read(self, kept: Tensor | _Again) -> Tensor:
+        """Return the values that `kept` stands for; an `_Again` fetches its weight anew."""
         if isinstance(kept, Tensor):
             return kept
         return self.values(kept.parameter).as_strided(kept.size, kept.stride, kept.offset)
 
 
 class Fetched(nn.Module):
-    """What a graph calls to have `parameter` of the `weights`. What it is given is a view where
-    DeepSpeed's hooks are around the module that it is in."""
+    """Module that a graph calls to have `parameter` of `weights` on the device."""
 
     def __init__(self, weights: StreamedWeights, parameter: nn.Parameter) -> None:
         super().__init__()
@@ -123,6 +138,11 @@ class Fetched(nn.Module):
         self._fetch = partial(weights.fetch, parameter)
 
     def forward(self, given: Tensor) -> Tensor:
+        """Return the parameter on the device.
+
+        `given` is the parameter, or a view of it where DeepSpeed's hooks surround the calling
+        module.
+        """
         return self._fetch(given)
 
 
@@ -131,6 +151,8 @@ def _is_gone(storage: StorageWeakRef) -> bool:
 
 
 class _Fetch(torch.autograd.Function):
+    """Function that copies a weight to the device, and its gradient back to the host."""
+
     @staticmethod
     def forward(
         ctx: Any, given: Tensor, weights: StreamedWeights, parameter: nn.Parameter

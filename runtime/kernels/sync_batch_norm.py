@@ -1,4 +1,4 @@
-"""Batch normalisation over the batch of a whole process group, however unevenly it is shared.
+"""Normalise batches over a whole process group, however unevenly the group shares the batch.
 
 Forward, each rank's count, mean and variance are gathered once and combined by Chan, Golub and
 LeVeque's formula ("Updating formulae and a pairwise algorithm for computing sample variances",
@@ -32,7 +32,7 @@ def global_batch_norm(
     eps: float,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """`functional.batch_norm` of my part `x` [N, C, ...] of the batch; N may be 0.
+    """Return `functional.batch_norm` of this rank's part `x` [N, C, ...] of the batch; N may be 0.
 
     With `training` the statistics are those of the group's whole batch, and the running ones are
     updated in place (the variance unbiased, by the whole count). Every member calls it, and runs
@@ -64,16 +64,16 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _whole_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [C], biased variance [C] and count (a scalar) of the whole batch, in fp64."""
+    """Return mean [C], biased variance [C] and count (a scalar) of the whole batch, in fp64."""
     channels = x.shape[1]
-    mine = x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    moments = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     if x.numel():
         # Running statistics of fp32 make the kernel compute those of halves in fp32; momentum 0.
         scratch = x.new_zeros(2, channels, dtype=_statistics_dtype(x))
         mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
-        mine[:channels], mine[channels:-1] = mean, var
-        mine[-1] = x.numel() // channels
-    gathered = stacked(mine, group)
+        moments[:channels], moments[channels:-1] = mean, var
+        moments[-1] = x.numel() // channels
+    gathered = stacked(moments, group)
     means, variances = gathered[:, :channels], gathered[:, channels:-1]
     counts = gathered[:, -1:]
     count = counts.sum()
@@ -83,7 +83,10 @@ def _whole_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) * weight + bias, where mean and var depend on every x."""
+    """Function (x - mean) / sqrt(var + eps) * weight + bias.
+
+    The backward takes into account that mean and var depend on every x.
+    """
 
     @staticmethod
     def forward(
@@ -153,15 +156,17 @@ class GlobalBatchNorm(nn.Module):
         path: str = "",
         agreement: ForwardAgreement | None = None,
     ) -> None:
-        """Take over `original`, the module at `path`; with an `agreement`, every forward that
-        communicates makes sure first that all ranks are in it."""
+        """Take over all that `original` holds, the module at `path`.
+
+        With an `agreement`, every forward that communicates first makes sure that all ranks run it.
+        """
         super().__init__()
         self.__dict__.update(original.__dict__)
         self.group = group
         self._path, self._agreement = path, agreement
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` is my part [N, C, ...] of the batch."""
+        """Return the normalised values of `x` [N, C, ...], this rank's part of the batch."""
         by_batch = self.training or self.running_mean is None
         if by_batch and self._agreement is not None:
             self._agreement.at(f"the batch norm {self._path}")
@@ -192,30 +197,34 @@ _SWAPPED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def synchronise_batch_norm(
     module: nn.Module, group: dist.ProcessGroup, agreement: ForwardAgreement | None = None
 ) -> list[str]:
-    """Swap every batch norm inside `module`, in place, and return their paths. An `agreement` is
-    asked for where forwards may reach other batch norms on other ranks.
+    """Replace every batch norm inside `module` by a `GlobalBatchNorm`, and return the paths.
 
-    Raises ConfigError for one that cannot be swapped: a subclass whose forward does more, or
+    `agreement` is called where forwards may reach other batch norms on other ranks. Raises
+    ConfigError for a batch norm that cannot be replaced: a subclass whose forward does more, or
     `module` itself.
     """
     twins: dict[nn.Module, GlobalBatchNorm] = {}
     places, faults = [], []
-    for path, found in module.named_modules(remove_duplicate=False):
-        if not isinstance(found, _SWAPPED):
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if not isinstance(submodule, _SWAPPED):
             continue
-        is_plain = type(found) is nn.SyncBatchNorm or type(found).forward is _BatchNorm.forward
+        is_plain = (
+            type(submodule) is nn.SyncBatchNorm or type(submodule).forward is _BatchNorm.forward
+        )
         if path and is_plain:
-            twins.setdefault(found, GlobalBatchNorm(found, group, model_path(path), agreement))
-            places.append((path, found))
+            twins.setdefault(
+                submodule, GlobalBatchNorm(submodule, group, model_path(path), agreement)
+            )
+            places.append((path, submodule))
         else:
-            kind = type(found).__qualname__
+            kind = type(submodule).__qualname__
             rule = f"asks for statistics of the global batch in {path or 'the model'}, and {kind} "
             rule += "has a forward of its own" if path else "is the whole model"
             remedy = "use model.sync_batchnorm=false (statistics of each replica's own batch)"
             faults.append(Fault("model.sync_batchnorm", "true", rule, remedy))
     if faults:
         raise ConfigError(faults)
-    for path, found in places:
+    for path, submodule in places:
         parent, _, name = path.rpartition(".")
-        module.get_submodule(parent)._modules[name] = twins[found]
+        module.get_submodule(parent)._modules[name] = twins[submodule]
     return [path for path, _ in places]

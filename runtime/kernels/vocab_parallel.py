@@ -1,8 +1,8 @@
-"""What is sharded by class or by vocabulary: the softmax cross-entropy, its top-1, the embedding.
+"""Compute on shards by class or vocabulary: softmax cross-entropy, its top-1, and the embedding.
 
 Logits are never gathered: a row's maximum, its sum of exponentials and the logit of its label are
-all that the shards tell each other (the "distributed softmax" of large classifiers). Every
-function takes the same targets or ids on every shard, and numbers classes globally.
+all that the shards exchange (the "distributed softmax" of large classifiers). Every function takes
+the same targets or ids on every shard, and numbers classes globally.
 """
 
 from typing import Any
@@ -25,13 +25,16 @@ def split_cross_entropy(
     reduction: str = "mean",
     scale: Tensor | float | None = None,
 ) -> Tensor:
-    """Softmax cross-entropy of `logits` [N, my classes] with `target` [N], the same on each shard.
+    """Return the softmax cross-entropy (a scalar) of classes that are sharded over a group.
 
-    `reduction` is `mean` (over the targets that are not `ignore_index`; NaN when there is none,
-    as in torch) or `sum`; `scale` multiplies it. That of 16-bit logits is in fp32, as by autocast.
+    `logits` are [N, this rank's classes] and `target` is [N] int64, the same on each shard.
+    `reduction` is `mean` (over the targets that are not `ignore_index`; NaN when there is none, as
+    in torch) or `sum`; `scale` multiplies the loss. The loss of 16-bit logits is in fp32, as under
+    autocast.
+
     The gradient is that of the one loss all shards hold, not of its sum over them. It is written
-    where the forward kept its exponentials: a second backward through the same graph is refused.
-    Raises RuntimeError for a target that is no class (a device-side assertion on CUDA).
+    into the exponentials that the forward kept: a second backward through the same graph is
+    refused. Raises RuntimeError for a target that is no class (a device-side assertion on CUDA).
     """
     if len(shards.sizes) == 1:
         whole = functional.cross_entropy(
@@ -50,6 +53,8 @@ def split_cross_entropy(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
+    """Function of `split_cross_entropy`, for more than one shard."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -63,7 +68,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         counted = target != ignore_index
         column = target - shards.start
-        mine = counted & (column >= 0) & (column < shards.size)
+        is_local = counted & (column >= 0) & (column < shards.size)
         column = column.clamp(0, max(shards.size - 1, 0)).unsqueeze(1)
 
         highest = _row_maximum(logits)
@@ -71,7 +76,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         shifted = logits - highest.unsqueeze(1)  # fp32 for halves: `highest` promotes it
         label = highest.new_zeros(len(target))
         if shards.size:
-            label = torch.where(mine, shifted.gather(1, column).squeeze(1), label)
+            label = torch.where(is_local, shifted.gather(1, column).squeeze(1), label)
         told = [label]
         if label_smoothing:
             told.append(shifted.sum(1))
@@ -93,18 +98,18 @@ class _SplitCrossEntropy(torch.autograd.Function):
         if scale is not None:
             factor = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
             loss, row_scale = loss * factor, row_scale * factor
-        ctx.save_for_backward(exponentials, total, column, mine, row_scale)
+        ctx.save_for_backward(exponentials, total, column, is_local, row_scale)
         ctx.classes, ctx.label_smoothing, ctx.dtype = shards.total, label_smoothing, logits.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exponentials, total, column, mine, row_scale = ctx.saved_tensors
+        exponentials, total, column, is_local, row_scale = ctx.saved_tensors
         row_scale = row_scale * grads[0]
         grad = exponentials.mul_((row_scale / total).unsqueeze(1))
         if grad.shape[1]:
-            at_label = (1 - ctx.label_smoothing) * (row_scale * mine).unsqueeze(1)
+            at_label = (1 - ctx.label_smoothing) * (row_scale * is_local).unsqueeze(1)
             grad.scatter_(1, column, grad.gather(1, column) - at_label)
         if ctx.label_smoothing:
             grad -= (ctx.label_smoothing / ctx.classes * row_scale).unsqueeze(1)
@@ -112,11 +117,12 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def _accumulator(logits: Tensor) -> torch.dtype:
+    """Return the dtype of sums over classes: fp32 for 16-bit logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _row_maximum(logits: Tensor) -> Tensor:
-    """[N], in fp32 for halves; -inf where I have no class."""
+    """Return each row's maximum [N], in fp32 for 16-bit logits; -inf without classes here."""
     dtype = _accumulator(logits)
     if logits.shape[1] == 0:
         return logits.new_full((len(logits),), -torch.inf, dtype=dtype)
@@ -127,10 +133,10 @@ def _row_maximum(logits: Tensor) -> Tensor:
 def split_top1(
     logits: Tensor, target: Tensor, shards: ShardGroup, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Return how many of `target` [N] are the largest of their row of `logits` [N, my classes], and
-    how many count at all (are not `ignore_index`): two int64 scalars, the same on each shard.
+    """Return the number of right top-1 answers and of targets that are not `ignore_index`.
 
-    Of equal logits the first class wins, as in `torch.argmax`.
+    Both are int64 scalars, the same on each shard. `logits` are [N, this rank's classes] and
+    `target` is [N]. Of equal logits the first class wins, as in `torch.argmax`.
     """
     best = logits.new_zeros(2, len(logits), dtype=torch.float64)  # holds class numbers exactly
     best[0], best[1] = -torch.inf, shards.start
@@ -147,11 +153,11 @@ def split_top1(
 def split_embedding(
     ids: Tensor, weight_shard: Tensor, shards: ShardGroup, padding_idx: int | None = None
 ) -> Tensor:
-    """Return my part [*ids, D] of the embedding of `ids`: rows of other shards are zero, so that
-    the sum over the shards is the embedding. `weight_shard` is [my vocabulary, D].
+    """Return this rank's part [*ids, D] of the embedding of `ids`; rows of other shards are zero.
 
-    The row `padding_idx` gets no gradient; None or a negative number (ATen's default) means no
-    such row. Raises RuntimeError for an id outside the vocabulary (an assertion on CUDA).
+    The sum over the shards is the embedding. `weight_shard` is [this rank's vocabulary, D]. The row
+    `padding_idx` gets no gradient; None or a negative number (ATen's default) means no such row.
+    Raises RuntimeError for an id outside the vocabulary (an assertion on CUDA).
     """
     padding = None if padding_idx is None or padding_idx < 0 else padding_idx
     if len(shards.sizes) == 1:

@@ -1,15 +1,16 @@
-"""What reads weights sees to their gradients: adds them to what there is, or leaves them.
+"""Take weight gradients out of autograd: defer them, or add them straight into `.grad`.
 
-In a rewritten graph what reads weights (linear, addmm, embedding) is replaced by functions whose
-backward gives the input's gradient and sees to the weight's itself:
+In a rewritten graph the operations that read weights (linear, addmm, embedding) are replaced by
+functions whose backward returns the input's gradient and handles the weight's itself:
 
-* Under a zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) it notes what that needs, as the
-  stage before waits for the gradient of its output, and nobody for a weight's.
-* Where a step has several backwards it adds to the weight's `.grad` as it makes it. Autograd makes
-  it first and adds it then: as much memory again, and for a table that is looked up the gradient
-  of all its rows, every time.
-* They keep the weights themselves and no views of them, as is wanted where ZeRO 3 takes weights
-  away meanwhile.
+* Under a zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) the backward notes what the
+  weight's gradient needs: the stage before waits for the input's gradient, and nobody for a
+  weight's.
+* Where a step has several backwards, each adds to the weight's `.grad` as it computes the gradient.
+  Autograd computes it first and adds it then, which needs as much memory again; for an embedding
+  that is the gradient of all rows of the table, every time.
+* The functions keep the weights themselves and no views of them: ZeRO 3 frees weights between
+  forward and backward.
 """
 
 from collections import Counter
@@ -26,13 +27,18 @@ from whale_train.runtime.kernels.matmul import ProductForm, lookup_of, of_table,
 
 Key = tuple[int, int]  # chunk, micro-batch
 Added = Callable[[nn.Parameter], None]
-# A parameter and what makes its gradient, added to the one that is known.
+# A parameter and the function that computes its gradient, or adds it to a known one.
 _Make = Callable[[Tensor | None], Tensor]
 _Addition = tuple[nn.Parameter, _Make]
 
 
 class Wanted(NamedTuple):
-    """A gradient: of which operand, whether autograd needs it, and what makes it."""
+    """Gradient that a backward may have to compute.
+
+    operand: the weight or bias, or None where the operation has none.
+    needed: True where autograd needs the gradient.
+    make: function that computes it; with a tensor, it adds the gradient to the tensor in place.
+    """
 
     operand: Tensor | None
     needed: bool
@@ -40,7 +46,7 @@ class Wanted(NamedTuple):
 
 
 class WeightGradients:
-    """What backwards do with weights' gradients, or have left to do, by chunk and micro-batch."""
+    """Handler of backwards' weight gradients; deferred ones wait by chunk and micro-batch."""
 
     def __init__(self) -> None:
         self._left: dict[Key, list[_Addition]] = {}
@@ -50,7 +56,7 @@ class WeightGradients:
 
     @contextmanager
     def casting_once(self) -> Iterator[None]:
-        """Inside it, products cast a weight once, and keep the copy for all that follow."""
+        """Cast each weight once inside the context, and keep the copy for all later products."""
         self._casts = {}
         try:
             yield
@@ -58,7 +64,7 @@ class WeightGradients:
             self._casts = None
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `weight` as products of `dtype` read it."""
+        """Return `weight` in `dtype`; inside `casting_once` the cast is cached."""
         if weight.dtype == dtype or self._casts is None:
             return weight.to(dtype)
         if id(weight) not in self._casts:
@@ -67,7 +73,7 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Inside it, backwards leave weight gradients for `accumulate(key)`."""
+        """Leave the weight gradients of backwards inside the context for `accumulate(key)`."""
         self._now = key
         self._left[key] = []
         try:
@@ -77,8 +83,11 @@ class WeightGradients:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside it, backwards add weight gradients into `.grad` themselves. Autograd, which gets
-        none, still calls its hooks of a parameter when all that reads it is done."""
+        """Add the weight gradients of backwards inside the context straight into `.grad`.
+
+        Autograd, which gets none, still calls its hooks of a parameter when all readers of the
+        parameter are done.
+        """
         self._adds = True
         try:
             yield
@@ -89,16 +98,22 @@ class WeightGradients:
         """Return how many gradients `accumulate(key)` will add to each weight."""
         return Counter(parameter for parameter, _ in self._left[key])
 
-    @torch.no_grad()  # or each gradient would keep what it was made of for a backward of its own
+    @torch.no_grad()  # or autograd would keep the operands of each gradient for a second backward
     def accumulate(self, key: Key, added: Added) -> None:
-        """Add what was left into the weights' `.grad`, and call `added` after every addition."""
+        """Add the gradients deferred under `key` into the weights' `.grad`.
+
+        `added` is called with the weight after every addition.
+        """
         for parameter, make in self._left.pop(key):
             _add(parameter, make)
             added(parameter)
 
     def take(self, additions: Sequence[_Addition]) -> Set[nn.Parameter]:
-        """Add `additions`, or leave them for later; the parameters whose gradients are no more
-        autograd's to add."""
+        """Add `additions` to `.grad`, or defer them, inside the contexts above.
+
+        Return the parameters of these additions, whose gradients autograd must not add. The set is
+        empty outside of both contexts.
+        """
         if self._now is not None:
             self._left[self._now] += additions
         elif self._adds:
@@ -109,17 +124,21 @@ class WeightGradients:
         return {parameter for parameter, _ in additions}
 
     def gradients(self, wanted: Sequence[Wanted]) -> list[Tensor | None]:
-        """Return what a backward returns to autograd for each: None for what nobody wants or is
-        taken."""
+        """Return the gradients that a backward hands to autograd, one for each of `wanted`.
+
+        An entry is None where autograd needs no gradient, or where `take` has handled it.
+        """
         needed = [(x.operand, x.make) for x in wanted if x.needed and x.operand is not None]
-        # A bias that is made of a parameter has a backward of its own to hand its gradient to.
+        # A bias computed from a parameter is no parameter: its gradient goes on through autograd.
         taken = self.take([(p, make) for p, make in needed if isinstance(p, nn.Parameter)])
         left = {id(p): make(None).to(p.dtype) for p, make in needed if p not in taken}
         return [left.get(id(x.operand)) for x in wanted]
 
     def replace(self, graph: fx.GraphModule, parameters: Set[str]) -> None:
-        """Replace the products and lookups of `graph` whose weight is one of its placeholders
-        `parameters`."""
+        """Replace the products and lookups of `graph` that read a weight among `parameters`.
+
+        `parameters` are names of the graph's placeholders.
+        """
         for node in list(graph.graph.nodes):
             product, lookup = product_of(node, parameters), lookup_of(node, parameters)
             owned: nn.Module
@@ -149,8 +168,11 @@ def of_product(
     grad: Tensor,
     x: Tensor,
 ) -> tuple[Wanted, Wanted]:
-    """Return the gradients of a product's weight and bias, its `operands`, as far as they are
-    `needed`. The product was of `x`, and its value's gradient is `grad`."""
+    """Return the gradients of a product's weight and bias, as a backward may want them.
+
+    `operands` are the weight and the bias, and `needed` says which of them autograd needs. `x` [..,
+    in] is the product's input, and `grad` [.., out] the gradient of its value.
+    """
     weight, bias = operands
     return (
         Wanted(weight, needed[0], lambda known: kind.of_weight(grad, x, known)),
@@ -159,25 +181,31 @@ def of_product(
 
 
 class _OwnedProduct(nn.Module):
-    """One product, the gradient of whose weight is its owner's to see to."""
+    """Product whose weight and bias gradients `owner` handles."""
 
     def __init__(self, owner: WeightGradients, kind: ProductForm) -> None:
         super().__init__()
         self.owner, self.kind = owner, kind
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product [.., out] of `x` [.., in], in autocast's dtype under autocast."""
         result: Tensor
         dtype = autocast_dtype(x.device.type)
         if dtype is None:
             result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
             return result
-        x = x.to(dtype)  # it does not look into a Function
+        x = x.to(dtype)  # autocast does not look into a Function
         with autocast(x.device.type, enabled=False):
             result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Product(torch.autograd.Function):
+    """Function of one product; the backward returns the input's gradient alone to autograd.
+
+    The gradients of weight and bias go to the owner, which returns those that autograd must add.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owned: _OwnedProduct
@@ -202,7 +230,7 @@ class _Product(torch.autograd.Function):
 
 
 class _OwnedLookup(nn.Module):
-    """One lookup, the gradient of whose weight is its owner's to see to."""
+    """Lookup whose table gradient `owner` handles; the row `padding` has none."""
 
     def __init__(self, owner: WeightGradients, padding: int) -> None:
         super().__init__()
@@ -214,6 +242,8 @@ class _OwnedLookup(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
+    """Function of one lookup; the table's gradient goes to the owner."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, owned: _OwnedLookup) -> Tensor:
         ctx.owned, ctx.weight, ctx.rows = owned, weight, len(weight)
@@ -234,6 +264,10 @@ class _Lookup(torch.autograd.Function):
 
 
 def _add(parameter: nn.Parameter, make: _Make) -> None:
+    """Add the gradient that `make` computes to the parameter's `.grad`.
+
+    The first gradient is cast to `grad_dtype`, the dtype that the parameter's gradients have.
+    """
     if parameter.grad is None:
         parameter.grad = make(None).to(parameter.grad_dtype)
     else:

@@ -1,17 +1,17 @@
-"""Losses that are means over the global batch, though replicas hold different parts of it.
+"""Make losses means over the global batch, though replicas hold different parts of it.
 
-A training loop weights each replica's loss by its share of the samples, n_r / n. That is exact
-for a mean over samples. A cross-entropy is a mean over *targets*, of which replicas hold
-different numbers when some are ignored: `GlobalMeans` makes each such term of a loss
+A training loop weights each replica's loss by its share of the samples, n_r / n. That is exact for
+a mean over samples. A cross-entropy is a mean over *targets*, of which replicas hold different
+numbers when some are ignored: `GlobalMeans` turns each such term of a loss into
 
-    sum over my targets * (n / n_r) / targets of all replicas
+    sum over the replica's targets * (n / n_r) / targets of all replicas
 
 so that the weighted terms add up to the mean over the global batch, whatever else the loss is made
 of. The model is not edited: the mode sees torch's own functions as they are called.
 
-With several micro-batches a step, how many targets it has is not known when the first of them is
-run: `TargetCounter` counts them before, by the part of the exported graph that makes them from the
-inputs.
+With several micro-batches a step, the step's number of targets is not known when the first of them
+runs. `TargetCounter` counts the targets beforehand, with the part of the exported graph that
+computes targets from the inputs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,18 +32,21 @@ from whale_train.runtime.loss.graph_losses import targets_graph
 
 @dataclass(frozen=True)
 class Targets:
-    """What each loss divides by, in the order they are called, as fp64 [losses]: `mine` in one
-    micro-batch, `whole` in all of the step's, of all replicas."""
+    """Divisors of the losses, in the order of their calls, as fp64 [losses].
+
+    mine: divisors in one micro-batch of this rank.
+    whole: divisors in all micro-batches of the step, of all replicas.
+    """
 
     mine: Tensor
     whole: Tensor
 
 
 class TargetCounter:
-    """Counts the targets of a step's micro-batches before any is run.
+    """Counter of the targets of a step's micro-batches, before any of them runs.
 
-    `graph` is `losses.targets_graph`'s: called with inputs of the model, it returns what every
-    loss divides by. `group` joins the replicas.
+    `graph` is the result of `graph_losses.targets_graph`: called with inputs of the model, it
+    returns the divisor of every loss. `group` joins the replicas.
     """
 
     def __init__(self, graph: fx.GraphModule, group: dist.ProcessGroup) -> None:
@@ -53,43 +56,50 @@ class TargetCounter:
 
     @torch.no_grad()
     def mine(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the targets of one micro-batch of this rank, fp64 [losses]; not added up over
-        ranks."""
+        """Return the targets of one micro-batch of this rank, fp64 [losses].
+
+        Nothing is summed over ranks.
+        """
         counts = self._graph(*(batch[name] for name in self._inputs))
         return torch.stack(list(counts)) if counts else torch.zeros(0, dtype=torch.float64)
 
     @torch.no_grad()
     def whole(self, held: Iterable[tuple[float, Sequence[Mapping[str, Tensor]]]]) -> Tensor:
-        """Return how many targets all batches of `held` have together, fp64 [losses]: each has a
-        weight, and my micro-batches. One all-reduce; all replicas call it."""
+        """Return the targets of all batches of `held`, of all replicas, fp64 [losses].
+
+        `held` gives each batch's weight and this rank's micro-batches. One all-reduce; all replicas
+        call it.
+        """
         total = torch.zeros(len(self.losses), dtype=torch.float64)
         for weight, batches in held if self.losses else ():
             for batch in batches:
-                mine = weight * self.mine(batch)
-                total = total.to(mine.device) + mine
+                targets = weight * self.mine(batch)
+                total = total.to(targets.device) + targets
         if self.losses and self._group.size() > 1:
             dist.all_reduce(total, group=self._group)
         return total
 
     @torch.no_grad()
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Targets]:
-        """Return the targets of each of this rank's micro-batches, in all replicas. One all-reduce;
-        all replicas call it."""
+        """Return the targets of each of this rank's micro-batches, and of the step in all replicas.
+
+        One all-reduce; all replicas call it.
+        """
         device = next(iter(batches[0].values())).device
-        mine = torch.zeros(len(batches), len(self.losses), dtype=torch.float64, device=device)
+        counts = torch.zeros(len(batches), len(self.losses), dtype=torch.float64, device=device)
         if self.losses:
-            for row, batch in zip(mine, batches, strict=True):
+            for row, batch in zip(counts, batches, strict=True):
                 row += self.mine(batch)
-        whole = mine.sum(0)
+        whole = counts.sum(0)
         if self.losses and self._group.size() > 1:
             dist.all_reduce(whole, group=self._group)
-        return [Targets(row, whole) for row in mine]
+        return [Targets(row, whole) for row in counts]
 
 
 def target_counter(
     module: LossModule, graph: fx.GraphModule, group: dist.ProcessGroup, device: torch.device
 ) -> TargetCounter:
-    """Return the counter of the targets of the losses in `graph`, which is `module` exported."""
+    """Return the counter of the targets of the losses in `graph`, the export of `module`."""
     held = (
         *module.named_buffers(remove_duplicate=False),
         *(p for p in module.named_parameters(remove_duplicate=False) if not p[1].requires_grad),
@@ -100,20 +110,24 @@ def target_counter(
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Inside it, means of `cross_entropy` and `nll_loss` are those of the global batch.
+    """Mode in which means of `cross_entropy` and `nll_loss` are means over the global batch.
 
     `group` joins the replicas; the caller multiplies the loss of this forward by `weight`. All
     members of the group call the same losses in the same order; counts are all-reduced at each
-    call. With several micro-batches a step, `targets` are those of this one, counted before, and
-    losses that are not those counted raise RuntimeError. A replica without targets gets a term of 0
-    that still has a gradient.
+    call. With several micro-batches a step, `targets` are those of this micro-batch, counted
+    beforehand; losses that are not those counted raise RuntimeError. A replica without targets gets
+    a term of 0 that still has a gradient.
 
-    With `accuracy` (evaluation), `correct` and `targets` add up, over the calls of this rank since
-    the mode was made: targets that are the largest logit of their row, and targets that count.
-    `made` are the means of these calls, and `divisors` what each would divide by here, fp64. With
-    an `agreement`, all ranks make sure before each count, and at the end of the forward, that they
-    are at the same.
-    The backward runs in `made_again.in_backward()`.
+    With `accuracy` (evaluation), these attributes add up over the calls of this rank since the mode
+    was made:
+
+    correct: targets that are the largest logit of their row.
+    targets: targets that count.
+    made: the means of the calls.
+    divisors: what each mean would divide by on this rank, fp64 scalars.
+
+    With an `agreement`, all ranks check before each count, and at the end of the forward, that they
+    are at the same point. The backward runs in `made_again.in_backward()`.
     """
 
     def __init__(
@@ -167,7 +181,7 @@ class GlobalMeans(TorchFunctionMode):
         return made
 
     def _mean(self, call: TargetMean) -> Tensor:
-        """Return what the call makes here of the mean over all replicas' targets."""
+        """Return this rank's term of the mean over all replicas' targets."""
         if self._counted is None and self._group.size() == 1:
             mean: Tensor = call.function(call.logits, call.target, **call.options)
             return mean
@@ -180,21 +194,22 @@ class GlobalMeans(TorchFunctionMode):
         return scaled(call, total, factor)
 
     @torch.no_grad()
-    def _whole_divisor(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return the divisor of all replicas, perhaps still on its way."""
+    def _whole_divisor(self, divisor: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Return the divisor over all replicas, and the all-reduce that completes it, if any."""
         if self._counted is None:
             if self._agreement is not None:
                 self._agreement.at("a loss over targets")
-            return mine, dist.all_reduce(mine, group=self._group, async_op=True)
+            return divisor, dist.all_reduce(divisor, group=self._group, async_op=True)
         if self._calls == len(self._counted.mine):
             raise RuntimeError(f"more than the {self._calls} losses that were counted beforehand")
-        same = torch.isclose(mine, self._counted.mine[self._calls], rtol=1e-6, atol=0.0)
+        same = torch.isclose(divisor, self._counted.mine[self._calls], rtol=1e-6, atol=0.0)
         torch._assert_async(same, "a loss has other targets than were counted beforehand")
         self._calls += 1
         return self._counted.whole[self._calls - 1], None
 
     @torch.no_grad()
     def _record(self, call: TargetMean, made: Tensor) -> None:
+        """Add the call's mean, divisor, right answers and targets to those of the evaluation."""
         self.made.append(made)
         self.divisors.append(call.divisor())
         self.correct = self.correct + call.correct()

@@ -1,8 +1,8 @@
-"""Losses that are means over targets, inside a rewritten graph.
+"""Rewrite losses that are means over targets inside a graph.
 
-A micro-batch or a replica holds only some of a step's targets: the mean over all of them is the
-sum over those at hand times a scale that the caller knows. `counting_graph` is the part of a
-model's graph that counts the targets, so that a whole step's can be known before its first
+A micro-batch or a replica holds only some of a step's targets: the mean over all of them is the sum
+over those at hand times a scale that the caller knows. `targets_graph` is the part of a model's
+graph that counts the targets, so that a whole step's targets can be known before its first
 micro-batch.
 """
 
@@ -19,24 +19,24 @@ from whale_train.strategies.graph.operation_graph import Size
 
 LossWeight = Callable[[str], Tensor | float]
 
-# Position of the reduction argument, and what a mean is called there.
+# Overloads of the losses, and the values of their reduction argument.
 _CROSS_ENTROPY = "cross_entropy_loss.default"
 _NEGATIVE_LOG = ("nll_loss.default", "nll_loss_nd.default", "nll_loss2d.default")
 _MEAN, _SUM = 1, 2
 
 
 def is_mean_over_targets(node: fx.Node) -> bool:
-    """Return whether `node` is a cross-entropy or negative log-likelihood that is a mean."""
+    """Return True for a cross-entropy or negative log-likelihood whose reduction is a mean."""
     kind = str(node.target).removeprefix("aten.")
     known = kind == _CROSS_ENTROPY or kind in _NEGATIVE_LOG
     return known and _option(node, 3, "reduction", _MEAN) == _MEAN
 
 
 def ignored(node: fx.Node) -> int:
-    """Return the target that counts for nothing."""
-    found = _option(node, 4, "ignore_index", -100)
-    assert isinstance(found, int)
-    return found
+    """Return the ignore index of the loss `node`: targets with that value do not count."""
+    index = _option(node, 4, "ignore_index", -100)
+    assert isinstance(index, int)
+    return index
 
 
 def smoothing(node: fx.Node) -> float:
@@ -53,8 +53,13 @@ def plain_loss(
     scale: LossWeight | None,
     count: Callable[[Tensor, Tensor], None] | None,
 ) -> Callable[..., Tensor]:
-    """Return the loss `node` on whole logits: as a sum times its scale (None: the mean it is),
-    telling `count` of right answers and targets."""
+    """Return the loss `node` as a function of whole logits, targets and class weights.
+
+    Logits are [N, classes, ..] or [classes], and targets [N, ..] class numbers or probabilities of
+    the shape of the logits. With `scale`, the result is the sum over targets times
+    `scale(node.name)`; None leaves the mean. `count` is called with the numbers of right answers
+    and of targets that count, where targets are class numbers.
+    """
     kind = str(node.target).removeprefix("aten.")
     ignore, smooth = ignored(node), smoothing(node) if kind == _CROSS_ENTROPY else 0.0
 
@@ -80,15 +85,20 @@ def plain_loss(
 
 
 def _scaled(total: Tensor, scale: Tensor | float) -> Tensor:
-    """Return a sum over targets times its scale, in the dtype of the sum: another stage may await
-    the loss, and a scale of fp64 would widen it."""
+    """Return a sum over targets times its scale, in the dtype of the sum.
+
+    Another stage may await the loss in that dtype, and a scale of fp64 would widen it.
+    """
     return (total * scale).to(total.dtype)
 
 
 def divisor(logits_dim: int, target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
-    """Return what a mean over `target` divides by, a fp64 scalar: the targets that count, or the
-    sum of their class weights; the rows, where targets are probabilities of logits of `logits_dim`
-    dimensions."""
+    """Return the divisor of a mean over `target`, a fp64 scalar.
+
+    It is the number of targets that are not `ignore`, or the sum of their class weights. Where
+    targets are probabilities, it is the number of rows of the logits, which have `logits_dim`
+    dimensions.
+    """
     if target.is_floating_point():
         rows = target.select(min(logits_dim - 1, 1), 0)
         return torch.tensor(float(rows.numel()), dtype=torch.float64, device=target.device)
@@ -104,15 +114,16 @@ def targets_graph(
     device: torch.device | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> fx.GraphModule | None:
-    """Return the part of `source` that computes, from the model's inputs alone, what every loss
-    that is a mean over targets divides by: a tuple of fp64 scalars, one for each name in the
-    graph's `meta["losses"]`.
+    """Return the part of `source` that computes every loss's divisor from the model's inputs alone.
 
-    Its placeholders are named after the inputs it is called with, in order. It runs on `device`
-    (the CPU if not said); `tensors` are what training leaves as it is and it may read, by path in
-    the model. None when a parameter has a part in a target that is a class; of probabilities, rows
-    are counted. Raises KeyError for a tensor that is
-    read, is not given and has no values in `source`.
+    The losses are those that are means over targets. The graph returns a tuple of fp64 scalars, one
+    for each name in its `meta["losses"]`. Its placeholders are named after the inputs it is called
+    with, in order. It runs on `device` (the CPU if not said); `tensors` are the tensors that
+    training does not change and that the graph may read, by path in the model.
+
+    Returns None when a parameter has a part in a target that is a class. Where targets are
+    probabilities, rows are counted, whatever computes the probabilities. Raises KeyError for a
+    tensor that the graph reads, that is not given, and that has no values in `source`.
     """
     place = device or torch.device("cpu")
     trained = {
@@ -168,21 +179,23 @@ def targets_graph(
 
 
 def _targets_of(node: fx.Node) -> list[fx.Node]:
-    """Return what says how many targets a loss has: the targets, and their classes' weights."""
+    """Return the nodes that a loss's number of targets depends on: targets and class weights."""
     given = (node.args[1], _option(node, 2, "weight", None))
     return [x for x in given if isinstance(x, fx.Node)]
 
 
 def _of_samples(source: fx.GraphModule) -> fx.Node:
-    """Return an input that has a row for each sample."""
+    """Return the placeholder of an input that has one row a sample."""
     inputs = (node for node in source.graph.nodes if node.op == "placeholder")
     batched = (node for node in inputs if node.meta["val"].dim())
     return next(node for node in batched if size_of(node.meta["val"].shape[0]) == Size(0, 1))
 
 
 def _row_sizes(node: fx.Node) -> tuple[tuple[int, int], ...]:
-    """Return the extents of a loss's probabilities but for the classes, each as the numbers of
-    (fixed, per sample) elements."""
+    """Return the extents of a loss's probabilities without the dimension of the classes.
+
+    Each extent is a pair: fixed elements, and elements per sample.
+    """
     target = node.args[1]
     assert isinstance(target, fx.Node)
     shape = target.meta["val"].shape
@@ -192,8 +205,10 @@ def _row_sizes(node: fx.Node) -> tuple[tuple[int, int], ...]:
 
 
 def _rows(batch: Tensor, sizes: tuple[tuple[int, int], ...]) -> Tensor:
-    """Return how many rows extents `sizes` have of the samples in `batch`, [samples, ...]: a fp64
-    scalar."""
+    """Return the number of rows, a fp64 scalar, of probabilities for `batch` [samples, ..].
+
+    `sizes` are the extents of the rows, as `_row_sizes` returns them.
+    """
     rows = prod(fixed + per_sample * len(batch) for fixed, per_sample in sizes)
     return torch.tensor(float(rows), dtype=torch.float64, device=batch.device)
 
@@ -205,6 +220,10 @@ def _constant(
     tensors: Mapping[str, Tensor] | None,
     without_values: bool,
 ) -> Tensor:
+    """Return the tensor at `path`: from `tensors`, or from `source`, whose name for it is `target`.
+
+    Raises KeyError where it is in neither with values; `without_values` accepts meta tensors.
+    """
     if tensors and path in tensors:
         return tensors[path].detach()
     value: Any = source
@@ -216,7 +235,7 @@ def _constant(
 
 
 def _needed(source: fx.GraphModule, of: list[fx.Node]) -> set[fx.Node]:
-    """Everything `of` is computed from, with what is written into any of it."""
+    """Return every node that `of` is computed from, with the nodes that write into any of them."""
     needed: set[fx.Node] = set()
     while of:
         stack = list(of)
@@ -230,8 +249,7 @@ def _needed(source: fx.GraphModule, of: list[fx.Node]) -> set[fx.Node]:
 
 
 def _writes_into(node: fx.Node, values: set[fx.Node]) -> bool:
-    """Return whether `node` changes the memory of one of `values` in place, perhaps through a
-    view."""
+    """Return True where `node` changes the memory of one of `values`, perhaps through a view."""
     written = written_value(node)
     while written is not None:
         if written in values:
@@ -246,7 +264,7 @@ _VIEWS = ("slice", "select", "view", "transpose", "unsqueeze", "squeeze", "expan
 
 
 def written_value(node: fx.Node) -> fx.Node | None:
-    """Return what `node` changes in place, or None."""
+    """Return the node whose value `node` changes in place, or None."""
     parts = str(node.target).split(".")
     in_place = node.op == "call_function" and parts[0] == "aten" and parts[1].endswith("_")
     if not in_place or parts[1].endswith("__") or not node.args:

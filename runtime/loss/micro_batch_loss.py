@@ -1,4 +1,4 @@
-"""The loss of a step whose micro-batches several ranks compute."""
+"""Compute the loss of a step whose micro-batches several ranks compute."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,13 +12,16 @@ from whale_train.strategies.plan.loss_weights import LossWeights
 
 
 class LossOfPieces:
-    """The loss of the global batch, of which every rank of a last stage has pieces.
+    """Loss of the global batch, of which every rank of a last stage has pieces.
 
-    `weights` say what a micro-batch of n samples counts: n / N of the global batch's N, where its
-    loss is a mean. A cross-entropy is a mean over targets, of which micro-batches hold different
-    numbers: it becomes a sum, scaled so that the weighted pieces add up to the mean over all
-    targets. They are counted before the first forward (`counter`; None where one piece is all there
-    is). An evaluation is a step of all its batches: N are the held-back samples.
+    A piece is the loss of one micro-batch. The weight of a micro-batch of n samples is n / N of the
+    global batch's N, where its loss is a mean (`weights`). A cross-entropy is a mean over targets,
+    of which micro-batches hold different numbers: it becomes a sum, scaled so that the weighted
+    pieces add up to the mean over all targets. The targets are counted before the first forward
+    (`counter`; None where one piece is the whole loss). An evaluation is a step of all its batches:
+    N is the number of held-back samples.
+
+    `samples` gives the (start, stop) of each micro-batch in the global batch.
     """
 
     def __init__(
@@ -37,17 +40,20 @@ class LossOfPieces:
         self._numbers = {name: i for i, name in enumerate(losses)}
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Count the targets of the step; `batches` are those whose loss is counted here."""
+        """Count the targets of a step. This rank counts the loss of `batches`."""
         self._held = None
         self._count((1.0, batch) for batch in batches)
 
     def begin_evaluation(self, batches: Iterable[tuple[float, Batch]], samples: int) -> None:
-        """Count the targets of an evaluation of `samples`; `batches` are those whose loss is
-        counted here, with their weights."""
+        """Count the targets of an evaluation of `samples` samples.
+
+        `batches` are the weighted batches whose loss is counted on this rank.
+        """
         self._held = samples
         self._count(batches)
 
     def _count(self, batches: Iterable[tuple[float, Batch]]) -> None:
+        """Start the all-reduce of the weighted targets of `batches`. A collective of the world."""
         if self._counter is None or not self._numbers:
             return
         total = torch.zeros(len(self._numbers), dtype=torch.float64, device=self._device)
@@ -56,18 +62,21 @@ class LossOfPieces:
         self._pending = (total, dist.all_reduce(total, async_op=True))
 
     def enter(self, micro_batch: int) -> None:
-        """Say which micro-batch the piece that runs next is of."""
+        """Note the micro-batch of the piece that runs next."""
         self._now = micro_batch
 
     def weight(self, micro_batch: int) -> float:
+        """Return the weight of a micro-batch's loss in the step, or in the evaluation."""
         start, stop = self._samples[micro_batch]
         if self._held is not None:
             return self._weights.of_evaluation(stop - start, self._held)
         return self._weights.of_step(stop - start)
 
     def scale(self, name: str) -> Tensor:
-        """Return what the sum of the cross-entropy `name` over the current micro-batch is
-        multiplied by to be its mean, weighted against the others."""
+        """Return the factor of the sum of the cross-entropy `name` over the current micro-batch.
+
+        The factor makes the sum a mean over all targets once `weight` has multiplied it.
+        """
         assert self._pending is not None
         total, work = self._pending
         if work is not None:
@@ -76,16 +85,21 @@ class LossOfPieces:
         return 1.0 / (total[self._numbers[name]] * self.weight(self._now))
 
     def total(self, losses: Mapping[int, Tensor]) -> PendingLoss:
-        """Return the loss of the global batch, on every rank; `losses` are this rank's pieces, if
-        it is one that counts."""
+        """Return the loss of the global batch, on every rank. A collective of the world.
+
+        `losses` are this rank's pieces, by micro-batch; a rank whose pieces do not count gives
+        none.
+        """
         value = torch.zeros((), device=self._device)
         for m, loss in losses.items():
             value += loss.float() * self.weight(m)
         return PendingLoss(value, dist.all_reduce(value, async_op=True))
 
     def evaluation(self, sums: Tensor) -> Evaluation:
-        """Return the means of an evaluation, on every rank; `sums` are the loss, right answers and
-        targets of this rank's pieces, fp64 [3]."""
+        """Return the means of an evaluation, on every rank. A collective of the world.
+
+        `sums` are the loss, right answers and targets of this rank's pieces, fp64 [3].
+        """
         sums = sums.to(self._device)
         dist.all_reduce(sums)
         return Evaluation(*sums.tolist())

@@ -1,4 +1,4 @@
-"""L2 norms that keep their digits.
+"""Compute L2 norms that keep their digits on CPUs.
 
 On a CPU torch adds up a tensor's squares in a few fp32 numbers, and loses 4e-3 of the norm of 5e7
 elements (torch 2.13). In rows it loses 1e-8, and takes no longer.
@@ -29,18 +29,22 @@ def norm(tensor: Tensor) -> Tensor:
     """Return the L2 norm of a tensor, a scalar, in fp64 where it is large."""
     if _is_large(tensor):
         return _norm_in_rows(tensor)
-    found: Tensor = torch.linalg.vector_norm(tensor)
-    return found
+    tensor_norm: Tensor = torch.linalg.vector_norm(tensor)
+    return tensor_norm
 
 
 def _is_large(tensor: Tensor) -> bool:
+    """Return True for a tensor on a CPU whose norm is computed in rows."""
     return tensor.device.type == "cpu" and tensor.numel() > _ROW
 
 
 def _norm_in_rows(tensor: Tensor) -> Tensor:
+    """Return the L2 norm of a tensor, a scalar in fp64, from the norms of rows of 2^14 elements."""
     flat = tensor.flatten()
     in_rows = flat.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), dim=1)
     rest = torch.linalg.vector_norm(flat[in_rows:])
-    found: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
-    return found
+    tensor_norm: Tensor = torch.linalg.vector_norm(
+        torch.cat([rows, rest[None]]), dtype=torch.float64
+    )
+    return tensor_norm

@@ -1,4 +1,4 @@
-"""LAMB, whose trust ratio is of whole parameters, for parameters of which a rank has a shard.
+"""LAMB for parameters of which a rank may have a shard: trust ratios are of whole parameters.
 
 You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (ICLR 2020,
 arXiv 1904.00962), Algorithm 2, with the identity as its phi and Adam's bias correction:
@@ -23,19 +23,26 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 @dataclass(frozen=True)
 class Shards:
-    """Which parameters this rank has only a shard of, and what adds a vector up over the ranks
-    that have the others. They all have these parameters in this order."""
+    """Sharded parameters of an optimizer, and the sum over the ranks that have their other shards.
+
+    parameters: parameters of which this rank has one shard; the same, in the same order, on all
+        these ranks.
+    add_up: sums a vector over these ranks.
+    """
 
     parameters: Sequence[nn.Parameter]
     add_up: Callable[[Tensor], Tensor]
 
 
 class Lamb(Optimizer):
-    """torch's interface; learning rate, betas, eps and weight decay are those of the formula. As
-    torch's fused optimizers it has `found_inf`, where that is set: a scalar on the device, with
-    which a step changes nothing if it is 1."""
+    """LAMB with the interface of torch's optimizers.
 
-    _step_supports_amp_scaling = True  # as torch says it of those
+    Learning rate, betas, eps and weight decay are those of the formula. `shards` are the sharded
+    parameters (None: all are whole). As in torch's fused optimizers, `found_inf` may be set to a
+    scalar on the device: where it is 1, a step changes nothing.
+    """
+
+    _step_supports_amp_scaling = True  # torch's mark of optimizers that read `found_inf`
     found_inf: Tensor | None = None
 
     def __init__(
@@ -53,7 +60,10 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. One all-reduce for all that are sharded."""
+        """Update every parameter that has a gradient.
+
+        One all-reduce serves all sharded parameters together.
+        """
         sharded = set(self._shards.parameters) if self._shards else set()
         waiting: dict[nn.Parameter, tuple[Tensor, float]] = {}
         for group in self.param_groups:
@@ -64,16 +74,19 @@ class Lamb(Optimizer):
                 self._update(batch, directions, group["lr"] * ratios)
             cut = [p for p in held if p in sharded]
             if cut:
-                listed = self._directions(cut, group)
-                waiting |= {p: (x, group["lr"]) for p, x in zip(cut, listed, strict=True)}
+                cut_directions = self._directions(cut, group)
+                waiting |= {p: (x, group["lr"]) for p, x in zip(cut, cut_directions, strict=True)}
         if self._shards is not None and self._shards.parameters:
             self._update_sharded(self._shards, waiting)
 
     def _update_sharded(
         self, shards: Shards, waiting: dict[nn.Parameter, tuple[Tensor, float]]
     ) -> None:
-        """Update parameters with the norms of all their shards; one without a gradient here sends
-        zeros, as the sum is the same vector for all."""
+        """Update the sharded parameters, with the norms of whole parameters and whole directions.
+
+        `waiting` maps parameters to their direction and learning rate. A parameter without a
+        gradient on this rank sends zeros, because all ranks sum the same vector.
+        """
         parameters = [p for p in shards.parameters if p in waiting]
         squares = torch.zeros(
             (2, len(shards.parameters)), dtype=torch.float64, device=shards.parameters[0].device
@@ -95,15 +108,14 @@ class Lamb(Optimizer):
     def _update(
         self, parameters: list[nn.Parameter], directions: list[Tensor], steps: Tensor
     ) -> None:
-        """Go `steps` [parameters] along `directions`, which are used up."""
+        """Move `parameters` by -`steps` [parameters] times `directions`, which are overwritten."""
         if self.found_inf is not None:
             steps = steps * (1 - self.found_inf)
         torch._foreach_mul_(directions, list(steps.unbind()))
         torch._foreach_add_(list[Tensor](parameters), directions, alpha=-1)
 
     def _directions(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> list[Tensor]:
-        """Return the directions of an update, r in the paper's formula, with the moments
-        updated."""
+        """Return the directions of an update, r in the paper's formula, after updating moments."""
         (first, second), eps, decay = group["betas"], group["eps"], group["weight_decay"]
         for parameter in parameters:
             state = self.state[parameter]
@@ -118,7 +130,7 @@ class Lamb(Optimizer):
         counted: Tensor | float = 1.0
         new_first, new_second = 1 - first, 1 - second
         if self.found_inf is not None:
-            for gradient in gradients:  # or nothing times it would be no number
+            for gradient in gradients:  # or 0 times infinity would be NaN
                 gradient.nan_to_num_(0.0, 0.0, 0.0)
             counted = 1 - self.found_inf
             new_first, new_second = new_first * counted, new_second * counted
@@ -130,7 +142,7 @@ class Lamb(Optimizer):
         torch._foreach_mul_(added, new_second)
         torch._foreach_add_(squares, added)
         del added
-        # Of a first step that is skipped, nothing is divided by 0.
+        # At least 1, or a first step that is skipped would divide by 0.
         counts = list(torch._foreach_clamp_min(counts, 1.0))
         bias, square_bias = (
             torch._foreach_add(torch._foreach_neg(torch._foreach_pow(beta, counts)), 1.0)
@@ -147,8 +159,10 @@ class Lamb(Optimizer):
 
 
 def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in lists of no more elements than a bucket of gradients, so that what an
-    update makes on the way stays small; a larger parameter is alone."""
+    """Yield `parameters` in lists of at most the elements of a gradient bucket.
+
+    This keeps the temporaries of an update small. A larger parameter is alone in its list.
+    """
     batch: list[nn.Parameter] = []
     filled = 0
     for parameter in parameters:
@@ -169,5 +183,6 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _trust(of_weight: Tensor, of_direction: Tensor) -> Tensor:
+    """Return the trust ratios |x| / |r|, and 1 where either norm is 0; all are [parameters]."""
     both = (of_weight > 0) & (of_direction > 0)
     return torch.where(both, of_weight / of_direction, torch.ones_like(of_direction))

@@ -6,10 +6,11 @@ from whale_train.config import OptimizerOptions
 
 
 def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
-    """Return the rate of optimizer step `step` (0-based) of `steps`.
+    """Return the learning rate of optimizer step `step` (0-based) of `steps`.
 
-    Grows linearly to `lr` over `warmup_steps`, then decays to `final_lr_fraction * lr` at the
-    last step: along a line, or half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017).
+    It grows linearly to `lr` over `warmup_steps`. Then it stays (`constant`), or decays to
+    `final_lr_fraction * lr` at the last step: along a line (`linear`), or half a cosine (Loshchilov
+    and Hutter, "SGDR", ICLR 2017).
     """
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps

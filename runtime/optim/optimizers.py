@@ -1,4 +1,4 @@
-"""The optimizer an engine updates whole parameters with."""
+"""Make the optimizers with which engines update whole parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +14,14 @@ from whale_train.runtime.optim.lamb import Lamb, Shards
 
 
 class MakeOptimizer(Protocol):
+    """Function that makes the optimizer of some parameters."""
+
     def __call__(self, parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
-        """Return the optimizer of `parameters`, of which this rank has what `copies` says."""
+        """Return the optimizer of `parameters`; `copies` tells which are shards (None: none)."""
 
 
 def make_optimizer(name: str, options: dict[str, Any]) -> MakeOptimizer:
-    """torch's optimizer of that name, or LAMB, as the plan's config would have it."""
+    """Return a function that makes torch's optimizer `name`, or LAMB, with `options`."""
     kinds: dict[str, Callable[..., Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
@@ -35,7 +37,7 @@ def make_optimizer(name: str, options: dict[str, Any]) -> MakeOptimizer:
 
 
 def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | None:
-    """Return the shards of `parameters` that this rank has (None: all are whole)."""
+    """Return the parameters of which this rank has shards, or None where all are whole."""
     if copies is None or copies.shard_group is None:
         return None
     group = copies.shard_group
@@ -48,9 +50,11 @@ def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | N
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the moments that `optimizer` keeps of `parameter`, by name, and the dictionary that
-    has them, in which "step" counts updates where the optimizer counts any. What the first update
-    would make is made."""
+    """Return the moments that `optimizer` keeps of `parameter`, and its whole state.
+
+    The moments are by name. The state is the dictionary that holds them; its "step" counts updates
+    where the optimizer counts any. State that the first update would make is made here.
+    """
     kept = optimizer.state[parameter]
     for name in _moments(optimizer):
         if kept.get(name) is None:
@@ -66,16 +70,21 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Tensor]
 
 
 def makes_late(optimizer: Optimizer) -> bool:
-    """Return whether the moments that `optimizer` makes in a first step that is skipped would not
-    be filled, and so are to be made before (torch 2.13: those of a fused SGD)."""
+    """Return True where moments made in a skipped first step would stay unfilled.
+
+    Such moments must be made before the step (torch 2.13: those of a fused SGD).
+    """
     return isinstance(optimizer, torch.optim.SGD)
 
 
 @contextmanager
 def skipping(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[bool]:
-    """Around a step that changes nothing where the scalar `found_inf` is 1 (None: it never is).
-    Gives whether to take it: kernels that know such steps are told, by others it is left out, for
-    which the host reads the number."""
+    """Yield True if the step inside the context is to be taken.
+
+    Where the scalar `found_inf` is 1, the step must change nothing (None: the step is always
+    taken). Optimizers whose kernels read `found_inf` are given it, and take the step. For others
+    the host reads the number, and the step is left out where it is 1.
+    """
     if found_inf is None:
         yield True
     elif getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word for them
@@ -93,6 +102,7 @@ def skipping(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[bool]:
 
 
 def _moments(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the names of the moments that `optimizer` keeps of every parameter."""
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
     return ("exp_avg", "exp_avg_sq")

@@ -1,22 +1,27 @@
-"""When training with shared layers has come to where it stops being worth it."""
+"""Detect when training with shared layers no longer pays off."""
 
 from collections import deque
 
-WINDOW, GAIN = 50, 0.01  # steps whose mean losses are compared, and by what part they fall at least
+WINDOW, GAIN = 50, 0.01  # steps in a mean, and the least relative fall of a falling loss
 
 
 class Plateau:
-    """Whether a loss has stopped falling: its mean over the last `WINDOW` steps is above 1 - `GAIN`
-    times that over as many before."""
+    """Detector of a loss that has stopped falling.
+
+    The loss has stopped falling when its mean over the last `WINDOW` steps is above 1 - `GAIN`
+    times its mean over the `WINDOW` steps before.
+    """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=2 * WINDOW)
 
     def add(self, loss: float) -> None:
+        """Add the loss of the next step."""
         self._losses.append(loss)
 
     @property
     def reached(self) -> bool:
+        """Return True once the loss has stopped falling; False before step 2 * `WINDOW`."""
         if len(self._losses) < 2 * WINDOW:
             return False
         losses = list(self._losses)

@@ -1,6 +1,6 @@
-"""A part of the model that one rank runs in one go, on its TaskGraph's engine.
+"""Run a part of the model in one go, on the engine of its TaskGraph.
 
-Values are detached where they cross to another chunk; backward hands their gradients across.
+Values are detached where they cross to another chunk; the backward hands their gradients across.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,31 +17,39 @@ from whale_train.runtime.graph.segment import SegmentModule
 
 
 class Segments(nn.Module):
-    """The segments one TaskGraph runs, in order, under one engine."""
+    """Segments of one TaskGraph, run in order by one engine."""
 
     def __init__(self, parts: Sequence[SegmentModule]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def forward(self, number: int, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return the values that segment `number` gives for `values`."""
         result: tuple[Tensor, ...] = self.parts[number](*values)
         return result
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a forward leaves to its backward: every value made or taken, and those it `took`,
-    detached."""
+    """Values that a forward leaves to its backward.
+
+    made: every value that the forward made or was given, by name.
+    took: the values that the segment took, detached, by name.
+    own: for a chunk whose samples are shared, what this member's forward passed on; None otherwise.
+    """
 
     made: dict[str, Tensor]
     took: dict[str, Tensor]
-    own: "Passed | None" = None  # of a chunk whose samples are shared, what this member made
+    own: "Passed | None" = None
 
 
 class Chunk:
-    """A segment, the engine that runs it, and its number among that engine's; and the `lenders`,
-    engines of other parameters that it runs. `gives` are the values others want, or the loss
-    alone."""
+    """A segment and the engine that runs it.
+
+    `number` is the segment's number among the engine's. `lenders` are the engines of other
+    parameters that the segment reads. `gives` are the names of the values that other chunks want,
+    or of the loss alone.
+    """
 
     def __init__(
         self,
@@ -55,18 +63,21 @@ class Chunk:
         self.engines = (engine, *lenders)
 
     def of(self, micro_batch: int) -> "Chunk":
-        """Return what runs a micro-batch of a step: all are run alike here."""
+        """Return the chunk that runs `micro_batch` of a step: this one for all micro-batches."""
         return self
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All that it runs, whoever's they are."""
+        """Yield all parameters that the chunk reads, its own and lent ones."""
         yield from self.segment.parameters()
         yield from self.segment.lent
 
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
-        """Run the segment; `taken` are the values of earlier chunks, which require a gradient where
-        one is wanted."""
+        """Run the segment on `batch`, and return what the backward needs.
+
+        `taken` are the values of earlier chunks, by name. A value requires a gradient where one is
+        wanted.
+        """
         segment = self.segment
         took = {name: taken[name].detach() for name in segment.takes}
         for name, value in took.items():
@@ -76,21 +87,24 @@ class Chunk:
         return Passed({**taken, **dict(zip(segment.gives, given, strict=True))}, took)
 
     def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Accumulate the parameters' gradients, given those of the values of `gives` that have
-        one; the gradients of what was taken from other chunks, by name."""
+        """Accumulate the parameters' gradients, and return gradients by name.
+
+        `gradients` are those of the values of `gives` that have one. The result adds the gradients
+        of the values taken from other chunks.
+        """
         known, made = dict(gradients), passed.made
         names = [n for n in self.segment.gives if n in known and made[n].requires_grad]
         if names:
             self._engine.backward([made[n] for n in names], [known[n] for n in names])
         for name, value in passed.took.items():
-            found = self._engine.input_gradient(value) if value.requires_grad else None
-            if found is not None:
-                known[name] = known[name] + found if name in known else found
+            gradient = self._engine.input_gradient(value) if value.requires_grad else None
+            if gradient is not None:
+                known[name] = known[name] + gradient if name in known else gradient
         return known
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside it, forwards are those of evaluation and keep nothing for a backward."""
+        """Run forwards inside the context in evaluation mode, with nothing kept for a backward."""
         for engine in self.engines:
             engine.module.eval()
         try:
@@ -102,11 +116,16 @@ class Chunk:
 
 
 class SharingChunk(Chunk):
-    """A chunk whose group shares the samples of a micro-batch: every member has a batch of its own,
-    takes its part of what other chunks give, and hands back the gradients of all (copies of the
-    rest beside a split head or experts). What it `shares` of what it gives are the values of all,
-    put together for other chunks; the rest is its own (a loss). `members` are the samples of each;
-    values may have several rows of a sample, next to each other."""
+    """A chunk whose group shares the samples of a micro-batch.
+
+    Every member has a batch of its own, takes its part of the values that other chunks give, and
+    hands back the gradients of all samples. This serves copies of the layers beside a split head or
+    experts.
+
+    `members` gives the number of samples of each member. `shares` names the given values that are
+    gathered from all members for other chunks; other given values stay the member's own (a loss).
+    Values may have several rows a sample, next to each other.
+    """
 
     def __init__(
         self,
@@ -121,6 +140,11 @@ class SharingChunk(Chunk):
         self._members, self._shares = members, shares
 
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
+        """Run the segment on this member's samples, and gather the values that are shared.
+
+        `taken` are values of all members' samples, [rows of all, ..]; `batch` has this member's
+        samples.
+        """
         own = {name: self._mine(value.detach()) for name, value in taken.items()}
         for name, value in own.items():
             value.requires_grad_(taken[name].requires_grad)
@@ -132,29 +156,38 @@ class SharingChunk(Chunk):
         return Passed({**passed.made, **made}, passed.took, passed)
 
     def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Accumulate the gradients of this member's samples, and return gradients by name.
+
+        `gradients` of shared values, and those returned of taken values, are of all members'
+        samples.
+        """
         assert passed.own is not None
-        mine = {n: self._mine(x) if n in self._shares else x for n, x in gradients.items()}
-        known = super().backward(passed.own, mine)
+        own_gradients = {n: self._mine(x) if n in self._shares else x for n, x in gradients.items()}
+        known = super().backward(passed.own, own_gradients)
         for name in self.segment.takes:
             if name in known:
                 known[name] = self._all(known[name])
         return known
 
     def _mine(self, value: Tensor) -> Tensor:
+        """Return this member's rows of a value of all samples, [rows, ..]."""
         return slice_(value, 0, 1, self._rows(len(value) // self._members.total))
 
     def _all(self, value: Tensor) -> Tensor:
+        """Return the rows of all members, [rows, ..], gathered from their own."""
         return gather(value, 0, 1, self._rows(len(value) // self._members.size))
 
     def _rows(self, of_sample: int) -> ShardGroup:
-        """Return how many rows the members have of values with so many of each sample."""
+        """Return each member's number of rows, at `of_sample` rows a sample."""
         sizes = tuple(of_sample * samples for samples in self._members.sizes)
         return replace(self._members, sizes=sizes)
 
 
 class VariedChunk(Chunk):
-    """A chunk of which every micro-batch of a step has the variant that is given for it: they share
-    engines and parameters, and differ in how many samples each member takes."""
+    """A chunk with one variant for every micro-batch of a step.
+
+    The variants share engines and parameters. They differ in how many samples each member takes.
+    """
 
     def __init__(self, variants: Sequence[Chunk]) -> None:
         first, *_ = variants
@@ -162,4 +195,5 @@ class VariedChunk(Chunk):
         self._variants = tuple(variants)
 
     def of(self, micro_batch: int) -> Chunk:
+        """Return the variant that runs `micro_batch`."""
         return self._variants[micro_batch]

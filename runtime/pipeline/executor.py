@@ -1,7 +1,7 @@
-"""One rank's part of a pipeline: the instructions of its position, carried out.
+"""Carry out one rank's part of a pipeline: the instructions of its position.
 
-The order of the instructions is `strategies/schedule/orders.py`'s; what they do is here. A strategy
-without a pipeline that splits the model is one chunk on every rank, and goes the same way.
+`strategies/schedule/orders.py` decides the order of the instructions; this file owns what they do.
+A strategy without a pipeline is one chunk on every rank, and runs in the same way.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,12 +38,15 @@ from whale_train.strategies.schedule.instructions import (
 )
 from whale_train.strategies.schedule.messages import Message, message_of
 
-_LOOKAHEAD = 2  # computations ahead of which receives are posted
+_LOOKAHEAD = 2  # computations between a posted receive and its use
 
 
 class PipelineModel:
-    """The chunks of one rank and the instructions that run them. A step is inside of what
-    `casting_once` makes, in which weights are cast to 16 bits once, if they are."""
+    """The chunks of one rank and the instructions that run them.
+
+    A step runs inside the context that `casting_once` makes, in which each weight is cast to 16
+    bits at most once.
+    """
 
     def __init__(
         self,
@@ -74,32 +77,39 @@ class PipelineModel:
         self._last = len(route.gives) - 1
         last = plan.pipeline.chunks[self._last]
         self._shares_samples = last.shares_samples
-        # Of a loss that members all have, one counts.
+        # Where all members have the same loss, the first member's counts.
         self._counts_loss = last.own_losses or self.place.index == 0
         self._counts = counts
         self._weight_gradients = weight_gradients
         self._finality = Finality(chunks, self.instructions)
         owned = route.copy.owners[min(chunks)]
-        mine = [m for m, owner in enumerate(owned) if owner == self.place.position]
-        self._batch_of = {m: i for i, m in enumerate(mine)}
+        micro_batches = [m for m, owner in enumerate(owned) if owner == self.place.position]
+        self._batch_of = {m: i for i, m in enumerate(micro_batches)}
 
     @cached_property
     def _evaluation(self) -> Orders:
+        """Return the orders of this rank in an evaluation: forwards and their messages."""
         return Orders.of(self._plan, self.route, _FORWARDS)
 
     @property
     def passing(self) -> Sequence[Tensor]:
-        """The values on their way between this rank and others."""
+        """Return the values on their way between this rank and others."""
         return self._transport.passing
 
     @property
     def engines(self) -> Sequence[Engine]:
-        found = (engine for chunk in self._chunks.values() for engine in chunk.engines)
-        return tuple({id(engine): engine for engine in found}.values())
+        """Return the engines of all chunks, each once."""
+        engines = (engine for chunk in self._chunks.values() for engine in chunk.engines)
+        return tuple({id(engine): engine for engine in engines}.values())
 
     def forward_backward(
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
+        """Run the forwards and backwards of a step, and return its loss, still being reduced.
+
+        `batches` are the micro-batches of this rank. `loss_scale` (a scalar) multiplies the
+        gradients.
+        """
         run = _Run(self, batches, self._training, loss_scale)
         if self.loads is not None:
             self.loads.begin()
@@ -113,6 +123,7 @@ class PipelineModel:
 
     @torch.no_grad()
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
+        """Return the means over the evaluation batches `held`. All ranks call it."""
         pieces = ((w, x) for w, batches in held for x in self._piece_batches(batches))
         self._loss.begin_evaluation(pieces, held.samples)
         counted = self._last in self._chunks and self._counts_loss
@@ -131,8 +142,11 @@ class PipelineModel:
         return self._loss.evaluation(sums)
 
     def _piece_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the micro-batches whose targets this rank counts: members that share the samples
-        each count their own."""
+        """Return the micro-batches whose targets this rank counts.
+
+        Members that share samples count their own each; of other groups the first member counts
+        all.
+        """
         if self._last not in self._chunks:
             return ()
         return batches if self._shares_samples or self.place.index == 0 else ()
@@ -142,7 +156,7 @@ _FORWARDS = (Kind.FORWARD, Kind.RECEIVE, Kind.SEND)
 
 
 class _Run:
-    """The instructions of one step, or of one evaluated batch."""
+    """Execution of the instructions of one step, or of one evaluated batch."""
 
     def __init__(
         self,
@@ -155,12 +169,13 @@ class _Run:
         self.program, self.batches, self.orders = program, batches, orders
         self.losses: dict[int, Tensor] = {}
         self.passed: dict[tuple[int, int], Passed] = {}
-        # Values and gradients that wait for the computation that wants them.
+        # Received values and gradients, by the chunk and micro-batch that will read them.
         self.arrived: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.wanted: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.backward_gave: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def run(self) -> None:
+        """Carry out all instructions; receives are posted ahead of their use."""
         trace, instructions = self.program.trace, self.orders.instructions
         self.program._transport.begin(self.orders.passages)
         ahead = receives_ahead(instructions)
@@ -172,6 +187,7 @@ class _Run:
                 self.carry_out(instruction)
 
     def carry_out(self, instruction: Instruction) -> None:
+        """Carry out one instruction."""
         key = (instruction.chunk, instruction.micro_batch)
         finality, weight_gradients = self.program._finality, self.program._weight_gradients
         match instruction.kind:
@@ -196,6 +212,7 @@ class _Run:
                 self.receive_gradient(instruction)
 
     def forward(self, number: int, m: int) -> None:
+        """Run the forward of chunk `number` for micro-batch `m`."""
         program = self.program
         chunk = program._chunks[number].of(m)
         taken = self.arrived.pop((number, m), {})
@@ -213,6 +230,7 @@ class _Run:
             self.losses[m] = passed.made[chunk.gives[0]].detach()
 
     def backward(self, number: int, m: int) -> None:
+        """Run the backward of chunk `number` for micro-batch `m`."""
         program = self.program
         chunk, passed = program._chunks[number].of(m), self.passed.pop((number, m))
         gradients = self.wanted.pop((number, m), {})
@@ -226,7 +244,7 @@ class _Run:
             maker = program._maker[name]
             if maker in program._chunks:
                 _add(self.wanted.setdefault((maker, m), {}), name, gave.pop(name))
-        # A value that got no gradient (nothing here depended on it) is owed one of zeros.
+        # The sender of a value without a gradient (nothing here depended on it) awaits zeros.
         for name in program._takes[number]:
             if name not in gave and program._maker[name] not in program._chunks:
                 gave[name] = torch.zeros_like(passed.made[name])
@@ -244,7 +262,7 @@ class _Run:
         self.pass_on(message, {name: gave.pop(name) for name in names})
 
     def pass_on(self, message: Message, named: Mapping[str, Tensor]) -> None:
-        """Send what a message has of `named` values."""
+        """Send the values of `message`, taken from `named`."""
         program = self.program
         values = [named[name] for name in program._types.names(message)]
         program._transport.send(message, values, program.route.targets(message))
@@ -262,18 +280,22 @@ class _Run:
             _add(gradients, name, gradient)
 
     def taken_in(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values of a message, when they have come, with their names."""
+        """Yield the values of `message` with their names, once received."""
         program = self.program
         values = program._transport.receive(message, program.route.source(message))
         yield from zip(program._types.names(message), values, strict=True)
 
 
-def _add(gradients: dict[str, Tensor], name: str, found: Tensor) -> None:
-    gradients[name] = gradients[name] + found if name in gradients else found
+def _add(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    """Add `gradient` to the gradient of `name`, out of place."""
+    gradients[name] = gradients[name] + gradient if name in gradients else gradient
 
 
 def receives_ahead(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """For each instruction, the receives to post before it is carried out, each once."""
+    """Return, for each instruction, the receives to post before it; each receive is in one list.
+
+    Receives are posted up to `_LOOKAHEAD` computations ahead.
+    """
     result: list[list[Instruction]] = []
     posted = 0
     for place in range(len(instructions)):

@@ -1,8 +1,8 @@
-"""When the gradients of a rank are final, by the order of its instructions.
+"""Tell when the gradients of a rank are final, by the order of its instructions.
 
-A gradient is final when the last backward of the step that adds to it has done so. Which
-instruction that is follows from the schedule; when, within it, autograd or a deferred weight
-gradient tells. What is then done with it is the engine's (`runtime/engines/grad_reduce.py`).
+A gradient is final once the last backward of the step that adds to it has added. Which instruction
+that is follows from the schedule; when, within it, autograd or a deferred weight gradient tells.
+The engine decides what follows (`runtime/engines/grad_reduce.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from whale_train.strategies.schedule.instructions import ENDS, Instruction
 
 
 class Finality:
-    """Tells the reductions of a rank's `chunks`, which `instructions` run, what is final."""
+    """Notifier of the reductions of a rank's `chunks`, which `instructions` run."""
 
     def __init__(self, chunks: Mapping[int, Chunk], instructions: Sequence[Instruction]) -> None:
         last = {x.chunk: i for i, x in enumerate(instructions) if x.kind in ENDS}
         self._reduction: dict[nn.Parameter, Reduction] = {}
-        # By the instruction that is the last to add to them.
+        # Parameters by the last instruction that adds to their gradients.
         self._parameters: dict[Instruction, list[nn.Parameter]] = {}
         held: dict[nn.Parameter, int] = {}
         for chunk in sorted(last, key=last.__getitem__, reverse=True):
@@ -42,9 +42,13 @@ class Finality:
     def during(
         self, instruction: Instruction, deferred: Mapping[nn.Parameter, int] | None = None
     ) -> Iterator[Added]:
-        """Around a backward. What it is the last to add to is final as soon as it has: when
-        autograd has accumulated it, or, where what is left are `deferred` additions (so many by
-        parameter), when what this gives has been called as often; at the latest in the end."""
+        """Tell the reductions, during the backward `instruction`, which gradients are final.
+
+        A gradient to which `instruction` is the last to add becomes final when autograd has
+        accumulated it. With `deferred`, the number of deferred additions by parameter, it becomes
+        final when the function that the context yields has been called as often for that parameter.
+        All are final at the end of the context.
+        """
         parameters = self._parameters.get(instruction, [])
         left = {p: 1 if deferred is None else deferred.get(p, 0) for p in parameters}
 
@@ -72,5 +76,6 @@ class Finality:
 
 
 def _on_accumulated(parameter: nn.Parameter, added: Added) -> RemovableHandle:
-    found: RemovableHandle = parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
-    return found
+    """Return the handle of a hook that calls `added` when autograd has accumulated the gradient."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
+    return handle

@@ -1,4 +1,4 @@
-"""Where a rank sits in a pipeline, what it does in a step, and what it sends to whom.
+"""Say where a rank sits in a pipeline, what it does in a step, and what it sends to whom.
 
 All of it follows from the Plan, the same on both sides of every message.
 """
@@ -19,8 +19,12 @@ from whale_train.strategies.schedule.orders import schedule
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """Where a rank sits: its copy of the pipeline, its position in it, its number in that
-    position's shard group."""
+    """Place of a rank in a pipeline.
+
+    copy: number of its copy of the pipeline.
+    position: its position in that copy.
+    index: its number in the shard group of that position.
+    """
 
     copy: int
     position: int
@@ -28,6 +32,7 @@ class PipelinePlace:
 
     @classmethod
     def of(cls, pipeline: PlannedPipeline, rank: int) -> "PipelinePlace":
+        """Return the place of `rank`, a rank of `pipeline`."""
         for copy, described in enumerate(pipeline.copies):
             for position, ranks in enumerate(described.positions):
                 if rank in ranks:
@@ -37,9 +42,14 @@ class PipelinePlace:
 
 @dataclass(frozen=True)
 class Route:
-    """Who sends what to whom, for one copy of the pipeline. `gives` and `takes` are the values of
-    every chunk that others have a part in, `gradient` the edges between chunks, and whether a
-    gradient comes back."""
+    """Senders and receivers of the values of one copy of the pipeline.
+
+    place: the place of this rank.
+    copy: the copy that this rank is in.
+    gradient: edges between chunks, with True where a gradient comes back.
+    gives: names of the values that each chunk gives to others.
+    takes: names of the values that each chunk takes from others.
+    """
 
     place: PipelinePlace
     copy: PlannedCopy
@@ -49,7 +59,7 @@ class Route:
 
     @classmethod
     def of(cls, plan: Plan, place: PipelinePlace) -> "Route":
-        """Return the route of a rank that sits at `place`."""
+        """Return the route of the rank at `place`."""
         assert plan.pipeline is not None
         assert plan.rewrite is not None
         gives, takes = values_of_chunks(plan.rewrite, plan.pipeline)
@@ -58,46 +68,48 @@ class Route:
 
     @cached_property
     def maker(self) -> dict[str, int]:
-        """The chunk that makes each value."""
+        """Return the number of the chunk that makes each value."""
         return {name: chunk for chunk, names in enumerate(self.gives) for name in names}
 
     @cached_property
     def _values(self) -> dict[tuple[int, int], list[str]]:
-        found: dict[tuple[int, int], list[str]] = {}
+        """Return the names of the values that cross each edge, a pair of chunks."""
+        names_of: dict[tuple[int, int], list[str]] = {}
         for chunk, names in enumerate(self.takes):
             for name in names:
-                found.setdefault((self.maker[name], chunk), []).append(name)
-        return found
+                names_of.setdefault((self.maker[name], chunk), []).append(name)
+        return names_of
 
     def values(self, message: Message) -> list[str]:
-        """Return the values that a message has, or whose gradients it has."""
+        """Return the names of the values that `message` carries, or whose gradients it carries."""
         return self._values[message.edge]
 
     @property
     def crossing(self) -> frozenset[str]:
-        """The values that cross between any two chunks."""
+        """Return the names of the values that cross between any two chunks."""
         return frozenset(name for names in self._values.values() for name in names)
 
     def num_samples(self, micro_batch: int) -> int:
+        """Return the number of samples of a micro-batch."""
         start, stop = self.copy.samples[micro_batch]
         return stop - start
 
     def source(self, message: Message) -> int:
-        """Return the rank that sends a message to me."""
+        """Return the rank that sends `message` to this rank."""
         owner = self.copy.owners[message.source][message.micro_batch]
         ranks = self.copy.positions[owner]
         return ranks[self.place.index % len(ranks)]
 
     def targets(self, message: Message) -> list[int]:
-        """Return the ranks that I send a message to."""
+        """Return the ranks to which this rank sends `message`."""
         owner = self.copy.owners[message.target][message.micro_batch]
         there = self.copy.positions[owner]
-        mine = len(self.copy.positions[self.place.position])
-        return [rank for j, rank in enumerate(there) if j % mine == self.place.index]
+        num_senders = len(self.copy.positions[self.place.position])
+        return [rank for j, rank in enumerate(there) if j % num_senders == self.place.index]
 
     def passages(self, messages: Sequence[Message]) -> dict[int, list[Passage]]:
-        """Return those of `messages` that are mine, by the rank at the other end."""
-        found: dict[int, list[Passage]] = {}
+        """Return this rank's sends and receives among `messages`, by the rank at the other end."""
+        passages: dict[int, list[Passage]] = {}
         for message in messages:
             source, target = (
                 self.copy.owners[chunk][message.micro_batch]
@@ -105,22 +117,26 @@ class Route:
             )
             if source == self.place.position:
                 for rank in self.targets(message):
-                    found.setdefault(rank, []).append(Passage(message, is_sent=True))
+                    passages.setdefault(rank, []).append(Passage(message, is_sent=True))
             if target == self.place.position:
                 rank = self.source(message)
-                found.setdefault(rank, []).append(Passage(message, is_sent=False))
-        return found
+                passages.setdefault(rank, []).append(Passage(message, is_sent=False))
+        return passages
 
 
 class MessageTypes:
-    """What values every message of a route has, where the graph's are of `values`' types: of a
-    gradient, which is like its value, floating-point ones alone."""
+    """Types of the values of every message of a route.
+
+    `values` gives the types of the graph's values. A gradient message carries gradients, of the
+    types of their values, for floating-point values only.
+    """
 
     def __init__(self, route: Route, values: ValueTypes) -> None:
         self._route, self._values = route, values
         self._known: dict[tuple[tuple[int, int], bool, int], list[ValueType]] = {}
 
     def __call__(self, message: Message) -> Sequence[ValueType]:
+        """Return the types of the values of `message`, in the order of `names`."""
         samples = self._route.num_samples(message.micro_batch)
         key = (message.edge, message.is_gradient, samples)
         if key not in self._known:
@@ -129,7 +145,7 @@ class MessageTypes:
         return self._known[key]
 
     def names(self, message: Message) -> list[str]:
-        """Return the names of a message's values."""
+        """Return the names of the values of `message`, in the order in which it carries them."""
         names = self._route.values(message)
         if not message.is_gradient:
             return names
@@ -139,15 +155,18 @@ class MessageTypes:
 def values_of_chunks(
     graph: PlannedGraph, pipeline: PlannedPipeline
 ) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return what every chunk gives to other chunks, and what it takes from them."""
+    """Return the names of the values that every chunk gives to others, and takes from them."""
     segments = [graph.segments[chunk.segment] for chunk in pipeline.chunks]
     return [segment.gives for segment in segments], [segment.takes for segment in segments]
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What a rank does in a step or an evaluation: the instructions of its position, and its
-    messages by the rank at their other end, in the order that both ends post them in."""
+    """Work of a rank in a step or an evaluation.
+
+    instructions: the instructions of its position.
+    passages: its messages by the rank at the other end, in the order in which both ends post them.
+    """
 
     instructions: tuple[Instruction, ...]
     passages: Mapping[int, Sequence[Passage]]
@@ -156,8 +175,10 @@ class Orders:
     def of(
         cls, pipeline: PlannedPipeline, route: Route, kinds: Sequence[Kind] = tuple(Kind)
     ) -> "Orders":
-        """Return the orders of a rank, as the plan's schedule has them; instructions of `kinds`
-        alone."""
+        """Return the orders of the rank of `route`, from the plan's schedule.
+
+        Instructions of other kinds than `kinds` are left out.
+        """
         copy = route.copy
         durations = {
             (chunk, position): Durations(*times) for chunk, position, *times in copy.durations
@@ -172,6 +193,6 @@ class Orders:
             durations,
             transits,
         )
-        kept = [tuple(x for x in listed if x.kind in kinds) for listed in ordered]
+        kept = [tuple(x for x in operations if x.kind in kinds) for operations in ordered]
         messages = messages_as_sent(kept, durations, transits)
         return cls(kept[route.place.position], route.passages(messages))

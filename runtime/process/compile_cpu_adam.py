@@ -1,4 +1,4 @@
-"""DeepSpeed's CPU optimizer, compiled once a host and before there are ranks."""
+"""Compile DeepSpeed's CPU optimizer, once a host and before its ranks are forked."""
 
 import fcntl
 import os
@@ -8,10 +8,11 @@ from whale_train.runtime.engines.deepspeed import import_deepspeed
 
 
 def load_cpu_adam() -> None:
-    """Compile (20 s of g++) or load it; ranks forked afterwards have it loaded.
+    """Load DeepSpeed's CPU Adam, compiling it first where needed (20 s of g++).
 
-    torch guards a compilation by a file that is left behind when its process is killed, and then
-    waited for without end. Our lock goes with its holder, so whoever has it may remove that file.
+    Ranks forked afterwards have it loaded. torch guards a compilation by a file that stays when its
+    process is killed, and that torch then waits for without end. The lock taken here ends with its
+    holder, so its holder may remove that file.
     """
     folder = kernel_cache()
     os.environ[VARIABLE] = str(folder)

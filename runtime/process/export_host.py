@@ -1,9 +1,10 @@
-"""Makes the folder of weights of a checkpoint, in a process of its own.
+"""Write the folder of weights of a checkpoint, in a process of its own.
 
     python -m whale_train.runtime.process.export_host --checkpoint DIR --run-dir DIR --parent PID
 
-The model is built without weights, for its names and its config: what is in memory at once is the
-largest tensor. Exit status: 0 done; 1 failed (`failure.json` of the run directory says what of).
+The model is built without weights, for its names and its config, so that memory holds at most the
+largest tensor at once. Exit status: 0 done; 1 failed (`failure.json` of the run directory gives the
+reason).
 """
 
 import argparse

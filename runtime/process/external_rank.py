@@ -1,11 +1,13 @@
-"""A rank that torchrun or srun started: it finds its job and takes its place.
+"""Run a rank that torchrun or srun started: find its job and take its place.
 
     python -m whale_train.runtime.process.external_rank [--run-dir DIR --parent PID | --refused]
 
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is,
-WHALE_TRAIN_JOB_KEY whom it believes. Rank 0 is started with the run directory by the `whale-train`
-that composes the job, writes there what hosts the ranks are on, waits for its plan, and tells the
-others, or that there is none; so does `--refused` at once. Hosts need not share any files.
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT place the rank.
+WHALE_TRAIN_JOB_KEY is the key of the messages it believes. The `whale-train` that composes the job
+starts rank 0 with the run directory. Rank 0 writes there which hosts the ranks are on, waits for
+its plan, and sends the job to the others, or that there is none. With `--refused` it sends at once
+that there is none. Hosts need not share any files.
+
 Exit status: 0 done; 1 failed; 2 the request was refused.
 """
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, help="end with this process")
     parser.add_argument("--refused", action="store_true", help="tell the others there is no job")
     options = parser.parse_args(arguments)
-    # A rank waits for the others outside of Python, where no handler of Python's would run.
+    # A rank waits for the others in C++, where no handler of Python's would run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if options.parent is not None:
         end_with_parent(options.parent, signal.SIGTERM)
@@ -98,14 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _seen(store: Store, key: JobKey, rank: int) -> Seen:
-    """Return what `rank` sees, once it has said so."""
+    """Wait for the report of `rank` on its host, and return it."""
     said = key.checked(store.get(f"seen/{rank}"), f"rank {rank}")
     return Seen.from_json(said)
 
 
 def _prepare_for_any_job(silent: bool) -> None:
-    """Import what a job will need, while rank 0 resolves its plan; `silent` before there is a
-    log for what DeepSpeed then says on stdout."""
+    """Import what every job needs, while rank 0 resolves its plan.
+
+    `silent` drops what DeepSpeed prints to stdout, for ranks that have no log yet.
+    """
     if silent:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
@@ -114,8 +118,11 @@ def _prepare_for_any_job(silent: bool) -> None:
 
 
 def _meet(rank: int, key: JobKey) -> Store:
-    """Return the store of this job, whose keys begin with its nonce. Raises LaunchError where it
-    cannot be had, is another job's, or is said to be by somebody."""
+    """Return the store of this job, whose keys begin with the job's nonce.
+
+    Raises LaunchError where the store cannot be opened, has another job's key, or is used by
+    another process as the same rank.
+    """
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         world_store, _, _ = next(rendezvous("env://"))
@@ -139,13 +146,13 @@ def _meet(rank: int, key: JobKey) -> Store:
 
 
 def name_of_start(store: Store, rank: int) -> str:
-    """Return what all ranks call this start of theirs, which rank 0 chooses. Raises LaunchError
-    where some do not ask for it.
+    """Return the name of this start of the ranks, which rank 0 chooses and all agree on.
 
-    torchrun starts them again at the same port, with the keys of earlier starts still in the store
-    and nothing in the environment that tells one start from the next where only the number of hosts
-    has changed. So a rank asks with a word that nobody has used, and only a rank 0 that lives
-    answers; it answers until the rank that asked last has heard it.
+    torchrun restarts ranks at the same port, with the keys of earlier starts still in the store,
+    and nothing in the environment tells one start from the next where only the number of hosts has
+    changed. So a rank asks with a random word, and only a living rank 0 answers; it answers until
+    the last asker of every rank has heard it. Raises LaunchError where a rank does not ask within
+    torch's default timeout of process groups.
     """
     if rank:
         word = token_hex(8)
@@ -165,7 +172,7 @@ def name_of_start(store: Store, rank: int) -> str:
 
 
 def _has_heard(store: Store, rank: int, chosen: str) -> bool:
-    """Answer what a rank asked last, and return whether it has heard the answer."""
+    """Answer the last question of `rank`; return True once its asker has heard `chosen`."""
     if not store.check([f"asks/{rank}"]):
         return False
     word = store.get(f"asks/{rank}").decode()
@@ -175,6 +182,7 @@ def _has_heard(store: Store, rank: int, chosen: str) -> bool:
 
 
 def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> int:
+    """Train as rank `rank` of `job`, and return the exit status: 0 done, 1 failed."""
     run_dir, exchange = job.run_dir, FailureExchange(store, key, world_size)
     host = job.host_of(rank)
     try:
@@ -204,22 +212,26 @@ def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> i
 
 
 class _StopRequest:
-    """Remembers that a signal asked this rank to end, which it does when all have saved."""
+    """Memory of a signal that asked this rank to end, once all ranks have saved."""
 
     def __init__(self) -> None:
         self._signalled = False
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Note that a signal has arrived."""
         self._signalled = True
 
     def is_made(self) -> bool:
+        """Return True once a signal has arrived."""
         return self._signalled
 
 
 def _leave(store: Store, rank: int, world_size: int) -> None:
-    """Leave together, rank 0 last: the store may live in it, and the first that leaves with a
-    status other than 0 may have the others ended."""
+    """Wait until all ranks are done, and leave with rank 0 last.
+
+    Rank 0's process may host the store, and a launcher may end all ranks once the first leaves with
+    a status other than 0. Waits at most `LEAVING` for each step.
+    """
     others = range(1, world_size)
     with suppress(dist.DistError):  # somebody does not come
         if rank:

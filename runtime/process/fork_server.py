@@ -1,13 +1,13 @@
-"""The fork server of one host: imports once, forks the host's ranks, ends them together.
+"""Serve one host: import once, fork the host's ranks, and end them together.
 
     python -m whale_train.runtime.process.fork_server --run-dir DIR --parent PID
 
-Started by the parent as soon as it knows there will be a run, so that importing overlaps with
-resolving the plan. Once the parent has put `ready` into the run directory, it forks the ranks,
-each logging to `logs/rank_N.log`, and waits for them. The first that ends badly ends all.
+The parent starts it as soon as a run is certain, so that importing overlaps with resolving the
+plan. Once the parent has put `ready` into the run directory, the server forks the ranks, each
+logging to `logs/rank_N.log`, and waits for them. The first that ends badly ends all.
 
-Exit status: 0 all ranks done; 1 failed (`failure.json` says what of); 130 told to stop by
-SIGTERM, SIGINT or its parent's death. Ranks never outlive it.
+Exit status: 0 all ranks done; 1 failed (`failure.json` gives the reason); 130 told to stop by
+SIGTERM, SIGINT or its parent's death. Ranks never outlive the server.
 """
 
 import argparse
@@ -65,16 +65,16 @@ LAZILY_IMPORTED = (
 
 READY_DEADLINE_S = 3600.0
 POLL_S = 0.02
-# How long the others' failures may take to arrive before the cause is named.
+# Time that other ranks' failures have to arrive before the cause is named.
 SETTLE_S = 1.0
 # Between SIGTERM and SIGKILL.
 GRACE_S = 2.0
 
-# A rank that gets this writes to its log what it is at, even where Python cannot run.
+# A rank that gets this signal writes its stack to its log, even where Python cannot run.
 STACK_SIGNAL = signal.SIGUSR2
 STACK_S = 0.5
 
-# Slurm may send it to every process of a job: the launcher's, who asks the ranks to save and end.
+# For the launcher, which asks ranks to save and end. Slurm may send it to all processes of a job.
 LAUNCHERS_SIGNAL = signal.SIGUSR1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -82,18 +82,19 @@ PR_SET_NAME = 15  # from Linux's <sys/prctl.h>
 
 
 class StopRequest:
-    """Remembers that a signal, or the death of the process `parent`, asked the host to stop."""
+    """Request that the host stops, made by a signal or by the death of the process `parent`."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent
         self._signalled = False
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
-        """Handle STOP_SIGNALS."""
+        """Note that one of STOP_SIGNALS has arrived."""
         self._signalled = True
 
     @property
     def made(self) -> bool:
+        """Return True once the request is made."""
         return self._signalled or os.getppid() != self._parent
 
 
@@ -131,7 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def stop_before_ranks(number: int, frame: FrameType | None) -> None:
-    """Leave at once, with the compilers that may be running: they are all this process has."""
+    """Exit with status STOPPED, after ending the process group: compilers that may be running.
+
+    Handles STOP_SIGNALS before ranks exist.
+    """
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(os.getpid(), signal.SIGTERM)
@@ -156,10 +160,10 @@ def preload() -> None:
 
 
 def wait_until_ready(run_dir: Path, parent: int) -> bool:
-    """Return True once the run directory has the file `ready`, False once it has the one that says
-    that there will be no plan; exits when the parent ends.
+    """Wait for the launcher's decision; return True for a plan, False for a refused request.
 
-    Raises TimeoutError after READY_DEADLINE_S.
+    The decision is the file `ready`, or the one named REFUSED, in the run directory. Exits the
+    process when the parent ends. Raises TimeoutError after READY_DEADLINE_S.
     """
     deadline = time.monotonic() + READY_DEADLINE_S
     while not (run_dir / "ready").exists():
@@ -183,12 +187,13 @@ def serve(
 ) -> int:
     """Fork `world_size` ranks, wait for them, and return the host's exit status.
 
-    `prepare()` is called once, here, and every rank inherits its result, which is `forget`
-    here: `entry(run_dir, rank, world_size, prepared)`. `run_dir/rendezvous` is theirs for a file
-    store. A rank leaves by `os._exit`: an entry closes what it opens, no atexit handler does.
+    `prepare()` is called once in this process. Every rank inherits its result, and runs
+    `entry(run_dir, rank, world_size, prepared)`. After the forks this process calls
+    `forget(prepared)`. `run_dir/rendezvous` is free for the ranks' file store. A rank leaves by
+    `os._exit`: an entry closes what it opens, no atexit handler does.
     """
     prepared = prepare()
-    # Ranks share the host's memory until somebody writes to it, as the garbage collector does.
+    # Ranks share the host's pages until one writes to them, as the garbage collector does.
     gc.freeze()
     rendezvous = run_dir / "rendezvous"
     rendezvous.unlink(missing_ok=True)
@@ -226,10 +231,10 @@ def serve(
 
 
 def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
-    """Wait until all ranks ended, one ended badly, or a stop is asked for.
+    """Wait until all ranks have ended, one has ended badly, or a stop is asked for.
 
-    `living` maps pids to ranks; those that ended are taken out of it and returned. After a bad
-    end the others have SETTLE_S to say what they failed of, unless that cannot matter.
+    `living` maps pids to ranks; ranks that have ended are taken out of it and returned. After a bad
+    end the others have SETTLE_S to record their failures, unless the bad end is decisive.
     """
     ends: list[RankEnd] = []
     deadline: float | None = None
@@ -248,8 +253,10 @@ def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
 
 
 def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[StackCall, ...]]:
-    """Return the stack of each living rank, the innermost call first: empty for one that is not
-    able to say it within STACK_S."""
+    """Return the stack of each living rank, the innermost call first.
+
+    A stack is empty where the rank does not write it within STACK_S.
+    """
     logs = {rank: run_dir / "logs" / f"rank_{rank}.log" for rank in living.values()}
     read = {rank: log.stat().st_size for rank, log in logs.items()}
     for pid in living:
@@ -260,9 +267,8 @@ def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[Sta
 
 
 def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> dict[int, RankError]:
-    """Return the errors of ranks that NCCL's watchdog aborted, told from what it wrote to their
-    logs."""
-    found = {}
+    """Return the errors of ranks that NCCL's watchdog aborted, read from their logs."""
+    errors = {}
     for end in ends:
         if end.code != -signal.SIGABRT:
             continue
@@ -273,12 +279,12 @@ def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> d
         wait = read_watchdog(log, plan, end.rank, step)
         if wait is not None:
             said = (str(wait), True, step, str(wait))
-            found[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *said, wait)
-    return found
+            errors[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *said, wait)
+    return errors
 
 
 def reap(living: dict[int, int]) -> list[RankEnd]:
-    """Take the ranks that have ended out of `living`, without waiting."""
+    """Take the ranks that have ended out of `living`, without waiting, and return their ends."""
     ends = []
     for pid in list(living):
         reaped, status = os.waitpid(pid, os.WNOHANG)
@@ -289,7 +295,7 @@ def reap(living: dict[int, int]) -> list[RankEnd]:
 
 
 def end_ranks(living: dict[int, int]) -> None:
-    """SIGTERM, GRACE_S to finish, SIGKILL; returns when none is left."""
+    """End all ranks of `living`: SIGTERM, then SIGKILL after GRACE_S. Returns when none is left."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # A pid in `living` is not reaped, so it is still that rank's.
         for pid in living:

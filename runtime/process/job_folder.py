@@ -1,7 +1,8 @@
-"""The run directory of a job on each of its hosts: rank 0's, or one of the host's own.
+"""Give each host of a job a run directory: rank 0's, or one of the host's own.
 
-Hosts need not share files. On one that does not see rank 0's run directory, the first rank makes
-one under the same name, with what ranks read of the job in it; logs of that host are kept there.
+Hosts need not share files. On a host that does not see rank 0's run directory, the host's first
+rank makes one under the same name, with the files that ranks read in it; logs of the host's ranks
+are kept there.
 """
 
 import hmac
@@ -21,14 +22,18 @@ from whale_train.runtime.process.job_message import Job
 
 @dataclass(frozen=True)
 class JobFolder:
-    """Rank 0's run directory, and a word in it, by which others know it from one of its name."""
+    """Run directory of rank 0, told from other directories of its name by a random word in it.
+
+    path: absolute path of the directory.
+    word: content of its file MEETING.
+    """
 
     path: Path
     word: str
 
     @classmethod
     def made(cls, run_dir: Path) -> "JobFolder":
-        """Write the word."""
+        """Write a new word into `run_dir`, and return its folder."""
         folder = cls(run_dir.absolute(), token_hex(16))
         write_whole(folder.path / MEETING, folder.word)
         return folder
@@ -43,7 +48,7 @@ class JobFolder:
 
     @property
     def is_here(self) -> bool:
-        """Whether this host shares it."""
+        """Return True where this host sees the same directory."""
         try:
             return hmac.compare_digest((self.path / MEETING).read_bytes(), self.word.encode())
         except OSError:
@@ -51,8 +56,11 @@ class JobFolder:
 
 
 def take_place(job: Job, host: Host, rank: int, store: Store, key: JobKey) -> None:
-    """Return when the run directory of `rank`, on `host`, is there. Raises LaunchError where it
-    cannot be, or has something else in it than rank 0 sent."""
+    """Wait until the run directory of `rank`, on `host`, exists.
+
+    On a host that does not share rank 0's files its first rank makes the directory. Raises
+    LaunchError where it cannot be made, or differs from what rank 0 sent.
+    """
     if not host.shares:
         made = f"made/{host.node}"
         if rank == host.ranks[0]:
@@ -67,12 +75,12 @@ def take_place(job: Job, host: Host, rank: int, store: Store, key: JobKey) -> No
 
 
 def _make(job: Job, host: Host) -> str:
-    """Make a host's own run directory; return why that cannot be done, '' if it is."""
+    """Make the host's own run directory; return why that fails, or '' where it succeeds."""
     logs = job.run_dir / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
         for path in (job.run_dir / FAILURE_FILE, *logs.glob("rank_*")):
-            path.unlink(missing_ok=True)  # of an earlier attempt
+            path.unlink(missing_ok=True)  # left by an earlier attempt
         for name, text in job.texts.items():
             write_whole(job.run_dir / name, text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A rank: what its host prepares for it, and what it does from its first to its last line."""
+"""Prepare what a host's ranks inherit, and run a rank from its first line to its last."""
 
 import json
 import os
@@ -70,8 +70,13 @@ from whale_train.strategies.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Prepared:
-    """Made once a host and inherited by its ranks: the request, the model with its weights in
-    shared memory, the exported graph where the strategy cuts one, and the data."""
+    """Objects made once a host and inherited by its ranks.
+
+    request: the request.
+    module: the model, with its weights in shared memory.
+    graph: the exported graph, or None where ranks need none.
+    dataset: the data.
+    """
 
     request: Request
     module: LossModule
@@ -80,7 +85,10 @@ class Prepared:
 
 
 def prepare(request: Request) -> Prepared:
-    """Make all that needs no plan, so that it overlaps with resolving it."""
+    """Build the objects that ranks inherit, as far as they need no plan.
+
+    The host calls it while the plan is resolved.
+    """
     compute_fp32(in_tf32=request.train.tf32)
     if request.train.compile:
         import_compiler()
@@ -88,21 +96,25 @@ def prepare(request: Request) -> Prepared:
     module = build_shared(request.model, request.seed)
     prepared = Prepared(request, module, None, dataset)
     strategy = request.strategy_graph()
-    # It is what ranks run, or what they count targets by; of a strategy yet to be found, it may be.
+    # Ranks run the graph or count targets by it. For a strategy yet to be found, they may.
     if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
         return replace(prepared, graph=_exported(prepared))
     return prepared
 
 
 def _exported(prepared: Prepared) -> fx.GraphModule | None:
+    """Return the exported graph of the model, or None where it cannot be exported."""
     fields = prepared.dataset.fields
     graph, _ = export_model(prepared.request.model, fields)
     return None if graph is None else with_constants(graph, prepared.module, fields)
 
 
 def complete(run_dir: Path, prepared: Prepared) -> Prepared:
-    """Make what only the plan told of, once for all ranks: the graph of a model that is run by it,
-    and the optimizer that DeepSpeed compiles at first use."""
+    """Return `prepared` with what the plan asks for, once for all ranks.
+
+    That is the exported graph, where ranks run it, and the CPU optimizer that DeepSpeed compiles at
+    first use, which is loaded.
+    """
     plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.rewrite is not None and prepared.graph is None:
         prepared = replace(prepared, graph=_exported(prepared))
@@ -114,12 +126,12 @@ def complete(run_dir: Path, prepared: Prepared) -> Prepared:
 
 
 def forget(prepared: Prepared) -> None:
-    """Let go of the initial weights, in a process that has no more use for them."""
+    """Free the initial weights, in a process that does not use them any more."""
     let_go(prepared.module)
 
 
 def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> None:
-    """Be rank `rank` of the host that forked this process, from joining the others to leaving."""
+    """Run rank `rank` of the host that forked this process, from joining the others to leaving."""
     run(run_dir, rank, world_size, file_rendezvous(run_dir), prepared)
 
 
@@ -131,8 +143,11 @@ def run(
     prepared: Prepared,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Join the others, train as the plan says, and leave. `is_asked_to_stop` says whether this
-    process was told to end, where nobody tells the launcher."""
+    """Join the other ranks, train as the plan says (or calibrate), and leave.
+
+    `rendezvous` is the URL of a file store, or a store. `is_asked_to_stop` returns True once this
+    process was told to end, where no launcher is told.
+    """
     with failing_when_full(), named_waits(run_dir, rank):
         # The program is let go of first: a reducer freed after its group was left joins gloo's
         # threads while holding the GIL they wait for.
@@ -146,14 +161,17 @@ def run(
 def measure(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
 ) -> None:
-    """Measure this machine together with the other ranks, still joined afterwards."""
+    """Measure this machine together with the other ranks, and stay joined."""
     device, _ = _joined(run_dir, rank, world_size, rendezvous, request)
     optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
     precision = request.train.precision or "fp32"
     alone = request.launcher.threads or num_threads(1)
     has_others = device.type == "cpu" and alone != torch.get_num_threads()
     planned = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")).ranks
-    ranks = Ranks(tuple(each.device for each in planned), tuple(each.node for each in planned))
+    ranks = Ranks(
+        tuple(planned_rank.device for planned_rank in planned),
+        tuple(planned_rank.node for planned_rank in planned),
+    )
     has_others = has_others and len(set(ranks.nodes)) == 1  # plans for one host count with it
     calibrate(run_dir, ranks, device, precision, optimizer, alone if has_others else None)
 
@@ -161,7 +179,7 @@ def measure(
 def _joined(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
 ) -> tuple[torch.device, EmulatedLinks | None]:
-    """This rank's device and the links it emulates, if it does, once all ranks have met."""
+    """Return this rank's device and the links it emulates (or None), once all ranks have met."""
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir, rank)
@@ -180,8 +198,11 @@ def train_as_planned(
     prepared: Prepared,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Program:
-    """Train (or verify) as the plan says, still joined; the program, its engines holding what
-    was learned. Rank 0 writes the metrics and the summary."""
+    """Train (or verify) as the plan says, and stay joined.
+
+    Returns the program, whose engines hold the trained weights. Rank 0 writes the metrics and the
+    summary.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")
     request = prepared.request
@@ -198,7 +219,7 @@ def train_as_planned(
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
     seed_python(request.seed)  # a forward that draws in Python draws alike on every rank
     names = saved_names(prepared.module, request.model)
-    # Where the layers are that a checkpoint has the weights of once, while there are all of them.
+    # Places of layers that share weights in the checkpoint, taken while the whole model exists.
     places = shared_places(prepared.module.model) if _delinks(run_dir) else {}
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
     state = RankState(program.engines, plan, rank, names, prepared.module)
@@ -266,13 +287,13 @@ def train_as_planned(
 
 
 def _here(rank: int) -> range:
-    """Return the ranks of this machine."""
+    """Return the ranks on this rank's machine."""
     first = rank - int(os.environ["LOCAL_RANK"])
     return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def _launched(run_dir: Path) -> dict[str, Any]:
-    """Return what the launcher wrote for the ranks beside the plan."""
+    """Return the launcher's choices for the ranks, from `launch.json`."""
     content: dict[str, Any] = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))
     return content
 
@@ -284,8 +305,7 @@ def _pace(run_dir: Path, rank: int) -> Pace | None:
 
 
 def _delinks(run_dir: Path) -> bool:
-    """Return whether the checkpoint that the run goes on from is of shared layers, and the run's
-    are not."""
+    """Return True where the checkpoint's layers share weights, and the run's layers do not."""
     return bool(_launched(run_dir)["delinks"])
 
 
@@ -296,7 +316,7 @@ def _rounding(run_dir: Path) -> int | None:
 
 
 def _checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint that the run goes on from, or None where it begins."""
+    """Return the checkpoint that the run continues from, or None for a new run."""
     path = _launched(run_dir)["checkpoint"]
     return None if path is None else Path(path)
 
@@ -313,7 +333,7 @@ def _device(run_dir: Path, rank: int) -> torch.device:
         return torch.device("cpu")
     planned = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")).ranks[rank]
     assert planned.uuid is not None
-    # CUDA has started in no process that forks, and numbers what this one sees of it.
+    # No process that forks has started CUDA; it numbers the GPUs that this process sees.
     os.environ["CUDA_VISIBLE_DEVICES"] = planned.uuid
     # DeepSpeed opens the GPU of this number, whatever device is set (0.19.8).
     os.environ["LOCAL_RANK"] = "0"

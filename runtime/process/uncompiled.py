@@ -1,4 +1,4 @@
-"""Libraries imported without torch's compiler, which a decorator of theirs would import."""
+"""Import libraries without torch's compiler, which one of their decorators would import."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _DISABLED = "TORCHDYNAMO_DISABLE"  # which torch.compile reads where a function 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Leave torch.compile without effect on what is decorated meanwhile.
+    """Disable torch.compile for functions that are decorated inside the context.
 
     DeepSpeed decorates a step of Muon, which nothing here runs, when it is imported; torch then
     imports its compiler, which takes a second and reads its templates in the locale's encoding.

@@ -1,4 +1,4 @@
-"""What rank 0 writes of every step: `metrics.jsonl`, TensorBoard, and the run's memory."""
+"""Write rank 0's record of every step: `metrics.jsonl`, TensorBoard, and peak memory."""
 
 import json
 import math
@@ -17,7 +17,18 @@ from whale_train.runtime.graph.expert_loads import MixtureLoad, written
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What is known of a step once its loss has come."""
+    """Numbers of a step that are known once its loss has arrived.
+
+    number: the step, counted from 1.
+    loss: loss of the global batch.
+    grad_norm: global L2 norm of the gradients, or None where it was not computed.
+    lr: learning rate.
+    seconds: time of the step.
+    evaluation: results of the evaluation after the step, by name; empty without one.
+    loss_scale: scale of the loss in fp16, or None.
+    skipped: True where the step changed nothing, because gradients were not finite.
+    experts: loads of the mixtures of experts.
+    """
 
     number: int
     loss: float
@@ -31,10 +42,11 @@ class StepMetrics:
 
 
 class Metrics:
-    """`metrics.jsonl`, and TensorBoard beside it: written by rank 0, a line a step.
+    """Writer of `metrics.jsonl`, one line a step, and of TensorBoard beside it. Rank 0 has one.
 
-    `model_flops` are those of a sample's forward and backward; `peak_flops_s` what all devices
-    reach at most, which a GPU's line is compared with: a CPU process has no data sheet.
+    `model_flops` are the FLOPs of a sample's forward and backward. `peak_flops_s` are the FLOP/s
+    that all devices reach at most; lines on a CPU leave the comparison out, as a CPU process has no
+    data sheet.
     """
 
     def __init__(
@@ -58,7 +70,10 @@ class Metrics:
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: StepMetrics, samples: int, tokens: int) -> None:
-        """Write the line of a step, or keep it while it cannot be."""
+        """Write the line of `step`, which had `samples` samples and `tokens` tokens.
+
+        A line that a full disk refuses is kept, and written with later ones.
+        """
         line: dict[str, Any] = {
             "step": step.number,
             "loss": step.loss,
@@ -81,7 +96,7 @@ class Metrics:
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
         }
         self._waiting += json.dumps(finite).encode() + b"\n"
-        with suppress(OSError):  # of a full disk: it is written with what follows
+        with suppress(OSError):  # a full disk: written with later lines
             self._append()
         if self._board is not None:
             for name in ("loss", "grad_norm", "lr", "samples_per_s", *step.evaluation):
@@ -99,6 +114,10 @@ class Metrics:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
+        """Write the lines that are kept, and close the files.
+
+        Raises OSError where the disk is full.
+        """
         self._append()
         self._file.close()
         if self._board is not None:
@@ -108,20 +127,24 @@ class Metrics:
 def flops_reached(
     model_flops: float, samples_per_s: float, peak_flops_s: float
 ) -> dict[str, float]:
-    """Return the FLOP/s of a model whose sample has so many FLOPs, and what part they are of
-    `peak_flops_s` (MFU; Chowdhery et al. 2022, arXiv 2204.02311, appendix B); without what is not
-    known, given as 0."""
+    """Return the model's FLOP/s, and their part of `peak_flops_s` (MFU).
+
+    `model_flops` are FLOPs per sample. MFU is as in Chowdhery et al. 2022 (arXiv 2204.02311,
+    appendix B). Entries whose numbers are unknown, given as 0, are left out.
+    """
     if not model_flops:
         return {}
-    found = {"model_flops_s": model_flops * samples_per_s}
+    metrics = {"model_flops_s": model_flops * samples_per_s}
     if peak_flops_s:
-        found["model_flops_utilisation"] = found["model_flops_s"] / peak_flops_s
-    return found
+        metrics["model_flops_utilisation"] = metrics["model_flops_s"] / peak_flops_s
+    return metrics
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank so far: allocated on its GPU, or resident in its
-    process."""
+    """Return the peak memory of this rank so far, in bytes.
+
+    It is the memory allocated on the rank's GPU, or resident in its process where it has none.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

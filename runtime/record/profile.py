@@ -1,6 +1,6 @@
-"""`train.profile`: torch's profiler over some steps of a run, and on a GPU what held its memory.
+"""Profile some steps of a run (`train.profile`), with the memory history on a GPU.
 
-Each rank leaves `profile/rank_N.json`, for ui.perfetto.dev, and on a GPU `profile/rank_N.pickle`,
+Each rank writes `profile/rank_N.json`, for ui.perfetto.dev, and on a GPU `profile/rank_N.pickle`,
 for pytorch.org/memory_viz.
 """
 
@@ -16,8 +16,11 @@ _MOST_MEMORY_EVENTS = 1_000_000
 
 
 class StepProfiler:
-    """Records `steps`, the first and the last, counted from 1, of `rank` on `device`, for
-    `run_dir`."""
+    """Profiler of some steps of one rank.
+
+    `steps` are the first and the last step, counted from 1. Files are written to `run_dir`, and
+    recorded in `files`.
+    """
 
     def __init__(
         self, steps: tuple[int, int], run_dir: Path, rank: int, device: torch.device
@@ -28,7 +31,7 @@ class StepProfiler:
         self.files: list[FileRecord] = []
 
     def before(self, step: int) -> None:
-        """Begin, if `step` is the first one."""
+        """Begin to record, if `step` is the first step."""
         if step != self._first:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -41,7 +44,7 @@ class StepProfiler:
         self._profile.start()
 
     def after(self, step: int) -> None:
-        """End, and write what was recorded, if `step` is the last one."""
+        """Stop recording, and write the files, if `step` is the last step."""
         if step != self._last or self._profile is None:
             return
         if self._device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A timeline of what ranks do, as a file for chrome://tracing and ui.perfetto.dev."""
+"""Write a timeline of the ranks' work, as a file for chrome://tracing and ui.perfetto.dev."""
 
 import json
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from whale_train.runtime.state.tensor_files import write_text
 
 
 def write_events(trace: Trace, run_dir: Path) -> FileRecord:
-    """Write the events of a rank to `run_dir/trace/rank_N.json`."""
+    """Write the events of a rank to `run_dir/trace/rank_N.json`; return the file's record."""
     text = json.dumps({"traceEvents": trace.events})
     return write_text(run_dir, f"trace/rank_{trace.rank}.json", text)
 
 
 def merge(run_dir: Path, files: Iterable[FileRecord]) -> None:
-    """Write one timeline of all ranks, `run_dir/trace.json`, out of the `files` of each."""
+    """Write one timeline of all ranks, `run_dir/trace.json`, from `files`, one of each rank."""
     events: list[dict[str, Any]] = []
     for file in files:
         events += json.loads((run_dir / file.path).read_text(encoding="utf-8"))["traceEvents"]

@@ -1,4 +1,4 @@
-"""Scalars of a step on their way to the host, which looks at them a step later."""
+"""Copy a step's scalars to the host, which reads them one step later."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from whale_train.runtime.base.step_types import PendingLoss
 
 
 class ToHost:
-    """The loss of a step and `others`, scalars that may be missing.
+    """Copy of the loss of a step and of `others`, scalars that may be None.
 
-    From a GPU they are copied to pinned memory, in the order of its work, and an event says when
-    they are there. On a CPU they are where they are read, but for the loss, which ranks may still
-    be summing.
+    On a GPU they are copied to pinned memory, in stream order, and an event tells when they have
+    arrived. On a CPU they are read where they are; only the loss may have to be waited for, while
+    ranks sum it.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ToHost:
             self._event.record()
 
     def read(self) -> tuple[float, list[float | None]]:
-        """Return the loss and the others, when they have come."""
+        """Return the loss and the others, after waiting for them."""
         if self._copied is None:
             return self._loss.item(), [None if x is None else float(x) for x in self._others]
         self._event.synchronize()

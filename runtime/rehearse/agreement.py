@@ -1,7 +1,7 @@
-"""Whether ranks agree: in every group's collectives, and in the messages between any two.
+"""Check that ranks agree: in every group's collectives, and in the messages between any two.
 
-NCCL's rules: the members of a group call its collectives in one order, of one kind, size and dtype;
-messages are matched by their order alone, and a send leaves when its receive is posted.
+By NCCL's rules the members of a group call its collectives in one order, of one kind, size and
+dtype. Messages are matched by their order alone, and a send leaves when its receive is posted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,12 @@ from whale_train.runtime.rehearse.recorded_group import Asked, Record
 def disagreements(
     groups: Sequence[tuple[str, Sequence[int]]], asked: Mapping[int, Record]
 ) -> list[str]:
-    """Return what is wrong in the collectives of `groups`, names and ranks, as the ranks `asked`
-    them; one line a group, of the first that differs. Ranks that are not known are left out."""
-    found = []
+    """Return a line for each group whose members do not call the same collectives.
+
+    `groups` are names and ranks; `asked` are the records by rank. A line tells of the first
+    collective that differs. Ranks without a record are left out.
+    """
+    faults = []
     for name, ranks in groups:
         known = [rank for rank in ranks if rank in asked]
         if len(known) < 2:
@@ -29,17 +32,18 @@ def disagreements(
             differs = _first_difference(expected, given)
             if differs is not None:
                 number, one, other = differs
-                found.append(
+                faults.append(
                     f"collective {number + 1} of {name}: rank {first} asks for "
                     f"{one or 'none'}, rank {rank} for {other or 'none'}"
                 )
                 break
-    return found
+    return faults
 
 
 def _first_difference(
     one: Sequence[Asked], other: Sequence[Asked]
 ) -> tuple[int, Asked | None, Asked | None] | None:
+    """Return the number and both operations of the first difference, or None without one."""
     for number, (a, b) in enumerate(zip_longest(one, other)):
         if a != b and not (a and b and _both_all_to_all(a, b)):
             return number, a, b
@@ -47,30 +51,34 @@ def _first_difference(
 
 
 def _both_all_to_all(a: Asked, b: Asked) -> bool:
-    """Return whether members send each other what each of them has, of one dtype."""
+    """Return True for two all-to-alls of one dtype: their sizes differ by member."""
     return a.kind == b.kind == "all-to-all" and a.dtype == b.dtype
 
 
 def unmatched(asked: Mapping[int, Record]) -> list[str]:
-    """Return what is wrong in the messages between ranks, one line a pair: posts that meet and do
-    not match, and messages that nobody takes."""
-    found = []
+    """Return a line for each pair of ranks whose messages do not match.
+
+    A line tells of the first posts that do not match, or of the first message without a
+    counterpart.
+    """
+    faults = []
     for rank, record in asked.items():
-        for peer, mine in record.messages.items():
+        for peer, posts in record.messages.items():
             if peer < rank or peer not in asked:
                 continue
             theirs = asked[peer].messages.get(rank, [])
-            for number, (a, b) in enumerate(zip_longest(mine, theirs)):
+            for number, (a, b) in enumerate(zip_longest(posts, theirs)):
                 if a is None or b is None or not _match(a, b):
-                    found.append(
+                    faults.append(
                         f"message {number + 1} between ranks {rank} and {peer}: rank {rank} posts "
                         f"{a or 'none'}, rank {peer} {b or 'none'}"
                     )
                     break
-    return found
+    return faults
 
 
 def _match(one: Asked, other: Asked) -> bool:
+    """Return True for a send and a receive of equal sizes and dtype."""
     return {one.kind, other.kind} == {"send", "receive"} and (one.sizes, one.dtype) == (
         other.sizes,
         other.dtype,
@@ -78,11 +86,13 @@ def _match(one: Asked, other: Asked) -> bool:
 
 
 def waiting(asked: Mapping[int, Record]) -> list[str]:
-    """Return the ranks that wait for each other for ever, where a message leaves when both of its
-    ends are posted and all before it between these ranks have left; nothing if all come to their
-    end."""
+    """Return a line for each of up to four ranks that wait for ever; none if all ranks finish.
+
+    A message leaves when both of its ends are posted and all earlier ones between the two ranks
+    have left.
+    """
     places = dict.fromkeys(asked, 0)
-    posted: dict[tuple[int, int], int] = {}  # of a rank, to another
+    posted: dict[tuple[int, int], int] = {}  # messages posted, by (rank, peer)
     moved = True
     while moved:
         moved = False

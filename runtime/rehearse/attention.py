@@ -1,9 +1,9 @@
-"""The attention kernel that a GPU would run, and what autograd keeps of it.
+"""Stand in for the attention kernel that a GPU would run, and for what autograd keeps of it.
 
 torch chooses among its kernels for CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
 FlashAttention (Dao 2023, arXiv 2307.08691) for 16-bit values without a mask, the memory-efficient
 kernel (Rabe and Staats 2021, arXiv 2112.05682) with one, and in fp32. Both keep their operands,
-their result and a number a row; neither makes the scores.
+their result and one fp32 number a row; neither stores the scores.
 """
 
 from collections import Counter
@@ -15,21 +15,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_MOST_HEAD_DIM = 256  # of FlashAttention
+_MOST_HEAD_DIM = 256  # limit of FlashAttention
 FLASH, EFFICIENT = "flash", "memory-efficient"
 
 
 def kernel_of(query: Tensor, mask: Tensor | None) -> str:
-    """Return which of the kernels a GPU that has both would run."""
+    """Return the kernel, FLASH or EFFICIENT, that a GPU that has both would run.
+
+    `query` is [.., tokens, width].
+    """
     narrow = query.dtype in (torch.float16, torch.bfloat16)
     fits = query.shape[-1] <= _MOST_HEAD_DIM
     return FLASH if narrow and mask is None and fits else EFFICIENT
 
 
 def _output(query: Tensor, width: int, kernel: str) -> Tensor:
-    """Return what a kernel makes, which has the heads of a token side by side: what gives them back
-    to the model moves nothing. (FlashAttention's has the strides of the query, if it may;
-    aten/src/ATen/native/transformers/cuda/attention.cu.)"""
+    """Return the output [.., tokens, width] of a kernel for `query` [.., tokens, head width].
+
+    A kernel stores the heads of a token side by side, so that the model's transpose back moves
+    nothing. FlashAttention's output has the strides of the query where widths are equal
+    (aten/src/ATen/native/transformers/cuda/attention.cu).
+    """
     tokens = query.transpose(-3, -2) if query.dim() > 3 else query
     if kernel == FLASH and width == query.shape[-1]:
         made = torch.empty_like(tokens)
@@ -39,7 +45,7 @@ def _output(query: Tensor, width: int, kernel: str) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """What a fused kernel makes and keeps of its operands."""
+    """Fused attention without computation: it allocates and keeps what a kernel does."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -59,8 +65,10 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[Counter[str]]:
-    """Inside it, attention over meta tensors runs as a GPU's, and nothing can be exported. Gives
-    how often each kernel is run."""
+    """Run attention over meta tensors inside the context as a GPU would.
+
+    Yields a count of the runs of each kernel. Nothing can be exported inside the context.
+    """
     chosen: Counter[str] = Counter()
 
     def attention(

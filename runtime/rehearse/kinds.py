@@ -1,4 +1,4 @@
-"""Which ranks of a plan do the same, so that one of them is rehearsed for all."""
+"""Group the ranks of a plan that do the same, so that one of them is rehearsed for all."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,21 @@ from whale_train.strategies.plan.program import PlannedGraph, PlannedPipeline
 
 
 def kinds_of(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the ranks of each kind, the kinds by their first rank. Ranks of a kind have the same
-    place in a copy of the pipeline, shards of equal sizes, the same engines and micro-batches of
-    the same sizes in the same order; where batches or losses are, the first member of a shard group
-    is a kind of its own, which looks up and reports otherwise. (It alone adds biases, and so needs
-    a few bytes less than others everywhere.)"""
-    found: dict[object, list[int]] = {}
+    """Return the ranks of each kind, ordered by the kinds' first ranks.
+
+    Ranks of a kind have the same place in a copy of the pipeline, shards of equal sizes, the same
+    engines, and micro-batches of the same sizes in the same order. In stages that read batches or
+    compute losses, the first member of a shard group is a kind of its own: its lookups and reports
+    differ. (Everywhere it alone adds biases, and so needs a few bytes less than others.)
+    """
+    ranks_of: dict[object, list[int]] = {}
     for rank in range(plan.world_size):
-        found.setdefault(_kind(plan, rank), []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        ranks_of.setdefault(_kind(plan, rank), []).append(rank)
+    return [tuple(ranks) for ranks in ranks_of.values()]
 
 
 def _kind(plan: Plan, rank: int) -> object:
+    """Return a key that is equal for ranks of one kind."""
     planned = plan.ranks[rank]
     sizes = tuple(stop - start for start, stop in planned.samples)
     engines = str(planned.deepspeed)
@@ -36,8 +39,12 @@ def _kind(plan: Plan, rank: int) -> object:
 
 
 def _member(graph: PlannedGraph | None, pipeline: PlannedPipeline, place: PipelinePlace) -> object:
-    """Return what tells the member of a shard group at `place` from the others: the sizes of its
-    shards. Where stages differ in width, each member has others to talk to."""
+    """Return a key that tells the member of a shard group at `place` from members of other kinds.
+
+    It is the sizes of the member's shards. It is the member's index where stages differ in width,
+    as each member then has other peers, and for the first member of a stage at an end of the
+    pipeline.
+    """
     assert graph is not None
     copy = pipeline.copies[place.copy]
     ends = {0, len(pipeline.chunks) - 1}
@@ -46,12 +53,15 @@ def _member(graph: PlannedGraph | None, pipeline: PlannedPipeline, place: Pipeli
     if not is_straight or (is_at_an_end and place.index == 0):
         return place.index
     cut = [*graph.axes.values(), *copy.shared_at(place.position)]
-    return tuple(stop - start for start, stop in (each[place.index] for each in cut))
+    return tuple(stop - start for start, stop in (ranges[place.index] for ranges in cut))
 
 
 def peers(plan: Plan, rank: int, as_rank: int, known: Sequence[int]) -> dict[int, int]:
-    """Return for each of `known`, ranks that `rank` talks to in its pipeline, the rank that
-    `as_rank`, of the same kind, talks to instead."""
+    """Return the counterparts of the ranks in `known`, by rank.
+
+    `known` are ranks that `rank` talks to in its pipeline. The counterpart of one is the rank that
+    `as_rank`, of the same kind as `rank`, talks to instead.
+    """
     if plan.pipeline is None:
         return {other: other for other in known}
     here, there = (PipelinePlace.of(plan.pipeline, x) for x in (rank, as_rank))
@@ -61,11 +71,11 @@ def peers(plan: Plan, rank: int, as_rank: int, known: Sequence[int]) -> dict[int
         for position, members in enumerate(copies[here.copy].positions)
         for index, member in enumerate(members)
     }
-    found = {}
+    counterparts = {}
     for other in known:
         position, index = places[other]
         if here.index != there.index:  # in stages of one width, which talk straight across
             assert index == here.index
             index = there.index
-        found[other] = copies[there.copy].positions[position][index]
-    return found
+        counterparts[other] = copies[there.copy].positions[position][index]
+    return counterparts

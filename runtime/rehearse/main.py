@@ -1,10 +1,10 @@
-"""Rehearses the ranks of a run directory's plan, in a process of its own.
+"""Rehearse the ranks of a run directory's plan, in a process of its own.
 
     python -m whale_train.runtime.rehearse.main --ranks kinds --run-dir DIR --parent PID
 
 `--ranks` is `kinds` (one rank for all that do the same), `all`, or numbers as `0,3`. Writes
-`rehearsal.json`. Exit status: 0 done, whatever was found; 1 failed (`failure.json` of the run
-directory says what of).
+`rehearsal.json`. Exit status: 0 done, whatever the rehearsal shows; 1 failed (`failure.json` of the
+run directory gives the reason).
 """
 
 import argparse
@@ -37,34 +37,38 @@ from whale_train.strategies.plan.plan import Plan
 def rehearse(
     request: Request, plan: Plan, model: Model, kinds: Sequence[tuple[int, ...]], processes: int = 1
 ) -> Rehearsal:
-    """Rehearse the first rank of each of `kinds`, in so many processes, and compare what they ask
-    of each other."""
+    """Rehearse the first rank of each of `kinds`, and compare what ranks ask of each other.
+
+    At most `processes` processes run at once.
+    """
     started = time.perf_counter()
     firsts = [ranks[0] for ranks in kinds]
     if processes > 1 and len(firsts) > 1:
         _inherited.update(request=request, plan=plan, model=model)
         with multiprocessing.get_context("fork").Pool(min(processes, len(firsts))) as pool:
-            found = pool.map(_of_inherited, firsts, chunksize=1)
+            rehearsals = pool.map(_of_inherited, firsts, chunksize=1)
     else:
-        found = [rehearse_rank(request, plan, model, rank) for rank in firsts]
+        rehearsals = [rehearse_rank(request, plan, model, rank) for rank in firsts]
     asked = {
-        rank: as_rank(plan, each, rank)
-        for each, ranks in zip(found, kinds, strict=True)
-        if not each.error  # what it asked ends where it failed
+        rank: as_rank(plan, rehearsed, rank)
+        for rehearsed, ranks in zip(rehearsals, kinds, strict=True)
+        if not rehearsed.error  # the record of a failed rank is cut short
         for rank in ranks
     }
     faults = [*disagreements(groups_of(plan), asked), *unmatched(asked)]
     faults += () if faults else waiting(asked)
     described = tuple(
-        _described(plan, each, ranks) for each, ranks in zip(found, kinds, strict=True)
+        _described(plan, rehearsed, ranks)
+        for rehearsed, ranks in zip(rehearsals, kinds, strict=True)
     )
     return Rehearsal(described, tuple(faults), time.perf_counter() - started)
 
 
-_inherited: dict[str, object] = {}  # by processes that are forked
+_inherited: dict[str, object] = {}  # inherited by forked processes
 
 
 def _of_inherited(rank: int) -> Rehearsed:
+    """Return the rehearsal of `rank`, in a forked process."""
     request, plan, model = (_inherited[name] for name in ("request", "plan", "model"))
     assert isinstance(request, Request)
     assert isinstance(plan, Plan)
@@ -72,61 +76,63 @@ def _of_inherited(rank: int) -> Rehearsed:
     return rehearse_rank(request, plan, model, rank)
 
 
-def as_rank(plan: Plan, found: Rehearsed, rank: int) -> Record:
-    """Return what `rank` asks of others, which is of the same kind as the rank that was
-    rehearsed."""
-    if rank == found.rank:
-        return found.record
-    others = peers(plan, found.rank, rank, list(found.record.messages))
+def as_rank(plan: Plan, rehearsed: Rehearsed, rank: int) -> Record:
+    """Return the record of `rank`, which is of the same kind as the rehearsed rank."""
+    if rank == rehearsed.rank:
+        return rehearsed.record
+    others = peers(plan, rehearsed.rank, rank, list(rehearsed.record.messages))
     return Record(
-        found.record.collectives,
-        {others[peer]: listed for peer, listed in found.record.messages.items()},
-        [(kind, others[peer], number) for kind, peer, number in found.record.events],
+        rehearsed.record.collectives,
+        {others[peer]: messages for peer, messages in rehearsed.record.messages.items()},
+        [(kind, others[peer], number) for kind, peer, number in rehearsed.record.events],
     )
 
 
 def groups_of(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the groups that ranks make of a plan, each once, with the names they know them by."""
+    """Return the process groups of a plan, each once, as the group's name and ranks."""
     world = tuple(range(plan.world_size))
-    lists = dict.fromkeys(ranks for listed in plan.groups.values() for ranks in listed)
+    lists = dict.fromkeys(ranks for groups in plan.groups.values() for ranks in groups)
     return [(group_name(plan, ranks) if ranks != world else "world", ranks) for ranks in lists]
 
 
-def _described(plan: Plan, found: Rehearsed, ranks: tuple[int, ...]) -> KindOfRank:
+def _described(plan: Plan, rehearsed: Rehearsed, ranks: tuple[int, ...]) -> KindOfRank:
+    """Return the report on `ranks`, a kind of rank of which one was rehearsed."""
     planned = [plan.ranks[rank] for rank in ranks]
     largest = max(planned, key=lambda rank: rank.memory_bytes.total)
     return KindOfRank(
-        rank=found.rank,
+        rank=rehearsed.rank,
         ranks=ranks,
         task_graphs=tuple(plan.task_graphs[number].name for number in planned[0].task_graphs),
-        error=found.error,
-        place=found.place,
-        peak_bytes=found.peak_bytes,
+        error=rehearsed.error,
+        place=rehearsed.place,
+        peak_bytes=rehearsed.peak_bytes,
         planned_bytes=asdict(largest.memory_bytes),
-        traffic=tuple(_traffic(found.record)),
-        kernels=found.kernels,
-        reads=found.reads,
-        operations=found.num_operations,
-        seconds=found.seconds,
+        traffic=tuple(_traffic(rehearsed.record)),
+        kernels=rehearsed.kernels,
+        reads=rehearsed.reads,
+        operations=rehearsed.num_operations,
+        seconds=rehearsed.seconds,
     )
 
 
 def _traffic(record: Record) -> Iterable[Traffic]:
-    """Yield the collectives of a record by group and kind, and its messages."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for group, listed in record.collectives.items():
-        for asked in listed:
-            found.setdefault((group, asked.kind), []).append(asked.num_bytes)
-    for listed in record.messages.values():
-        for asked in listed:
-            found.setdefault(("messages", asked.kind), []).append(asked.num_bytes)
-    for (group, kind), sizes in found.items():
+    """Yield the traffic of a record by group and kind of collective, then that of its messages."""
+    sizes_of: dict[tuple[str, str], list[int]] = {}
+    for group, operations in record.collectives.items():
+        for asked in operations:
+            sizes_of.setdefault((group, asked.kind), []).append(asked.num_bytes)
+    for operations in record.messages.values():
+        for asked in operations:
+            sizes_of.setdefault(("messages", asked.kind), []).append(asked.num_bytes)
+    for (group, kind), sizes in sizes_of.items():
         yield Traffic(group, kind, len(sizes), sum(sizes))
 
 
 def model_of(request: Request, plan: Plan) -> Model:
-    """Return what every rank of `plan` is rehearsed with. Raises ConfigError for a model or data
-    that cannot be made."""
+    """Return the model with which every rank of `plan` is rehearsed.
+
+    Raises ConfigError for a model or data that cannot be made.
+    """
     dataset = open_dataset(request.data)
     graph = None
     if plan.rewrite is not None or any(rank.micro_batches > 1 for rank in plan.ranks):
@@ -136,7 +142,7 @@ def model_of(request: Request, plan: Plan) -> Model:
 
 
 def chosen(plan: Plan, ranks: str) -> list[tuple[int, ...]]:
-    """Return the kinds of rank to rehearse, as `--ranks` says it."""
+    """Return the kinds of rank to rehearse; `ranks` is the value of `--ranks`."""
     if ranks == "kinds":
         return kinds_of(plan)
     numbers: Iterable[int] = range(plan.world_size)
@@ -160,18 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
         processes = len(os.sched_getaffinity(0))
         model = model_of(request, plan)
-        found = rehearse(request, plan, model, chosen(plan, options.ranks), processes)
-        write(run_dir, found.to_mapping())
+        rehearsal = rehearse(request, plan, model, chosen(plan, options.ranks), processes)
+        write(run_dir, rehearsal.to_mapping())
     except Exception as error:
         record_host_failure(run_dir, error)
         return 1
     return 0
 
 
-def write(run_dir: Path, found: Mapping[str, object]) -> None:
-    """Write `rehearsal.json`, whole or not at all."""
+def write(run_dir: Path, mapping: Mapping[str, object]) -> None:
+    """Write `mapping` to `rehearsal.json`, whole or not at all."""
     partial = run_dir / f"{FILE}.partial"
-    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(mapping, indent=1) + "\n", encoding="utf-8")
     partial.replace(run_dir / FILE)
 
 

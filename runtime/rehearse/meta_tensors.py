@@ -1,8 +1,8 @@
-"""What a rank does with tensors, seen: on the meta device, which stands for a GPU's.
+"""Watch a rank's operations on tensors of the meta device, which stands for a GPU.
 
-Tensors have no storage, so operations cost only what it takes to ask for them. What a GPU would
-refuse or wait for is an error here, with the place it comes from: a tensor on the host among its
-operands, a value read on the host. Memory is counted as it would be allocated.
+Tensors have no storage, so operations cost only what it takes to ask for them. Where a GPU would
+refuse an operation or wait for the host, an error tells the place: a tensor on the host among the
+operands, or a value read on the host. Memory is counted as it would be allocated.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-# Operations whose result depends on values: a GPU's would have to be read before it goes on.
+# Operations whose result depends on values, which the host would have to read from a GPU.
 _READ = frozenset((
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim",
     "_unique", "_unique2", "unique_consecutive", "repeat_interleave.Tensor", "bincount",
@@ -26,19 +26,20 @@ _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 
 
 class HostRead(RuntimeError):
-    """A value of the device was read on the host."""
+    """Error: a value of the device was read on the host."""
 
 
 class OnTheHost(RuntimeError):
-    """An operation had operands on the device and on the host."""
+    """Error: an operation had operands on the device and on the host."""
 
 
 class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operations on meta tensors, each kind of call once and its like from what is known.
+    """Mode that runs operations on meta tensors.
 
-    `live` and `peak` are bytes of all that was made inside and of what `hold` was told; at a new
+    Of equal calls only the first runs, unless they return views or change a tensor in place. `live`
+    and `peak` are bytes of all tensors made inside the mode and of those given to `hold`. At a new
     peak, `at_peak` is called. `reads` counts, by their place, the values that the model's own code
-    reads on the host: it goes on as if it had read a true value, or one.
+    reads on the host: such a read gives True, or one.
     """
 
     def __init__(self, at_peak: Callable[[], None] = lambda: None) -> None:
@@ -53,7 +54,7 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forgotten: dict[int, Any] = {}
 
     def hold(self, tensor: Tensor) -> None:
-        """Count a tensor that was made outside."""
+        """Count the memory of a tensor that was made outside the mode."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages or key in self._forgotten or tensor.device.type != "meta":
@@ -63,17 +64,17 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(size)
 
     def restart(self) -> None:
-        """Forget the peak until now."""
+        """Set the peak to the memory that is live."""
         self.peak = self._seen_peak = self.live
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is counted."""
+        """Return True where the memory of `tensor` is counted."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def forget(self, tensor: Tensor) -> None:
-        """Count a tensor no more, which something else stands for."""
+        """Stop counting the memory of `tensor`, which stands for one that is not on the device."""
         storage = tensor.untyped_storage()
-        self._forgotten[storage._cdata] = storage  # for good: its number is not given again
+        self._forgotten[storage._cdata] = storage  # kept, so that its address is not reused
         if self._storages.pop(storage._cdata, None) is not None:
             self.live -= storage.nbytes()
 
@@ -104,6 +105,7 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _refuse(
         self, function: Any, tensors: Sequence[Tensor], on_device: bool, kwargs: Mapping[str, Any]
     ) -> None:
+        """Raise HostRead or OnTheHost where a GPU could not run `function` without the host."""
         if not on_device:
             return
         name = function._schema.name.removeprefix("aten::")
@@ -119,7 +121,7 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise OnTheHost(f"{function} has a tensor {what} beside others on the device")
 
     def _made(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result, which is like that of an equal call before."""
+        """Return the result of a call; that of a repeated call is made like the first one's."""
         if function.is_view or function._schema.is_mutable or not function._schema.returns:
             return self._run(function, args, kwargs)
         key = _key(function, args, kwargs)
@@ -135,19 +137,22 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _like(known)
 
     def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call, by a stand-in where torch has no meta kernel."""
         stand_in = _STAND_INS.get(function)
         return stand_in(*args) if stand_in is not None else function(*args, **kwargs)
 
     def _add(self, size: int) -> None:
+        """Count `size` more bytes, and call `at_peak` at a new peak."""
         self.live += size
         if self.live > self.peak:
             self.peak = self.live
-            # Often, but not at each of a thousand small ones.
+            # Not at each of a thousand small steps of the peak.
             if self.peak > self._seen_peak * 1.002:
                 self._seen_peak = self.peak
                 self._at_peak()
 
     def _gone(self, key: int, size: int) -> None:
+        """Stop counting the storage `key` of `size` bytes, which was freed."""
         if self._storages.pop(key, None) is not None:
             self.live -= size
 
@@ -159,7 +164,13 @@ _READ_AS: dict[torch.dtype, object] = {
 
 
 class _Place(NamedTuple):
-    """A line of code that asked for an operation."""
+    """Line of code that asked for an operation.
+
+    file: path of the file.
+    line: line number.
+    function: name of the function.
+    is_ours: True for code of `whale_train.runtime`.
+    """
 
     file: str
     line: int
@@ -171,7 +182,7 @@ class _Place(NamedTuple):
 
 
 def _place() -> _Place:
-    """Return the innermost line now running that is neither torch's nor of what watches it."""
+    """Return the innermost line on the stack that is neither torch's nor this module's."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -185,11 +196,11 @@ def _place() -> _Place:
 
 
 def _nothing(*_: Any) -> None:
-    """Stand in for an update in place, which changes no shape."""
+    """Stand in for an update in place; shapes do not change."""
 
 
 def _two_of_channels(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Stand in for what gives two statistics [channels] of `x` [batch, channels, ..]."""
+    """Stand in for two statistics, fp32 [channels], of `x` [batch, channels, ..]."""
     return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(
         x.shape[1], dtype=torch.float32
     )
@@ -208,6 +219,7 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among `values`, lists and tuples included."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -216,7 +228,7 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def _key(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what tells a call from others with another result (None: nothing does)."""
+    """Return a key that is equal for calls with like results, or None where a call has no key."""
     try:
         return function, _described(args), _described(tuple(kwargs.items()))
     except TypeError:
@@ -224,10 +236,11 @@ def _key(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Tensor(tuple):  # type: ignore[type-arg]
-    """The sizes, strides and dtype of a tensor, and its device where that is not meta."""
+    """Sizes, strides and dtype of a tensor, and its device where that is not meta."""
 
 
 def _described(value: Any) -> Any:
+    """Return a hashable description of `value`. Raises TypeError for a type it does not know."""
     if isinstance(value, Tensor):
         place = None if value.device.type == "meta" else value.device
         return _Tensor((value.size(), value.stride(), value.dtype, place))
@@ -242,6 +255,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 def _like(known: Any) -> Any:
+    """Return a value that `known`, a result of `_described`, describes."""
     if isinstance(known, _Tensor):
         size, stride, dtype, place = known
         return torch.empty_strided(size, stride, dtype=dtype, device=place or "meta")

@@ -1,5 +1,8 @@
-"""One rank's step, rehearsed: its program as the runtime puts it together, on tensors without
-storage, in a world whose other ranks do not exist."""
+"""Rehearse one rank's step.
+
+The rank's program is put together as the runtime does it, on tensors without storage, in a world
+whose other ranks do not exist.
+"""
 
 import copy
 import time
@@ -35,10 +38,18 @@ DEVICE = torch.device("meta")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What came of a rank's step. `error` is what it raised, and `place` where ('' and '' if
-    nothing). `peak_bytes` are those of the worst moment, by what holds them; `kernels` how often
-    each kind of attention kernel ran; `reads` how often the model's own code read a value on the
-    host, by where."""
+    """Outcome of the rehearsal of a rank's step.
+
+    rank: the rank.
+    error: what the step raised, or ''.
+    place: the line that raised it, or ''.
+    peak_bytes: bytes at the moment of most memory, by what holds them.
+    record: what the rank asked of other ranks.
+    kernels: number of runs of each kind of attention kernel.
+    reads: number of values that the model's own code read on the host, by place.
+    num_operations: number of operations that ran.
+    seconds: duration of the rehearsal.
+    """
 
     rank: int
     error: str
@@ -53,8 +64,12 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Model:
-    """What every rank is rehearsed with: the model without weights, its exported graph, and the
-    fields of its batches."""
+    """Model with which every rank is rehearsed.
+
+    module: the model without weights.
+    graph: its exported graph, or None where no rank runs one.
+    fields: the fields of its batches.
+    """
 
     module: LossModule
     graph: fx.GraphModule | None
@@ -62,7 +77,7 @@ class Model:
 
 
 def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehearsed:
-    """Return what comes of one training step of `rank`."""
+    """Rehearse one training step of `rank`, and return its outcome."""
     started = time.perf_counter()
     error = place = ""
     peak: dict[str, int] = {}
@@ -81,7 +96,7 @@ def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehe
 
 
 class _Step:
-    """The step of one rank, and what it holds at its worst moment."""
+    """Step of one rank, with the bytes it holds at its peak."""
 
     def __init__(self, request: Request, plan: Plan, model: Model, rank: int) -> None:
         self._request, self._plan, self._model, self._rank = request, plan, model, rank
@@ -90,6 +105,7 @@ class _Step:
         self.tensors = MetaTensors(self._look)
 
     def run(self) -> None:
+        """Run the training step."""
         plan, rank = self._plan, self._rank
         groups, channels = make_groups(plan, rank), make_channels(plan, rank, DEVICE)
         forget = self.tensors.forget
@@ -120,36 +136,39 @@ class _Step:
         self._program = None
 
     def _look(self) -> None:
-        """Note what holds the memory now."""
+        """Note which objects hold the memory at a new peak."""
         if self._program is None:
             return
         seen: set[int] = set()
         size = partial(_new_bytes, seen, self.tensors)
-        found = {"parameters": 0, "gradients": 0, "optimizer": 0, "communication": 0}
+        peak_bytes = {"parameters": 0, "gradients": 0, "optimizer": 0, "communication": 0}
         for engine in self._program.engines:
             module, whole = engine.module, list(engine.module.parameters())
-            found["parameters"] += size((*whole, *module.buffers()))
-            found["gradients"] += size(p.grad for p in whole)
+            peak_bytes["parameters"] += size((*whole, *module.buffers()))
+            peak_bytes["gradients"] += size(p.grad for p in whole)
             if isinstance(engine, ZeroEngine):
-                found["parameters"] += size(engine.partition_tensors)
-                found["optimizer"] += size(engine.optimizer_tensors)
-                found["gradients"] += size(engine.gradient_tensors)
-                found["communication"] += size(engine.gathered_tensors)
+                peak_bytes["parameters"] += size(engine.partition_tensors)
+                peak_bytes["optimizer"] += size(engine.optimizer_tensors)
+                peak_bytes["gradients"] += size(engine.gradient_tensors)
+                peak_bytes["communication"] += size(engine.gathered_tensors)
             elif isinstance(engine, TorchEngine):
                 if engine.optimizer is not None:
                     kept = engine.optimizer.state.values()
-                    found["optimizer"] += size(x for state in kept for x in state.values())
-                found["gradients"] += size(engine.buckets)
+                    peak_bytes["optimizer"] += size(x for state in kept for x in state.values())
+                peak_bytes["gradients"] += size(engine.buckets)
         if isinstance(self._program, PipelineModel):
-            found["communication"] += size(self._program.passing)
-        found["activations"] = self.tensors.live - sum(found.values())
-        self.peak_bytes = found
+            peak_bytes["communication"] += size(self._program.passing)
+        peak_bytes["activations"] = self.tensors.live - sum(peak_bytes.values())
+        self.peak_bytes = peak_bytes
 
 
-def _new_bytes(seen: set[int], tensors: MetaTensors, listed: Iterable[Any]) -> int:
-    """Return the bytes of those of `listed` that are tensors, counted, and not `seen` yet."""
+def _new_bytes(seen: set[int], tensors: MetaTensors, candidates: Iterable[Any]) -> int:
+    """Return the bytes of the tensors among `candidates` that are counted and not in `seen`.
+
+    Their storages are added to `seen`.
+    """
     total = 0
-    for tensor in listed:
+    for tensor in candidates:
         if isinstance(tensor, Tensor) and tensors.counts(tensor):
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
@@ -159,12 +178,12 @@ def _new_bytes(seen: set[int], tensors: MetaTensors, listed: Iterable[Any]) -> i
 
 
 def place_of(error: BaseException) -> str:
-    """Return the deepest line that is not torch's, in which `error` was raised."""
+    """Return the deepest line in the traceback of `error` outside torch and the rehearsal."""
     frames = traceback.extract_tb(error.__traceback__)
     apart = ("/torch/", "rehearse/meta_tensors", "rehearse/attention")
-    found = [x for x in frames if not any(part in x.filename for part in apart)]
-    found = [x for x in found if x.name != "__torch_function__"]
-    if not found:
+    own_frames = [x for x in frames if not any(part in x.filename for part in apart)]
+    own_frames = [x for x in own_frames if x.name != "__torch_function__"]
+    if not own_frames:
         return ""
-    last = found[-1]
+    last = own_frames[-1]
     return f"{last.filename}:{last.lineno} in {last.name}: {(last.line or '').strip()}"

@@ -1,4 +1,4 @@
-"""Process groups that nobody else is in: they write down what a rank asks of the others."""
+"""Process groups without other members, which record what a rank asks of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,12 @@ from whale_train.runtime.cpu.named_group import NamedGroup
 
 @dataclass(frozen=True)
 class Asked:
-    """One operation on a group: its kind, the elements of each of its tensors, and their dtype."""
+    """Operation on a group.
+
+    kind: name of the operation.
+    sizes: number of elements of each tensor.
+    dtype: name of the tensors' dtype, or '' without tensors.
+    """
 
     kind: str
     sizes: tuple[int, ...]
@@ -25,6 +30,7 @@ class Asked:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all tensors together."""
         return sum(self.sizes) * getattr(torch, self.dtype).itemsize if self.dtype else 0
 
     def __str__(self) -> str:
@@ -34,9 +40,13 @@ class Asked:
 
 @dataclass
 class Record:
-    """What a rank asked, by the plan's name of the group, and of each other rank: by its number,
-    messages sent and received, in their order. A wait for a message is in `events` with its number
-    among those of that rank; a post is there as well."""
+    """Operations that a rank asks of others, in their order.
+
+    collectives: collectives by the plan's name of the group.
+    messages: messages sent and received, by the other rank.
+    events: posts and waits of messages as (`post` or `wait`, other rank, number of the message
+        among those of that rank).
+    """
 
     collectives: dict[str, list[Asked]] = field(default_factory=dict)
     messages: dict[int, list[Asked]] = field(default_factory=dict)
@@ -44,7 +54,7 @@ class Record:
 
 
 class RecordedGroup(NamedGroup):
-    """A group of `ranks` whose operations end at once, in the `record` of this rank."""
+    """Group of `ranks` whose operations end at once, and are added to the `record` of this rank."""
 
     BACKEND = "recorded"
 
@@ -57,7 +67,7 @@ class RecordedGroup(NamedGroup):
         self.described = description
 
     def ask(self, kind: str, tensors: Sequence[Tensor]) -> dist.Work:
-        """Write down a collective."""
+        """Record a collective of `tensors`, and return work that is done."""
         name = "world" if self.described in ("", "default_pg") else self.described
         self._record.collectives.setdefault(name, []).append(_asked(kind, tensors))
         return _Done(list(tensors))
@@ -70,10 +80,10 @@ class RecordedGroup(NamedGroup):
 
     def _post(self, kind: str, tensors: Sequence[Tensor], peer: int) -> dist.Work:
         other = self._ranks[peer]
-        listed = self._record.messages.setdefault(other, [])
-        listed.append(_asked(kind, tensors))
-        self._record.events.append(("post", other, len(listed) - 1))
-        return _Posted(self._record, other, len(listed) - 1, kind == "send")
+        messages = self._record.messages.setdefault(other, [])
+        messages.append(_asked(kind, tensors))
+        self._record.events.append(("post", other, len(messages) - 1))
+        return _Posted(self._record, other, len(messages) - 1, kind == "send")
 
     def shutdown(self) -> None:
         pass
@@ -85,6 +95,8 @@ def _asked(kind: str, tensors: Sequence[Tensor]) -> Asked:
 
 
 class _Done(dist.Work):
+    """Collective that is done when it is asked for."""
+
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
@@ -102,8 +114,10 @@ class _Done(dist.Work):
 
 
 class _Posted(dist.Work):
-    """A message. One that is sent has left when it is asked whether it has, which is when the next
-    is posted."""
+    """Message that is posted.
+
+    A sent message counts as gone when it is first asked for, which is when the next one is posted.
+    """
 
     def __init__(self, record: Record, peer: int, number: int, is_sent: bool) -> None:
         super().__init__()
@@ -111,7 +125,7 @@ class _Posted(dist.Work):
         self._is_sent = is_sent
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        if not self._is_sent:  # nothing on the device waits for what it sends
+        if not self._is_sent:  # the device does not wait for its sends
             self._record.events.append(("wait", self._peer, self._number))
         return True
 
@@ -119,7 +133,7 @@ class _Posted(dist.Work):
         return self._is_sent
 
 
-# ProcessGroup's names of collectives: the field's, and the argument that says how much.
+# Methods of ProcessGroup: name of the collective, and position of the tensors it is sized by.
 _COLLECTIVES = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all-reduce", 0)),
     **dict.fromkeys(("allgather", "_allgather_base", "all_gather_single"), ("all-gather", 0)),
@@ -137,6 +151,8 @@ _COLLECTIVES = {
 
 
 def _recorded(kind: str, place: int) -> Callable[..., dist.Work]:
+    """Return a method that records a collective of the tensors in its argument `place`."""
+
     def operation(group: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         return group.ask(kind, list(_flat(args[place])))
 
@@ -144,11 +160,12 @@ def _recorded(kind: str, place: int) -> Callable[..., dist.Work]:
 
 
 def _flat(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of `value`, a tensor or nested sequences of tensors."""
     if isinstance(value, Tensor):
         yield value
     else:
-        for each in value:
-            yield from _flat(each)
+        for element in value:
+            yield from _flat(element)
 
 
 for _name, (_kind, _place) in _COLLECTIVES.items():
@@ -165,8 +182,10 @@ RecordedGroup.barrier = _barrier  # type: ignore[method-assign,assignment]
 
 @contextmanager
 def alone(rank: int, world_size: int) -> Iterator[Record]:
-    """Inside it this process is `rank` of a world whose other ranks do not exist. Gives what the
-    rank asks them."""
+    """Run the context as `rank` of a world whose other ranks do not exist.
+
+    Yields the record of what the rank asks of them.
+    """
     record = Record()
 
     def make(options: Any, _: object) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""What routers decide where nothing is computed: that every expert is asked for alike."""
+"""Fix the decisions of routers where nothing is computed: every expert gets equally many rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,11 @@ from whale_train.runtime.comms.layout_collectives import ShardGroup
 
 @contextmanager
 def evenly() -> Iterator[None]:
-    """Inside it every member sends as many rows to each as that has experts, of all, and gets as
-    many as if the others had as many rows."""
+    """Spread rows evenly over experts inside the context.
+
+    Every member sends each member rows in proportion to its experts, and gets as many as if the
+    others had as many rows as it has.
+    """
 
     def evenly_spread(numbers: Tensor, rows: int, experts: ShardGroup) -> list[list[int]]:
         ends = [rows * first // experts.total for first in accumulate(experts.sizes, initial=0)]

@@ -1,8 +1,8 @@
-"""Stand-ins for what of an engine needs storage: DistributedDataParallel, and DeepSpeed's ZeRO.
+"""Stand in for the engines that need storage: DistributedDataParallel, and DeepSpeed's ZeRO.
 
-They make the tensors that those make, when they make them, and ask the same of the other ranks;
-module, autocast, optimizer and gradients are the rank's own. What ZeRO holds and when is described
-in `strategies/memory/engine_memory.py`, with its sources.
+Stand-ins allocate the tensors that the engines allocate, at the same moments, and ask the same
+operations of the other ranks. Module, autocast, optimizer and gradients are the rank's own.
+`strategies/memory/engine_memory.py` says what ZeRO holds and when, with its sources.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,10 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
 class Buckets(nn.Module):
-    """DistributedDataParallel: gradients are views of buckets that last, each summed when it is
-    full."""
+    """Stand-in for DistributedDataParallel.
+
+    Gradients are views of lasting buckets. Each bucket is all-reduced when it is full.
+    """
 
     def __init__(self, module: nn.Module, copies: Copies) -> None:
         super().__init__()
@@ -45,6 +47,10 @@ class Buckets(nn.Module):
                 _when_made(parameter, self._hook(whole, view, left))
 
     def _hook(self, bucket: Tensor, view: Tensor, left: set[nn.Parameter]) -> Callable[..., None]:
+        """Return a hook for the gradient whose place in `bucket` is `view`.
+
+        `left` are the parameters of the bucket whose gradients are still missing.
+        """
         everyone = set(left)
 
         def hook(parameter: nn.Parameter) -> None:
@@ -60,7 +66,7 @@ class Buckets(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around all but the last backward of a step."""
+        """Skip all-reduces inside the context: in all but the last backward of a step."""
         self._syncs = False
         try:
             yield
@@ -72,8 +78,11 @@ class Buckets(nn.Module):
 
 
 class ZeroEngine:
-    """DeepSpeed's engine of ZeRO 1 to 3, perhaps with offload. `forget` is told of tensors that are
-    whole here and partitioned there."""
+    """Stand-in for DeepSpeed's engine of ZeRO 1 to 3, perhaps with offload.
+
+    `forget` is called with each tensor that is whole here and partitioned in DeepSpeed, so that its
+    memory does not count.
+    """
 
     loss_scale: Tensor | None = None
     reduction = None
@@ -112,7 +121,7 @@ class ZeroEngine:
         total = sum(p.numel() for p in self._trained)
         self._part = -(-total // self.copies)
         self._bucket = min(total, REDUCE_BUCKET_ELEMENTS)
-        self.held: list[Tensor] = []  # beside parameters, gradients and the optimizer's state
+        self.held: list[Tensor] = []  # tensors besides gradients and the optimizer's state
         self._partition = torch.empty(0 if self._offloads else self._part, device=device)
         self._optimizer: Any = None
         if self._trained:
@@ -135,6 +144,10 @@ class ZeroEngine:
             return self.module(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Accumulate gradients times the number of copies, over which DeepSpeed takes a mean.
+
+        `gradients` are those of `outputs`, of the same shapes.
+        """
         wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outputs]
         scalars = [(x * g).sum() for x, g in zip(wide, gradients, strict=True)]
         torch.autograd.backward(sum(scalars[1:], scalars[0]) * self.copies)
@@ -153,6 +166,11 @@ class ZeroEngine:
         set_learning_rate(self._optimizer, lr)
 
     def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
+        """Reduce the gradients that are left, update this rank's part, and gather the parameters.
+
+        `global_norm` maps the squared norm of this engine's gradients to that of all (None: not
+        measured). With `skips`, the update changes nothing where the global norm is not finite.
+        """
         self._shared.wait()
         if self._stage == 1:
             self._filled = sum(p.numel() for p in self._trained if p.grad is not None)
@@ -177,7 +195,7 @@ class ZeroEngine:
         self._gradients = []
         self._second = None
         del part
-        if self._stage < 3:  # into the parameters themselves
+        if self._stage < 3:  # gathered into the parameters themselves
             left = sum(p.numel() for p in self._trained)
             while left > 0:
                 self._ask("all-gather", min(left, self._bucket))
@@ -203,28 +221,31 @@ class ZeroEngine:
 
     @property
     def optimizer_tensors(self) -> list[Tensor]:
-        """What the optimizer keeps of this rank's part."""
+        """Return the tensors of the optimizer's state for this rank's part."""
         if self._optimizer is None:
             return []
         return [x for kept in self._optimizer.state.values() for x in kept.values()]
 
     @property
     def partition_tensors(self) -> list[Tensor]:
-        """This rank's part of the parameters: the optimizer's own, in fp32."""
+        """Return this rank's fp32 part of the parameters, and other tensors held throughout."""
         return [self._partition, *self.held]
 
     @property
     def gathered_tensors(self) -> list[Tensor]:
-        """Parameters that are whole for the time being."""
+        """Return the parameters that are gathered at the moment, and the prefetch buffers."""
         return [*self._prefetched, *(x for whole in self._gathered.values() for x in whole)]
 
     @property
     def gradient_tensors(self) -> list[Tensor]:
-        """The parts of gradients that are kept till the update."""
+        """Return the parts of gradients that are kept until the update."""
         return self._gradients
 
     def _reduce(self, parameter: nn.Parameter) -> None:
-        """A gradient is made: its part is kept, and it is let go of with the bucket it is in."""
+        """Replace a new gradient by this rank's part, and count it into the current bucket.
+
+        A full bucket is reduced.
+        """
         assert parameter.grad is not None
         count = parameter.grad.numel()
         parameter.grad = None
@@ -233,26 +254,29 @@ class ZeroEngine:
             self._gradients.append(part)
         self._filled += count
         if self._second is None and self._overlaps and self._stage == 2:
-            # Filled while the first is reduced.
+            # The second bucket fills while the first is reduced.
             self._second = torch.empty(self._bucket, device=self._device)
         if self._filled >= self._bucket:
             self._send_bucket()
 
     def _send_bucket(self) -> None:
-        """Put together a bucket of gradients, and reduce it, each copy keeping its part."""
+        """Allocate a bucket of gradients and reduce-scatter it, each copy keeping its part."""
         bucket = torch.empty(min(self._filled, self._bucket), device=self._device)
         reduced = torch.empty_like(bucket)
         self._ask("reduce-scatter", reduced.numel(), self._sent)
         self._filled -= bucket.numel()
 
     def _ask(self, kind: str, elements: int, dtype: torch.dtype = torch.float32) -> None:
-        """Ask the other copies for a collective, of what is counted elsewhere."""
+        """Ask the copies for a collective of `elements` elements, whose memory is not counted."""
         assert isinstance(self._group, RecordedGroup)
         self._group.ask(kind, [torch.empty(1, dtype=dtype, device="meta").expand(elements)])
 
     def _gather_when_called(self, forget: Callable[[Tensor], None], *, kept_here: bool) -> None:
-        """Hold a part of each parameter, if they are `kept_here`, and all of those of a module from
-        its call to its end, and again in its backward."""
+        """Gather the parameters of a module from its call to its end, and again in its backward.
+
+        Whole parameters are not counted outside of these times. With `kept_here` (parameters are
+        not offloaded), this rank's part of each is held throughout.
+        """
         for parameter in self.module.parameters():
             forget(parameter.data)
             part = -(-parameter.numel() // self.copies)
@@ -288,7 +312,7 @@ class ZeroEngine:
 
 
 class HostEngine(StreamedEngine):
-    """The engine of weights on the host, whose update takes nothing of the device's memory."""
+    """Stand-in for the engine of weights on the host; its update needs no device memory."""
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
         for parameter in self.parameters:
@@ -299,5 +323,5 @@ class HostEngine(StreamedEngine):
 
 
 def _when_made(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:
-    """Call `hook` when a gradient was added to `parameter`."""
+    """Call `hook` each time a gradient has been added to `parameter`."""
     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

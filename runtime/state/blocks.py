@@ -1,9 +1,9 @@
-"""Where what a rank holds of a tensor lies in the whole one: the one description of that, of which
-a verification and a checkpoint are made.
+"""Describe where the part that a rank holds of a tensor lies in the whole tensor.
 
-A rank holds a part along one dimension, perhaps of several intervals (a fused weight is cut in
-several places at once), and of that part, where copies partition it, a range of its flattened
-elements. Either is a few blocks: boxes of neighbouring elements, in every dimension.
+Verifications and checkpoints are both made of this description. A rank holds a part along one
+dimension, perhaps of several intervals (a fused weight is cut in several places at once). Where
+copies partition that part, a rank holds a range of its flattened elements. Either consists of a few
+blocks: boxes of neighbouring elements, in every dimension.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,18 @@ Intervals = tuple[tuple[int, int], ...]  # [start, stop), one after another
 
 @dataclass(frozen=True)
 class Placement:
-    """Which part of a tensor of `shape` a rank holds: per dimension the `intervals`, put one after
-    another, or None for all of it."""
+    """Part of a tensor that a rank holds.
+
+    shape: shape of the whole tensor.
+    intervals: for each dimension, the intervals of the part, one after another; None for all of it.
+    """
 
     shape: Shape
     intervals: tuple[Intervals | None, ...]
 
     @property
     def held_shape(self) -> Shape:
-        """The shape of the part."""
+        """Return the shape of the part."""
         return tuple(
             size if held is None else sum(stop - start for start, stop in held)
             for size, held in zip(self.shape, self.intervals, strict=True)
@@ -36,12 +39,15 @@ class Placement:
 
     @property
     def has_first_element(self) -> bool:
+        """Return True where the part includes the whole tensor's first element."""
         return all(not held or held[0][0] == 0 for held in self.intervals)
 
     def blocks(self, held: Tensor, start: int | None = None) -> Iterator[tuple[Block, Tensor]]:
-        """Yield the blocks that `held` consists of, each with the view of `held` that has its
-        elements. `held` is the part itself, or, with `start`, the elements of the flattened part
-        from there on, as many as it has."""
+        """Yield the blocks of the whole tensor in `held`, each with a view of its elements.
+
+        `held` is the part itself. With `start`, it is a range of the flattened part that begins at
+        element `start`. Views are of `held`.
+        """
         if start is None:
             assert tuple(held.shape) == self.held_shape, (held.shape, self)
             yield from self._cut(Block((0,) * held.dim(), self.held_shape), held)
@@ -53,7 +59,7 @@ class Placement:
             end += size
 
     def _cut(self, box: Block, view: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """Yield a box of the part, cut where its intervals meet, as blocks of the whole."""
+        """Yield a box of the part as blocks of the whole tensor, cut where two intervals meet."""
         pieces = [(box.offsets, view)]
         for dim, held in enumerate(self.intervals):
             if held is not None:
@@ -68,12 +74,15 @@ class Placement:
 
 
 def whole(shape: Sequence[int]) -> Placement:
-    """Return the placement of all of a tensor."""
+    """Return the placement of a rank that holds a whole tensor of `shape`."""
     return Placement(tuple(shape), (None,) * len(shape))
 
 
 def placement(plan: Plan, rank: int, path: str, shape: Shape) -> Placement:
-    """Return where what `rank` holds of the parameter or buffer `path`, of `shape`, lies."""
+    """Return the placement of what `rank` holds of the parameter or buffer `path`.
+
+    `shape` is the shape of the rank's own part.
+    """
     sizes = list(shape)
     intervals: list[Intervals | None] = [None] * len(shape)
     for number in plan.ranks[rank].task_graphs:
@@ -94,8 +103,11 @@ def placement(plan: Plan, rank: int, path: str, shape: Shape) -> Placement:
 
 
 def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Block]:
-    """Yield the boxes that the elements [start, stop) of a flattened tensor of `shape` consist of,
-    in their order: at most two for every dimension but the last, and one."""
+    """Yield the boxes that make up the elements [start, stop) of a flattened tensor of `shape`.
+
+    Boxes come in the order of their elements: at most two for every dimension but the last, and
+    one.
+    """
     if start >= stop:
         return
     if not shape:
@@ -116,13 +128,16 @@ def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Block]:
 
 
 def _in_row(number: int, boxes: Iterator[Block]) -> Iterator[Block]:
+    """Yield boxes of a row as boxes of the tensor, whose first index is `number`."""
     for box in boxes:
         yield Block((number, *box.offsets), (1, *box.shape))
 
 
 def _along(dim: int, held: Intervals, first: int, view: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the pieces of `view`, which begins at element `first` of the part along `dim`, that lie
-    in one interval of it, each with its offset in the whole tensor."""
+    """Yield the pieces of `view` in single intervals, with their offsets in the whole tensor.
+
+    `view` begins at element `first` of the part along `dim`, whose intervals are `held`.
+    """
     begin, end = first, first + view.shape[dim]
     position = 0
     for start, stop in held:

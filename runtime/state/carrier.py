@@ -1,7 +1,7 @@
-"""Files between rank 0's run directory and those of hosts that do not share it.
+"""Carry files between rank 0's run directory and those of hosts that do not share it.
 
-They go through a group of CPU communication of rank 0 and of those hosts' ranks, in the order of
-the ranks: nobody else asks it for anything, so that a thread may use it beside the steps.
+They go through a CPU process group of rank 0 and the ranks of those hosts, in rank order. Nothing
+else uses the group, so a thread may use it beside the steps.
 """
 
 import shutil
@@ -19,13 +19,16 @@ from whale_train.disk import writing
 from whale_train.machine.hosts import Host
 from whale_train.runtime.state.parts import Part, gathered, hand_over
 
-FETCHED = ".fetched"  # in the run directory of a host
+FETCHED = ".fetched"  # folder of copied checkpoints, in the run directory of a host
 _PIECE_BYTES = 2**24  # sent at a time
 
 
 class Carrier:
-    """What carries files from and to `rank`, one of the ranks of the `hosts` (none: all share a
-    file system). A wait for another rank ends after `timeout_s`. Made by all ranks together."""
+    """Carrier of files from and to `rank`, one of the `ranks` ranks of a job.
+
+    `hosts` are the job's hosts; none where all ranks share a file system. A wait for another rank
+    ends after `timeout_s` seconds. Made by all ranks together.
+    """
 
     def __init__(
         self, run_dir: Path, hosts: Sequence[Host], rank: int, ranks: int, timeout_s: float
@@ -42,11 +45,14 @@ class Carrier:
 
     @property
     def is_apart(self) -> bool:
-        """Whether this rank's host has a run directory of its own."""
+        """Return True where this rank's host has a run directory of its own."""
         return self._rank in self._strangers
 
     def hand_over(self, folder: Path, part: Part) -> None:
-        """Give rank 0 this rank's part of `folder`: what is not there is moved to it."""
+        """Give rank 0 this rank's part of `folder`.
+
+        Files are moved to rank 0 where it does not see them.
+        """
         if not self.is_apart:
             hand_over(folder, part)
             return
@@ -55,27 +61,34 @@ class Carrier:
             self._send_file(folder / file.path, file.bytes, 0)
             (folder / file.path).unlink()
         for path in (*{(folder / file.path).parent for file in part.files}, folder):
-            with suppress(OSError):  # where other ranks of the host have theirs
+            with suppress(OSError):  # not empty: other ranks of the host have files in it
                 path.rmdir()
 
     def gathered(self, folder: Path, own: Part) -> list[FileRecord]:
-        """Return the records of the files of all ranks, on rank 0, whose `own` part comes first,
-        once all are in `folder`. Raises OSError where one is not."""
+        """Return the records of all ranks' files, once all are in `folder`. Rank 0 calls it.
+
+        Rank 0's part `own` comes first. Raises OSError where a file is missing.
+        """
         for rank in self._strangers:
             hand_over(folder, self._received(folder, rank))
         return gathered(folder, own, self._ranks, self._timeout_s)
 
     def gather(self, folder: Path, own: Part) -> list[FileRecord]:
-        """Give rank 0 the `own` part of each rank; return there the records of all files. A
-        collective. Raises OSError where one did not come."""
+        """Give rank 0 the part `own` of each rank, and return the records of all files on rank 0.
+
+        Other ranks get an empty list. A collective. Raises OSError where a part did not arrive.
+        """
         if self._rank == 0:
             return self.gathered(folder, own)
         self.hand_over(folder, own)
         return []
 
     def fetched(self, checkpoint: Path) -> Path:
-        """Return where this rank reads the `checkpoint` that rank 0 goes on from: there, or where a
-        copy was made on its host. A collective."""
+        """Return the folder in which this rank reads the `checkpoint` that rank 0 continues from.
+
+        It is that folder, or a copy on the rank's host where one of the host's ranks does not see
+        it. A collective. Raises OSError where the copy cannot be written.
+        """
         if self._group is None or not (self._rank == 0 or self.is_apart):
             return checkpoint
         text = [(checkpoint / MANIFEST).read_text(encoding="utf-8") if self._rank == 0 else ""]
@@ -100,17 +113,17 @@ class Carrier:
                         raise OSError(f"{copy / file.path} could not be written: {failed}")
             if self._rank in host.ranks:
                 checkpoint = copy
-        dist.barrier(self._group)  # of copies that others of the host have made
+        dist.barrier(self._group)  # until the first rank of the host has made the copy
         return checkpoint
 
     def forget(self) -> None:
-        """Remove what was fetched, once all that read it have read it. A collective."""
+        """Remove fetched copies, once all their readers are done. A collective."""
         if self._group is not None and (self._rank == 0 or self.is_apart):
             dist.barrier(self._group)
             shutil.rmtree(self._run_dir / FETCHED, ignore_errors=True)
 
     def _received(self, folder: Path, rank: int) -> Part:
-        """Return the part of `rank`, whose files are in `folder` then, or why they are not."""
+        """Return the part of `rank`, with its files in `folder`, or with an error."""
         try:
             said: list[Any] = [None]
             dist.recv_object_list(said, rank, self._group)
@@ -122,14 +135,17 @@ class Carrier:
         return Part(rank, error=failed) if failed else part
 
     def _send_file(self, path: Path, size: int, target: int) -> None:
+        """Send `size` bytes of the file `path` to rank `target`."""
         with path.open("rb") as file:
             for piece in _pieces(size):
                 file.readinto(_bytes_of(piece))
                 dist.send(piece, target, self._group)
 
     def _receive_file(self, path: Path, size: int, source: int) -> str:
-        """Write what comes to `path`; return why that failed, '' if it did not. All that was sent
-        is received."""
+        """Write the bytes that rank `source` sends to `path`; return why that fails, or ''.
+
+        All bytes are received even where they cannot be written.
+        """
         failed = ""
         file = None
         try:
@@ -155,7 +171,7 @@ class Carrier:
 
 
 def _pieces(size: int) -> Iterator[torch.Tensor]:
-    """Yield room for each of the pieces that `size` bytes are sent in."""
+    """Yield an empty uint8 tensor for each piece of at most `_PIECE_BYTES` of `size` bytes."""
     for start in range(0, size, _PIECE_BYTES):
         yield torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8)
 
@@ -166,6 +182,7 @@ def _bytes_of(piece: torch.Tensor) -> "memoryview[int]":
 
 
 def _text_of(path: Path) -> str:
+    """Return the text of a file, or '' where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

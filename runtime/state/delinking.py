@@ -1,10 +1,10 @@
-"""A checkpoint of shared layers, as one of layers that go on by themselves.
+"""Read a checkpoint of shared layers as one of layers that continue separately.
 
-Pseudo-to-Real (M6-10T, Lin et al. 2021, arXiv 2110.03888). Every layer begins with the weights
-that all had, so that nothing is computed otherwise. The optimizer's state was made of gradients
-that were sums over N layers, and each layer's from now on is one of them: first moments become an
-N-th, second moments an N^2-th of what they were. The ratio of which Adam's update is made stays the
-same then, and no layer makes a jump; counts of updates go on.
+Pseudo-to-Real (M6-10T, Lin et al. 2021, arXiv 2110.03888). Every layer begins with the weights that
+all shared, so the model's outputs stay the same. The optimizer's state comes from gradients that
+were sums over N layers, and each layer's own gradient is one term of such a sum: first moments
+become an N-th, second moments an N^2-th of what they were. The ratio in Adam's update then stays
+the same, and no layer makes a jump. Counts of updates continue.
 """
 
 from collections import Counter
@@ -15,17 +15,18 @@ _SECOND_MOMENTS = ("exp_avg_sq",)
 
 
 class Delinking:
-    """Where a tensor of a checkpoint is found: `places` are the paths of parameters by those of the
-    ones whose values they begin with (`models/weights/shared_layers.py`); none for a checkpoint of
-    the model itself."""
+    """Names under which a checkpoint of shared layers has the tensors of separate layers.
+
+    `places` maps the path of a parameter to the path of the one whose values it begins with
+    (`models/weights/shared_layers.py`). It is empty for a checkpoint of the model itself.
+    """
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = places
-        self._sharing = Counter(places.values())  # a first layer's, by the others
+        self._sharing = Counter(places.values())  # number of other layers, by the path of the first
 
     def source(self, folder: str, name: str) -> tuple[str, float]:
-        """Return the name that the checkpoint has a tensor of `folder` under, and what its elements
-        are multiplied by."""
+        """Return the checkpoint's name of a tensor of `folder`, and the factor of its elements."""
         if folder == "model":
             return self._places.get(name, name), 1.0
         path, _, kind = name.removeprefix("state.").rpartition(".")

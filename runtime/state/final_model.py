@@ -1,9 +1,8 @@
-"""What a run has learned, as a folder of weights that others can open.
+"""Write a trained model as a folder of weights that other programs can open.
 
-Whole tensors under the names the user's model has for them, in files of at most 5 GB. For a model
-of transformers the folder is one that `from_pretrained` opens, and for low-rank additions to one
-what peft's does. Tensor by tensor: no process has
-the whole model.
+It has whole tensors under the names of the user's model, in files of at most 5 GB. For a model of
+transformers `from_pretrained` opens the folder; for low-rank additions to one, peft's does. Tensors
+are written one by one: no process has the whole model.
 """
 
 import shutil
@@ -29,7 +28,7 @@ from whale_train.runtime.state.saver import owned
 from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
 
 _FILE_BYTES = 5 * 10**9
-# What transformers saves beside weights and config: tokenizers, processors, how to generate.
+# Files that transformers saves beside weights and config.
 _KEPT = (
     *(
         "generation_config.json",
@@ -52,9 +51,11 @@ def write_final(
     rank: int,
     carrier: Carrier,
 ) -> Path | None:
-    """Write the trained weights, every rank what it saves of them, and return the folder that rank
-    0 makes of it (None to the others). Where a `checkpoint` was saved after the last step, that is
-    read instead. Raises LaunchError where files cannot be written, which leaves none."""
+    """Write the trained weights, each rank its own part, and return rank 0's folder of them.
+
+    Other ranks get None. Where a `checkpoint` was saved after the last step, its weights are read
+    instead. Raises LaunchError where files cannot be written; no files are left then.
+    """
     parts = run_dir / PARTS_OF_MODEL
     try:
         if checkpoint is not None:
@@ -78,8 +79,11 @@ def write_final(
 
 
 def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelOptions) -> Path:
-    """Make the folder of weights of a run directory out of the blocks in the folder `saved`, and
-    return it. `model`, built by `options`, is asked for its names and its config alone."""
+    """Return the folder of weights in `run_dir`, made from the blocks in the folder `saved`.
+
+    `model`, built by `options`, is read for its names and its config alone. An existing folder is
+    replaced. Raises OSError where files cannot be written.
+    """
     made = run_dir / UNFINISHED_MODEL
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
@@ -100,7 +104,11 @@ def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelO
 
 
 def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
-    """Write the tensors whose blocks lie in `parts` whole into `folder`, some of them renamed."""
+    """Write the tensors whose blocks are in `parts` as whole tensors into `folder`.
+
+    `renamed` gives the new names of tensors that change theirs. Several files get an index, as in
+    transformers.
+    """
     reader = TensorReader(parts)
     shapes = reader.shapes()
     files: list[list[str]] = [[]]
@@ -128,7 +136,7 @@ def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
 
 
 def _write_adapters(parts: Path, folder: Path, model: nn.Module) -> None:
-    """Write the additions of `model`, whose blocks lie in `parts`, whole into `folder`."""
+    """Write the low-rank additions of `model`, whose blocks are in `parts`, into `folder`."""
     reader = TensorReader(parts)
     shapes = reader.shapes()
     names = adapter_names(model, shapes)
@@ -137,8 +145,10 @@ def _write_adapters(parts: Path, folder: Path, model: nn.Module) -> None:
 
 
 def describe(model: Any, options: ModelOptions, folder: Path) -> None:
-    """Write what `from_pretrained` wants beside the weights, for a model of transformers; what the
-    folder that it came from has of it, tokenizers included, is copied."""
+    """Write the files that `from_pretrained` needs beside the weights of a transformers model.
+
+    Such files of the pretrained folder, tokenizers included, are copied. Other models get none.
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -159,7 +169,6 @@ def describe(model: Any, options: ModelOptions, folder: Path) -> None:
 
 
 def _names_of(model: Any) -> dict[str, str]:
-    """Return the names under which transformers looks for tied tensors, by those they have here,
-    the first of each."""
+    """Return transformers' names of tied tensors, by the name of each here, its first."""
     tied = getattr(model, "all_tied_weights_keys", None)
     return dict(tied) if isinstance(tied, Mapping) else {}

@@ -1,8 +1,8 @@
-"""What a rank holds of a run's state, block by block, under the names a checkpoint has for it.
+"""Give the blocks that a rank holds of a run's state, under their names in a checkpoint.
 
-A name is the path in the user's model (of a tied tensor, its first), and of an optimizer's moment
-`state.PATH.exp_avg` or the like, as in torch's flattened optimizer state. Nothing in a name or a
-block depends on the plan: any plan reads what any plan saved.
+A parameter's or buffer's name is its path in the user's model (of a tied tensor, the first path).
+An optimizer's moment is `state.PATH.exp_avg` or the like, as in torch's flattened optimizer state.
+Nothing in a name or a block depends on the plan: any plan reads what any plan saved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,16 @@ Folder = Literal["model", "optimizer"]
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block of the tensor `name`, and the `tensor` that has its elements: a view of the rank's
-    state, but for a `counter`, whose "step" it is a copy of. `is_owner`: this rank saves it;
-    `is_buffer`: it is part of a buffer."""
+    """Block of a tensor that a rank holds.
+
+    folder: folder of the checkpoint that the tensor is in.
+    name: name of the tensor in the checkpoint.
+    block: position and shape of the block in the whole tensor.
+    tensor: the elements, a view of the rank's state. For a `counter`, a copy of its "step".
+    is_owner: True where this rank saves the block.
+    counter: state dictionary of an optimizer that counts updates, or None.
+    is_buffer: True for a block of a buffer.
+    """
 
     folder: Folder
     name: str
@@ -41,7 +48,7 @@ class HeldBlock:
 
 
 def paths_of(engine: Engine) -> dict[int, str]:
-    """Return the paths, in the user's model, of the tensors of an engine's module, by their ids."""
+    """Return the paths, in the user's model, of the tensors of an engine's module, by tensor id."""
     paths: dict[int, str] = {}
     for owner in engine.module.modules():
         if isinstance(owner, SegmentModule):
@@ -53,11 +60,11 @@ def paths_of(engine: Engine) -> dict[int, str]:
 
 
 class RankState:
-    """What `rank` holds of the tensors `names`, of which the optimizers' states are part.
+    """State that `rank` holds of the tensors `names`, with the optimizers' states of them.
 
-    Made by all ranks at once: they agree on who saves a block that no optimizer has, the first that
-    holds it. What no rank holds, as no loss depends on it, is rank 0's, out of `module`, whose
-    weights are still the initial ones there.
+    All ranks make theirs at once: they agree on who saves a block that no optimizer has, which is
+    the first rank that holds it. A tensor that no rank holds, because no loss depends on it, is
+    rank 0's; its values are taken from `module`, whose weights are still the initial ones.
     """
 
     def __init__(
@@ -70,18 +77,21 @@ class RankState:
     ) -> None:
         self._engines, self._plan, self._rank, self._names = engines, plan, rank, names
         self._saved_here = frozenset[tuple[str, Block]]()
-        mine = [(block.name, block.block) for block in self.constants()]
+        constants = [(block.name, block.block) for block in self.constants()]
         held: list[list[tuple[str, Block]]] = [[]] * plan.world_size
-        dist.all_gather_object(held, mine)
+        dist.all_gather_object(held, constants)
         before = {key for keys in held[:rank] for key in keys}
-        self._saved_here = frozenset(key for key in mine if key not in before)
+        self._saved_here = frozenset(key for key in constants if key not in before)
         somewhere = {path for task_graph in plan.task_graphs for path in task_graph.trained}
         somewhere |= {path for keys in held for path, _ in keys}
         left = names - somewhere if rank == 0 else frozenset()
         self._left = {path: x for path, x in kept_tensors(module).items() if path in left}
 
     def blocks(self) -> list[HeldBlock]:
-        """Return the blocks, outside of an update."""
+        """Return all blocks of this rank.
+
+        Call it outside of an update.
+        """
         trained = (x for engine in self._engines for x in _trained(engine, self._plan, self._rank))
         left = (
             HeldBlock("model", path, block, view, True)
@@ -91,7 +101,7 @@ class RankState:
         return [*trained, *self.constants(), *left]
 
     def read(self) -> None:
-        """Have the next step see what was written to the blocks."""
+        """Make the engines take over values that were written to the blocks."""
         for engine in self._engines:
             engine.read_states()
 
@@ -113,6 +123,7 @@ class RankState:
 
 
 def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[HeldBlock]:
+    """Yield the blocks of an engine's trained parameters and of its optimizer's state."""
     paths = paths_of(engine)
     for state in engine.states():
         path = paths[id(state.parameter)]
@@ -137,5 +148,5 @@ def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[HeldBlock]:
 
 
 def _local_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a rank's tensor, which ZeRO 3 may have partitioned among the copies."""
+    """Return the shape of a rank's tensor before ZeRO 3 partitioned it among the copies."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))

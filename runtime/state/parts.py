@@ -1,7 +1,7 @@
-"""Files that several ranks write to one folder, and what they tell rank 0 of them.
+"""Write files of several ranks to one folder, and report them to rank 0.
 
-Between the ranks there is the file system alone: they write beside the steps that follow, and a
-collective of a step is never waited for by two.
+Ranks communicate through the file system alone. They write beside the steps that follow, and only
+the steps may wait for collectives.
 """
 
 import json
@@ -16,12 +16,17 @@ from whale_train.runtime.state.held import HeldBlock
 from whale_train.runtime.state.tensor_files import write_tensors
 
 _POLL_S = 0.05
-_AFTER_OWN_S = 2.0  # rank 0 waits so long for the others where it has failed itself
+_AFTER_OWN_S = 2.0  # rank 0's wait for the others where it has failed itself
 
 
 @dataclass(frozen=True)
 class Part:
-    """What `rank` wrote, or the `error` that kept it from it."""
+    """Files of one rank.
+
+    rank: the rank.
+    files: records of the files it wrote.
+    error: what kept it from writing, or ''.
+    """
 
     rank: int
     files: tuple[FileRecord, ...] = ()
@@ -38,11 +43,14 @@ class Part:
 
 
 def written(folder: Path, rank: int, write: Callable[[], Iterable[FileRecord]]) -> Part:
-    """Return what `rank` has written to `folder` by `write`. Of one that failed nothing is left
-    there: on a full disk there would be no room to say so."""
+    """Return the part of `rank`, whose files `write` writes to `folder`.
+
+    Where `write` raises, the part has the error, and the rank's files are removed: on a full disk
+    there would be no room to report it.
+    """
     try:
         return Part(rank, tuple(write()))
-    except Exception as error:  # of any kind: rank 0 waits for a word of it
+    except Exception as error:  # any exception: rank 0 waits for a report
         for path in folder.glob(f"*/rank_{rank}[_.]*"):
             path.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) else None
@@ -50,8 +58,10 @@ def written(folder: Path, rank: int, write: Callable[[], Iterable[FileRecord]]) 
 
 
 def hand_over(folder: Path, part: Part) -> None:
-    """Tell rank 0 of a rank's part: all of it or no file. Where not even that can be written, rank
-    0 will wait in vain."""
+    """Report a rank's part to rank 0, by a file that appears whole or not at all.
+
+    Where not even that file can be written, rank 0 waits until its timeout.
+    """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".part_{part.rank}.partial"
@@ -60,9 +70,12 @@ def hand_over(folder: Path, part: Part) -> None:
 
 
 def gathered(folder: Path, own: Part, ranks: int, timeout_s: float) -> list[FileRecord]:
-    """Return the records of the files of all `ranks`, rank 0's `own` first, once all have written.
-    Raises OSError where one could not, or said nothing within `timeout_s`; that is once the others
-    have ended too, so that what they wrote can be removed."""
+    """Return the records of the files of all `ranks` ranks, rank 0's part `own` first.
+
+    Waits until all have written. Raises OSError where a rank could not write, or reported nothing
+    within `timeout_s`. It is raised only once the others have ended too, so that their files can be
+    removed.
+    """
     wait_s = min(timeout_s, _AFTER_OWN_S) if own.error else timeout_s
     deadline = time.monotonic() + wait_s
     parts = [own]
@@ -82,7 +95,10 @@ def gathered(folder: Path, own: Part, ranks: int, timeout_s: float) -> list[File
 
 
 def write_blocks(folder: Path, held: Sequence[HeldBlock], rank: int) -> Iterator[FileRecord]:
-    """Write blocks to files that have a name once each; yield the files' records."""
+    """Write the blocks `held` to files, and yield the files' records.
+
+    A name occurs once in a file: a tensor's second block goes to a second file.
+    """
     files: dict[tuple[str, int], list[HeldBlock]] = {}
     count: dict[tuple[str, str], int] = {}
     for block in held:

@@ -1,7 +1,6 @@
-"""A checkpoint read into what a rank holds, whatever plan it was saved under.
+"""Read a checkpoint into the state that a rank holds, whatever plan it was saved under.
 
-The launcher has checked the files (`launcher/resume.py`): what is found missing here was broken
-since.
+The launcher has checked the files (`launcher/resume.py`): files missing here broke afterwards.
 """
 
 from collections.abc import Mapping
@@ -28,13 +27,14 @@ def restore(
     rank: int,
     places: Mapping[str, str],
 ) -> CheckpointState:
-    """Fill all that `rank` holds, and return what `state.json` says. `places` are given where
-    layers that the checkpoint has the same weights of go on by themselves (`delinking.py`). Moments
-    of a parameter that was not trained stay as they are before a first update.
+    """Fill the state that `rank` holds from `checkpoint`, and return the content of `state.json`.
 
-    Random states are those that were saved where the plan is the one they were saved under; under
-    another there is no rank that drew the same, and the default generator, seeded for this run, is
-    seeded anew by the step. Raises BrokenCheckpoint where something is missing.
+    `places` are given where layers that share weights in the checkpoint continue separately
+    (`delinking.py`). Moments of a parameter that was not trained stay as before a first update.
+
+    Random states are restored where the plan is the one they were saved under. Under another plan
+    no rank drew the same numbers, and the default generator, seeded for this run, is seeded anew by
+    the step. Raises BrokenCheckpoint where a tensor or file is missing.
     """
     scalars = CheckpointState.read(checkpoint)
     saved_under = read_text(checkpoint / "plan.json")
@@ -48,7 +48,7 @@ def restore(
         readers[block.folder].read(name, block.block, block.tensor)
         if factor != 1.0:
             block.tensor.mul_(factor)
-        if block.counter is not None:  # ZeRO has one of all parameters: the largest
+        if block.counter is not None:  # ZeRO's one counter of all parameters gets the largest
             counts[id(block.counter)] = max(counts.get(id(block.counter), 0.0), float(block.tensor))
             _set_count(block.counter, counts[id(block.counter)])
     state.read()
@@ -61,7 +61,7 @@ def restore(
 
 
 def _is_same(text: str, plan: Plan) -> bool:
-    """Return whether a saved plan computes what `plan` does; one that cannot be read does not."""
+    """Return True where a saved plan computes what `plan` does; False where it cannot be read."""
     try:
         return _computed(Plan.from_json(text)) == _computed(plan)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -69,14 +69,16 @@ def _is_same(text: str, plan: Plan) -> bool:
 
 
 def _computed(plan: Plan) -> Plan:
-    """Return the plan without what nothing that is computed depends on: the cards it was for, and
-    why it is as it is."""
+    """Return the plan without its GPUs' ids and the reasons of its decisions.
+
+    No computation depends on them.
+    """
     ranks = tuple(replace(rank, uuid=None) for rank in plan.ranks)
     return replace(plan, ranks=ranks, decisions=())
 
 
 def _set_count(counter: dict[str, Any], count: float) -> None:
-    """Set an optimizer's number of updates, a tensor or a number of Python's."""
+    """Set an optimizer's number of updates, which is a tensor or an int."""
     kept = counter["step"]
     if isinstance(kept, torch.Tensor):
         kept.fill_(count)

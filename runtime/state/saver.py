@@ -1,8 +1,8 @@
-"""Checkpoints written beside the steps that follow them.
+"""Write checkpoints beside the steps that follow them.
 
-Every rank copies the blocks it saves and goes on (or waits, and copies nothing); a thread writes
-them. Rank 0's then waits until all ranks have said what they wrote, writes the manifest and gives
-the folder its name: until then it is no checkpoint.
+Every rank copies the blocks it saves and continues (or waits, and copies nothing); a thread writes
+them. Rank 0's thread then waits until all ranks have reported their files, writes the manifest and
+gives the folder its name: until then it is no checkpoint.
 """
 
 import json
@@ -42,9 +42,12 @@ _COPIED = ("plan.json", "request.json")
 
 
 class Saver:
-    """Saves what `rank` holds; all ranks save at the same steps. `is_asked_to_stop` says whether
-    this process was told to end; `data` is the data's fingerprint, as JSON has it;
-    `wants_to_delink` is set where this rank wants layers that are shared to go on by themselves."""
+    """Saver of the state that `rank` holds; all ranks save at the same steps.
+
+    `is_asked_to_stop` returns True once this process was told to end. `data` is the data's
+    fingerprint, as plain JSON data. `wants_to_delink` is set where this rank wants shared layers to
+    continue separately.
+    """
 
     def __init__(
         self,
@@ -66,16 +69,20 @@ class Saver:
         self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
         self.wants_to_delink = False
-        self.last: Path | None = None  # the checkpoint begun last; at the end, if it is whole
+        # The checkpoint begun last; after `close`, None unless it is whole.
+        self.last: Path | None = None
 
     def wanted(self, step: int) -> Wish:
-        """Return what all ranks are to do now that `step` steps are done; a collective."""
+        """Return the wish that all ranks follow after `step` steps. A collective.
+
+        It is the largest wish that was cast, or a save that is due.
+        """
         every = self._options.every_steps
         is_due = every is not None and step % every == 0
         return max(self._votes.cast(self._wish()), Wish.SAVE if is_due else Wish.NOTHING)
 
     def _wish(self) -> Wish:
-        """Return what this rank wants: rank 0 has the clock, and sees what the launcher asks."""
+        """Return this rank's wish. Rank 0 also has the clock, and sees the launcher's requests."""
         if self._is_asked_to_stop() or (self._rank == 0 and (self._run_dir / STOP).exists()):
             return Wish.SAVE_AND_STOP
         if self.wants_to_delink:
@@ -87,7 +94,7 @@ class Saver:
         return Wish.NOTHING
 
     def close(self) -> None:
-        """Return when everything is written; a collective."""
+        """Wait until everything is written. A collective."""
         self._votes.close()
         self.wait()
         whole = [self.last is not None and (self.last / MANIFEST).exists()]
@@ -95,8 +102,11 @@ class Saver:
         self.last = self.last if whole[0] else None
 
     def save(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Save the state after `step` steps; `scalars` are what no tensor has of it. Returns when
-        it is copied, or, if not `async`, written without a copy."""
+        """Save the state after `step` steps; `scalars` is the part of the state that no tensor has.
+
+        Returns once the blocks are copied. Where saving is not asynchronous, nothing is copied, and
+        it returns once all is written.
+        """
         self.wait()
         blocks = owned(self._state.blocks())
         if self._options.asynchronous:
@@ -112,7 +122,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Return when what was begun is written."""
+        """Wait until the checkpoint begun last is written."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -144,8 +154,11 @@ class Saver:
         started: float,
         own: Part,
     ) -> None:
-        """Make a checkpoint of what the ranks wrote to `folder`, rank 0 its `own` part, and say so,
-        or why not."""
+        """Make a checkpoint of the ranks' files in `folder`, and append its line to the file SAVED.
+
+        `own` is rank 0's part, and `started` the time at which it began. A failure is reported in
+        the line.
+        """
         line: dict[str, Any] = {"step": step, "path": str(checkpoint)}
         try:
             files = self._carrier.gathered(folder, own)
@@ -160,7 +173,7 @@ class Saver:
             ]
             manifest = Manifest(step, time.monotonic() - started, tuple(files))
             write_text(folder, MANIFEST, manifest.to_json())
-            if checkpoint.exists():  # of a run that went the same steps before
+            if checkpoint.exists():  # left by an earlier run of the same steps
                 shutil.rmtree(checkpoint)
             folder.rename(checkpoint)
             line |= {"bytes": manifest.bytes, "seconds": manifest.seconds}
@@ -168,7 +181,7 @@ class Saver:
             shutil.rmtree(folder, ignore_errors=True)
             line["error"] = error.strerror or str(error)
         for left in unfinished_before(self._run_dir, step):
-            shutil.rmtree(left, ignore_errors=True)  # of a rank that was late with its part
+            shutil.rmtree(left, ignore_errors=True)  # left by a rank that was late with its part
         with suppress(OSError), (self._run_dir / SAVED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
@@ -182,6 +195,6 @@ def owned(blocks: Sequence[HeldBlock]) -> list[HeldBlock]:
 
 
 def _copy(block: HeldBlock) -> HeldBlock:
-    """Return the block with a tensor of its own, on the host."""
+    """Return the block with its own copy of the tensor, on the host."""
     tensor = block.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return replace(block, tensor=tensor)

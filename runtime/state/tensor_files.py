@@ -1,8 +1,8 @@
-"""Safetensors files written and read block by block.
+"""Write and read safetensors files block by block.
 
-Files are written through Python's own, not the library's function, which holds the interpreter
-while it writes: a step goes on meanwhile, and the checksum is taken on the way. They are read by
-the library, which maps a file and reads the slices that are asked for.
+Files are written through Python's own functions; the library's function holds the interpreter while
+it writes, where steps must go on, and computes no checksum. Files are read by the library, which
+maps a file and reads the slices that are asked for.
 """
 
 import json
@@ -28,7 +28,7 @@ from whale_train.checkpoints.safetensors_files import (
 )
 from whale_train.disk import writing
 
-# The dtypes that safetensors has, by its codes.
+# Safetensors' codes of dtypes.
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -46,9 +46,11 @@ _WRITE_BYTES = 2**24  # at a time
 
 
 class _Counted:
-    """A file of `whole_bytes` that is being written, with the checksum of what it has.
+    """File of `whole_bytes` that is being written, with the checksum of what is written.
 
-    Its bytes are on the disk when it is closed. On a full disk an OSError says what was wanted."""
+    Its bytes are on the disk once it is closed. On a full disk an OSError tells how many bytes were
+    needed.
+    """
 
     def __init__(self, path: Path, whole_bytes: int) -> None:
         self._path, self._whole_bytes = path, whole_bytes
@@ -85,9 +87,12 @@ def write_tensors(
     tensors: Iterable[Tensor],
     offsets: Mapping[str, Sequence[int]] | None = None,
 ) -> FileRecord:
-    """Write a safetensors file of the tensors whose dtypes and `shapes` are given by name; return
-    its record. `tensors` are asked for one after another, and let go of. `offsets` say where they
-    begin in their whole tensors (None: they are whole)."""
+    """Write a safetensors file, and return its record.
+
+    `shapes` gives dtype and shape by name, and `tensors` the tensors in that order, which are taken
+    and freed one after another. `offsets` gives where each begins in its whole tensor (None: all
+    are whole).
+    """
     described = {
         name: (CODES[dtype], shape, prod(shape) * dtype.itemsize)
         for name, (dtype, shape) in shapes.items()
@@ -104,12 +109,12 @@ def write_tensors(
 
 
 def write_json(folder: Path, path: str, content: Any) -> FileRecord:
-    """Write plain data as JSON; return the record of the file."""
+    """Write plain data as JSON, and return the record of the file."""
     return write_text(folder, path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(folder: Path, path: str, text: str) -> FileRecord:
-    """Write a file; return its record."""
+    """Write `text` to a file, and return its record."""
     content = text.encode()
     file = _Counted(folder / path, len(content))
     try:
@@ -120,7 +125,7 @@ def write_text(folder: Path, path: str, text: str) -> FileRecord:
 
 
 def recorded(folder: Path, path: str) -> FileRecord:
-    """Return what a manifest says of a file that others wrote."""
+    """Return the record of a file that others wrote."""
     crc32 = size = 0
     with (folder / path).open("rb") as file:
         while piece := file.read(_WRITE_BYTES):
@@ -129,12 +134,13 @@ def recorded(folder: Path, path: str) -> FileRecord:
 
 
 def _bytes_of(tensor: Tensor) -> "memoryview[Any]":
+    """Return the bytes of a tensor, copied to the host where needed."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class TensorReader:
-    """Reads blocks of the tensors in a folder of safetensors files, whoever wrote them."""
+    """Reader of the tensors in a folder of safetensors files, however they are cut in blocks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -148,11 +154,11 @@ class TensorReader:
         return {name: (_DTYPES[x[0].dtype], whole_shape(x)) for name, x in stored}
 
     def has_moments(self, name: str) -> bool:
-        """Return whether there is any moment of the parameter that `name` is a moment of."""
+        """Return True where any moment of the parameter of the moment `name` is stored."""
         return name.rpartition(".")[0] in self._parameters
 
     def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors by name, one after another, all of them or `names`."""
+        """Yield whole tensors with their names, one after another: those of `names`, or all."""
         shapes = self.shapes()
         for name in shapes if names is None else names:
             dtype, shape = shapes[name]
@@ -161,17 +167,17 @@ class TensorReader:
             yield name, tensor
 
     def read(self, name: str, wanted: Block, into: Tensor) -> None:
-        """Fill `into`, which has the elements `wanted` of tensor `name`, converted to its dtype.
+        """Fill `into` with the elements `wanted` of tensor `name`, converted to its dtype.
 
-        Raises BrokenCheckpoint where the files do not have all of them.
+        Raises BrokenCheckpoint where the files lack some of the elements.
         """
         missing = prod(wanted.shape)
         for stored in self._stored.get(name, ()):
             block = stored.block
             shared = block.overlap(wanted) if len(block.shape) == len(wanted.shape) else None
             if shared is not None:
-                found = self._slice(stored, name, shared.within(block))
-                into[shared.within(wanted)].copy_(found)
+                piece = self._slice(stored, name, shared.within(block))
+                into[shared.within(wanted)].copy_(piece)
                 missing -= prod(shared.shape)
         if missing:
             rule = f"has not all of {name}" if name in self._stored else f"has no {name}"

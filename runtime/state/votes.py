@@ -1,8 +1,8 @@
-"""What some rank wants at a step becomes what all ranks do at the next.
+"""Turn what some rank wants after a step into what all ranks do after the next.
 
-A checkpoint that a clock or a signal asks for is asked for on one rank, and all must save after the
-same step. Every step each rank sends a number, and reads the largest of the step before: nobody
-waits for a number that is still on its way.
+A clock or a signal asks one rank for a checkpoint, and all ranks must save after the same step.
+Every step each rank sends a number, and reads the largest of the step before: no rank waits for a
+number that is still on its way.
 """
 
 from enum import IntEnum
@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 
 class Wish(IntEnum):
-    """What a rank wants; the larger wins."""
+    """Request of a rank; the largest of all ranks' wins."""
 
     NOTHING = 0
     SAVE = 1
@@ -21,13 +21,13 @@ class Wish(IntEnum):
 
 
 class Votes:
-    """The wishes of all ranks, cast by all of them after every step."""
+    """Requests of all ranks, cast by all of them after every step."""
 
     def __init__(self) -> None:
         self._cast: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def cast(self, wish: Wish) -> Wish:
-        """Send this rank's wish; return the largest of the ranks' last."""
+        """Send this rank's wish, and return the largest wish of all ranks in the step before."""
         before = self._cast
         # On the host, also beside GPUs: reading it waits for no work of theirs.
         sent = torch.tensor([int(wish)], dtype=torch.int32)
@@ -35,13 +35,14 @@ class Votes:
         return Wish.NOTHING if before is None else _result(*before)
 
     def close(self) -> None:
-        """Wait for what was sent last."""
+        """Wait for the wish that was sent last."""
         if self._cast is not None:
             _result(*self._cast)
             self._cast = None
 
 
 def _result(sent: torch.Tensor, work: dist.Work | None) -> Wish:
+    """Return the largest wish of all ranks, after waiting for `work`."""
     if work is not None:
         work.wait()
     return Wish(int(sent))

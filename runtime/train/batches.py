@@ -1,7 +1,7 @@
-"""This rank's samples of every global batch, and the held-back ones.
+"""Read this rank's samples of every global batch, and of the held-back samples.
 
-Batches to train on are read ahead by a thread. To a GPU they go through pinned memory, on a stream
-of their own.
+A thread reads training batches ahead. To a GPU they go through pinned memory, on a stream of their
+own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,11 @@ from whale_train.strategies.plan.plan import Plan
 
 @dataclass(frozen=True)
 class _HeldBack:
-    """Held-back samples whose batches are read each time they are iterated over."""
+    """Held-back samples, read anew each time they are iterated over.
+
+    samples: number of samples.
+    read: function that yields each batch's weight and this rank's micro-batches.
+    """
 
     samples: int
     read: Callable[[], Iterator[tuple[float, list[dict[str, Tensor]]]]]
@@ -34,7 +38,11 @@ class _HeldBack:
 
 @dataclass(frozen=True)
 class _Read:
-    """A step's micro-batches, and when they will have been copied to a GPU."""
+    """Micro-batches of a step.
+
+    batches: tensors of each micro-batch, by field.
+    copied: event after their copy to a GPU, or None on a CPU.
+    """
 
     batches: list[dict[str, Tensor]]
     copied: torch.cuda.Event | None
@@ -57,23 +65,25 @@ class RankBatches:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def go_on(self, step: int, samples: int) -> None:
-        """Take up where a run left off that had seen `samples` samples in `step` steps."""
+        """Continue a run that had seen `samples` samples in `step` steps."""
         self._first_step, self._first_sample = step, samples
 
     def seen(self, step: int) -> int:
-        """Return how many samples the run has seen after `step` steps, of the `num_samples` there
-        are, as often as it takes."""
+        """Return how many samples the run has seen after `step` steps.
+
+        The count goes on past `num_samples`, where the data is read again.
+        """
         return self._first_sample + (step - self._first_step) * self._plan.global_batch
 
     def sample_numbers(self, step: int) -> list[int]:
-        """Return the numbers of the samples of a step, of all ranks."""
+        """Return the numbers of all ranks' samples in a step, counted from 0."""
         seed, shuffle = self._request.seed, self._request.data.shuffle
         batch = self._plan.global_batch
         numbers = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
         return [int(number) for number in numbers]
 
     def training(self, step: int) -> list[dict[str, Tensor]]:
-        """Return the micro-batches of a step; those of the steps that follow are read ahead."""
+        """Return this rank's micro-batches of a step; later steps are read ahead."""
         if self._ahead is None or self._ahead.next != step:
             self.close()
             self._ahead = Prefetch(self._read, step, max(self._request.train.steps, step + 1))
@@ -86,7 +96,7 @@ class RankBatches:
         return read.batches
 
     def close(self) -> None:
-        """Read ahead no more."""
+        """Stop reading ahead."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -96,7 +106,7 @@ class RankBatches:
         batch = self._plan.global_batch
         indices = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
         with self._reading:
-            arrays = [self._dataset.samples(indices[mine]) for mine in self._mine]
+            arrays = [self._dataset.samples(indices[positions]) for positions in self._mine]
         if self._copies is None:
             return _Read([self._tensors(x) for x in arrays], None)
         with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
@@ -113,12 +123,16 @@ class RankBatches:
     def _evaluated(self, samples: int) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
         for weight, indices in evaluation_batches(samples, self._plan.global_batch):
             with self._reading:
-                parts = [self._dataset.evaluation_samples(indices[mine]) for mine in self._mine]
+                parts = [
+                    self._dataset.evaluation_samples(indices[positions]) for positions in self._mine
+                ]
             yield weight, [self._tensors(part) for part in parts]
 
     def tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
-        """Tokens of a global batch, known from this rank's part of it; its samples where a
-        sample is no sequence of token numbers."""
+        """Return the number of tokens of a global batch, known from this rank's part of it.
+
+        It is the number of samples where a sample is no sequence of token numbers (`input_ids`).
+        """
         ids = batches[0].get("input_ids") if batches else None
         per_sample = ids[0].numel() if ids is not None and len(ids) else 1
         return self._plan.global_batch * per_sample

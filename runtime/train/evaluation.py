@@ -1,10 +1,10 @@
-"""What an evaluation is: the means over all held-back samples, computed in batches.
+"""Evaluate: compute the means over all held-back samples, in batches.
 
-A batch has a step's size, for which ranks have their shares and graphs. A last one that would be
-smaller is filled with samples that were seen, and what these add is taken off again: every batch
-has a weight, with which all that adds up over samples comes out as its sum over all of them, once
-each (`data/order.py`). A mean over samples adds up over samples once it is divided by how many
-there are in all, and a mean over targets by the targets of all batches, which are counted first.
+A batch has a step's size, for which ranks have their shares and graphs. A last batch that would be
+smaller is filled with samples that were seen before, and their part is subtracted again: every
+batch has a weight, with which every sum over samples comes out as the sum over all of them, once
+each (`data/order.py`). A mean over samples is a sum over samples once it is divided by their number
+in all. A mean over targets becomes one by the targets of all batches, which are counted first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,11 @@ from whale_train.strategies.plan.loss_weights import LossWeights
 
 
 class EvaluatedCopies:
-    """The unmodified model on every rank of `group`, which evaluate their parts of every batch.
+    """The unmodified model on every rank of `group`; each evaluates its part of every batch.
 
-    `sizes` are the samples of this rank's micro-batches; `weights` say what their losses count.
-    Where there are several, `counter` counts their targets. An `agreement` is as in GlobalMeans.
+    `sizes` are the numbers of samples of this rank's micro-batches, and `weights` gives the weights
+    of their losses. Where there are several, `counter` counts their targets. An `agreement` is as
+    in GlobalMeans.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class EvaluatedCopies:
         self._weights, self._counter = weights, counter
 
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
-        """Return the means over `held`; all members of the group call it."""
+        """Return the means over `held`. All members of the group call it."""
         counter = self._counter
         if counter is None:
             return self._uncounted(held)
@@ -50,8 +51,11 @@ class EvaluatedCopies:
     def _counted(
         self, held: EvaluationBatches, whole: Tensor, targets: Callable[[int, Batch], Tensor]
     ) -> Evaluation:
-        """Return the means over `held`, whose losses have `whole` targets in all, fp64 [losses];
-        `targets` tells how many a micro-batch of the batch of a number has."""
+        """Return the means over `held`, whose losses have `whole` targets in all, fp64 [losses].
+
+        `targets` returns the targets of a micro-batch, given the number of its batch and the
+        micro-batch.
+        """
         sums = torch.zeros(3, dtype=torch.float64, device=whole.device)
         for number, (weight, batches) in enumerate(held):
             for size, batch in zip(self._sizes, batches, strict=True):
@@ -63,15 +67,16 @@ class EvaluatedCopies:
         return Evaluation(*sums.tolist())
 
     def _uncounted(self, held: EvaluationBatches) -> Evaluation:
-        """Return the means over `held`, of which nobody knows the targets before they are run.
+        """Return the means over `held`, whose targets cannot be known before the forwards run.
 
-        They are run with each batch's own means, which say how many targets every batch has. Where
-        all have as many, or the loss is one mean over targets and nothing else, that is enough.
-        Else they are run again, with the targets counted.
+        The forwards run with each batch's own means, which give the number of targets of every
+        batch. That is enough where all batches have as many, or where the loss is one mean over
+        targets and nothing else. Otherwise the forwards run again, with the targets counted. Raises
+        RuntimeError where the model calls more losses in some batches than in others.
         """
         (size,), batch = self._sizes, self._weights.global_batch
         share = self._weights.of_evaluation(size, batch)
-        weights, listed, counted = [], [], []
+        weights, batch_rows, counted = [], [], []
         alone = True
         for weight, (inputs,) in held:
             with self._means(share) as means:
@@ -81,10 +86,10 @@ class EvaluatedCopies:
             alone = alone and len(means.made) == 1 and torch.equal(means.made[0], loss)
             weights.append(weight)
             counted.append(torch.stack(divisors) if divisors else row[:0])
-            listed.append(torch.cat([row, counted[-1]]))
-        if len({len(row) for row in listed}) > 1:
+            batch_rows.append(torch.cat([row, counted[-1]]))
+        if len({len(row) for row in batch_rows}) > 1:
             raise RuntimeError("the model calls more losses in some evaluated batches than others")
-        rows = torch.stack(listed)
+        rows = torch.stack(batch_rows)
         others = torch.tensor(float(not alone), dtype=rows.dtype, device=rows.device)
         dist.all_reduce(rows, group=self._group)
         dist.all_reduce(others, group=self._group)

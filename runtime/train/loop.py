@@ -1,7 +1,7 @@
-"""The training loop: steps, learning rate, evaluation.
+"""Train: steps, learning rate, evaluation.
 
-A step only asks for work. What it came to, its loss and its gradient norm, travels to the host
-while the next step is asked for, and is looked at then: a GPU never waits for the host.
+A step only asks for work. Its loss and its gradient norm travel to the host while the next step is
+asked for, and are looked at then: a GPU never waits for the host.
 """
 
 import math
@@ -41,8 +41,10 @@ MOST_SKIPPED = 100  # steps in a row that train.on_nan=skip leaves out before it
 
 
 class Loop:
-    """The steps of a run, one after another. A step's line is written while the next is computed;
-    `settle` writes the last one."""
+    """Steps of a run, one after another.
+
+    A step's line is written while the next one is computed; `settle` writes the last line.
+    """
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class Loop:
         trace: Trace | None = None,
     ) -> None:
         self.final_loss: float | None = None
-        self.lr = 0.0  # of the step asked for last
+        self.lr = 0.0  # learning rate of the step asked for last
         self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
@@ -72,7 +74,11 @@ class Loop:
             self.loss_scale = LossScale(start, device=batches.device)
 
     def step(self, number: int) -> float:
-        """Step `number`, from 0: its batch, its gradients, its update. The seconds it took."""
+        """Take step `number`, counted from 0, and return the seconds it took.
+
+        A step is its batch, its gradients and its update, and the evaluation after it where one is
+        due.
+        """
         options, program, batches = self._request.train, self._program, self._batches
         started = time.perf_counter()
         lr = self.lr = self._rate(number)
@@ -97,9 +103,11 @@ class Loop:
         return seconds
 
     def _rate(self, number: int) -> float:
-        """Return the learning rate of step `number`, from 0: a step that was skipped has taken
-        nothing of the schedule. Where the step before makes a difference, and may yet be skipped,
-        what it came to is waited for."""
+        """Return the learning rate of step `number`, counted from 0.
+
+        Skipped steps take nothing of the schedule. Where the step before changes the rate and may
+        yet be skipped, its result is waited for.
+        """
 
         def rate(taken: int) -> float:
             return learning_rate(self._request.optimizer, taken, self._request.train.steps)
@@ -114,8 +122,11 @@ class Loop:
         return span(self._trace, name)
 
     def settle(self) -> None:
-        """Look at what the step before came to, and write its line. Raises NotFinite where that is
-        no number and was not to be skipped, or was skipped too often."""
+        """Read the results of the step before, and write its line.
+
+        Raises NotFinite where its loss or gradient norm is not finite and is not to be skipped, or
+        where too many steps in a row were skipped.
+        """
         if self._pending is None:
             return
         step, self._pending = self._pending, None
@@ -154,7 +165,7 @@ class Loop:
             raise NotFinite(said, step.number)
 
     def _refuse_no_targets(self, step: "_Pending") -> None:
-        """Raise NotFinite where a step's loss is a mean over no targets. A collective."""
+        """Raise NotFinite where the step's loss is a mean over no targets. A collective."""
         labels = without_targets(step.batch)
         if labels:
             samples = listed(map(str, self._batches.sample_numbers(step.number - 1)))
@@ -167,7 +178,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that was asked for: its number, from 1, and what is `coming` of it."""
+    """Step that was asked for, and whose results are on their way.
+
+    number: the step, counted from 1.
+    lr: its learning rate.
+    seconds: time it took on the host.
+    evaluation: results of the evaluation after it, by name.
+    batch: this rank's micro-batches.
+    coming: its loss, gradient norm and loss scale, on their way to the host.
+    loads: loads of its experts, or None in a model without them.
+    """
 
     number: int
     lr: float
@@ -180,8 +200,12 @@ class _Pending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step comes to, on the device: its loss, the global gradient norm, where it is
-    measured, and the scale of its loss, in fp16."""
+    """Results of a step, on the device.
+
+    loss: loss of the global batch.
+    grad_norm: global gradient norm, or None where it is not measured.
+    loss_scale: scale of the loss in fp16, or None.
+    """
 
     loss: PendingLoss
     grad_norm: Tensor | None
@@ -196,8 +220,10 @@ def train_step(
     loss_scale: LossScale | None,
     device: torch.device,
 ) -> Outcome:
-    """Ask `device` for the gradients of a batch and the update of all parameters. Reads no value on
-    the host."""
+    """Ask `device` for the gradients of a batch and the update of all parameters.
+
+    Reads no value on the host.
+    """
     options = request.train
     scale = None if loss_scale is None else loss_scale.value
     with span(program.trace, "forward and backward"):
@@ -224,7 +250,7 @@ def train_step(
 
 
 def _not_finite(step: int, what: str, began: str) -> str:
-    """Return what a run that stops there says."""
+    """Return the message of a run that stops at a value that is not finite."""
     said = f"the {what} of step {step} is not finite"
     said += f", which began with {began}" if began else ""
     return f"{said}; use train.on_nan=skip to leave such steps out, or a lower optimizer.lr"
@@ -246,8 +272,10 @@ def train(
     resumed: CheckpointState | None = None,
     profiler: StepProfiler | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, from step 0 or from what `state.json` of a checkpoint says; what
-    `summary.json` holds but the memory of the ranks."""
+    """Train to the end, from step 0 or from the step of `resumed`.
+
+    Returns the content of `summary.json`, without the ranks' memory.
+    """
     loop = Loop(request, plan, program, batches, metrics, trace)
     first = 0
     if resumed is not None:
@@ -276,7 +304,7 @@ def train(
         if done == delink_at:
             wanted = max(wanted, Wish.SAVE_AND_DELINK)
         if saver is not None and (wanted or done == request.train.steps):
-            loop.settle()  # a loss that is no number is not saved
+            loop.settle()  # raises where the loss is not finite, before it is saved
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
             delinks = wanted is Wish.SAVE_AND_DELINK
@@ -306,11 +334,10 @@ def train(
 
 
 def evaluate(program: Program, batches: RankBatches) -> dict[str, float]:
-    """Mean loss over the held-back samples, and the share of right answers where there are
-    targets."""
+    """Return the mean loss over the held-back samples, and the accuracy where there are targets."""
     seen = program.evaluate(batches.evaluation())
-    found = {"evaluation_loss": seen.loss}
+    metrics = {"evaluation_loss": seen.loss}
     targets = round(seen.targets)  # weighted sums of whole numbers
     if targets:
-        found["evaluation_accuracy"] = round(seen.correct) / targets
-    return found
+        metrics["evaluation_accuracy"] = round(seen.correct) / targets
+    return metrics

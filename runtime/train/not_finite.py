@@ -1,8 +1,8 @@
-"""Where in a step the first value came from that is not a number.
+"""Find where in a step the first value arose that is not finite.
 
-A step whose gradients are not finite is gone through once more, watched: every operation's result
-is looked at, and the first that has a NaN or an infinity is named by its module. Minus infinity is
-let pass: masks are made of it, before a softmax.
+A step whose gradients are not finite runs once more, watched: every operation's result is checked,
+and the first that has a NaN or an infinity is named by its module. Minus infinity is let pass:
+masks are made of it, before a softmax.
 """
 
 import linecache
@@ -26,14 +26,17 @@ from whale_train.runtime.base.node_meta import MODULE
 from whale_train.runtime.compile.compiler import uncompiled
 from whale_train.runtime.engines.base import Engine
 
-# What torch.fx calls the code that it writes of a graph, and a line of that.
+# File name of the code that torch.fx generates for a graph, and a line of such code.
 _WRITTEN = "<eval_with_key>"
 _LINE = re.compile(r"\s*(\w+) = ")
-_IGNORED = -100  # of which torch's cross_entropy takes no account, unless told otherwise
+_IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 
 class NotFinite(FloatingPointError):
-    """What a step, from 1, came to is no number; `step` is it, where it is known."""
+    """Error: a loss or gradient of a step is not finite.
+
+    `step` is the step, counted from 1, or None where it is not known.
+    """
 
     def __init__(self, message: str, step: int | None = None) -> None:
         super().__init__(message)
@@ -41,19 +44,21 @@ class NotFinite(FloatingPointError):
 
 
 def without_targets(batches: Sequence[Mapping[str, Tensor]]) -> str:
-    """Return which labels of a step, of whose samples every rank has some, are no target of a loss,
-    as "labels are -100": all of a field are that number, or all of one that is called labels or
-    targets are negative. '' where there are no such. A collective."""
+    """Return the labels of a step that are no target of a loss, as "labels are -100", or ''.
+
+    All values of such a field are -100, or the field is called labels or targets and all its values
+    are negative. `batches` are this rank's micro-batches of the step. A collective of all ranks.
+    """
     ends: dict[str, tuple[int, int]] = {}
     for batch in batches:
         for name, x in batch.items():
             if x.numel() and not x.is_floating_point() and not x.is_complex():
                 low, high = ends.get(name, (int(x.min()), int(x.max())))
                 ends[name] = min(low, int(x.min())), max(high, int(x.max()))
-    found: list[dict[str, tuple[int, int]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, ends)
-    for name in sorted({name for seen in found for name in seen}):
-        lows, highs = zip(*(seen[name] for seen in found if name in seen), strict=True)
+    ends_of_ranks: list[dict[str, tuple[int, int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ends_of_ranks, ends)
+    for name in sorted({name for seen in ends_of_ranks for name in seen}):
+        lows, highs = zip(*(seen[name] for seen in ends_of_ranks if name in seen), strict=True)
         low, high = min(lows), max(highs)
         is_label = "label" in name or "target" in name
         if (low == high == _IGNORED) or (is_label and high < 0):
@@ -62,8 +67,10 @@ def without_targets(batches: Sequence[Mapping[str, Tensor]]) -> str:
 
 
 def first_not_finite(engines: Sequence[Engine], step: Callable[[], object]) -> str:
-    """Return what is known of the first value that is not finite in `step`, which all ranks take
-    again together, '' where it has none now."""
+    """Return the operation, module and rank of the first value in `step` that is not finite.
+
+    All ranks take the step again together. Returns '' where the repeated step has no such value.
+    """
     names = {
         id(module): model_path(name)
         for engine in engines
@@ -73,14 +80,16 @@ def first_not_finite(engines: Sequence[Engine], step: Callable[[], object]) -> s
         watch = _Watch(lambda: _place(stack, names))
         with watch, uncompiled():
             step()
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, watch.first)
-    return next((f"{said} (rank {rank})" for rank, said in enumerate(found) if said), "")
+    sightings: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(sightings, watch.first)
+    return next((f"{said} (rank {rank})" for rank, said in enumerate(sightings) if said), "")
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers the first operation that made a value that is not finite of values that are, and
-    `where` it was."""
+    """Mode that notes the first operation to make a non-finite value of finite ones.
+
+    `where` returns the place of an operation; `first` names the operation and its place.
+    """
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,14 +108,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _computes(operation: Any) -> bool:
-    """Return whether an operation makes values: not one that gives memory nobody has written to, or
-    another view of some, nor one that has them from other ranks, which name it themselves."""
+    """Return True where an operation computes values.
+
+    Operations that return uninitialised memory or a view do not. Nor do those of c10d, whose values
+    come from other ranks, which name their origin themselves.
+    """
     schema = operation._schema
     views = any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
     return "empty" not in schema.name and not views and not schema.name.startswith("c10d")
 
 
 def _is_bad(value: object) -> bool:
+    """Return True where a floating-point tensor has a NaN or plus infinity."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
         return False
     return bool((value.isnan() | value.isposinf()).any())
@@ -114,7 +127,7 @@ def _is_bad(value: object) -> bool:
 
 @contextmanager
 def _module_stack() -> Iterator[list[nn.Module]]:
-    """Keep the modules whose forward runs, the innermost last."""
+    """Yield a list of the modules whose forward is running, the innermost last."""
     stack: list[nn.Module] = []
     hooks = (
         register_module_forward_pre_hook(lambda module, _: stack.append(module)),
@@ -132,8 +145,10 @@ def _left(stack: list[nn.Module]) -> None:
 
 
 def _place(stack: Sequence[nn.Module], names: Mapping[int, str]) -> str:
-    """Return which module is at work: of a graph by the line of its code, else the innermost that
-    has a name."""
+    """Return the path of the module that is running.
+
+    In a graph it is told by the line of generated code; otherwise it is the innermost named module.
+    """
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code

@@ -1,5 +1,7 @@
-"""One optimizer step of all of a rank's engines, with one global norm. Nothing is read on the
-host: a step that is to be skipped is, by the optimizers' kernels, on the device."""
+"""Take one optimizer step of all of a rank's engines, with one global norm.
+
+Nothing is read on the host: the optimizers' kernels skip a step on the device.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -20,18 +22,16 @@ def update(
     device: torch.device = torch.device("cpu"),  # noqa: B008
     poison: Tensor | None = None,
 ) -> Tensor | None:
-    """Take one optimizer step of all of a rank's engines, on `device`; return the global L2 norm of
-    the gradients before clipping (None unless `measure` or `clip` or a loss scale asks for it).
+    """Take one optimizer step of all of a rank's engines, on `device`.
 
-    With a `loss_scale`, by which the gradients were multiplied, or where the update `skips_bad`, a
-    step whose gradients are not finite is skipped; the norm is the same number on every rank, so
-    they all do. Norms are without the scale.
+    Returns the global L2 norm of the gradients before clipping and without the loss scale. It is
+    None unless `measure`, `clip` or a loss scale asks for it. With `loss_scale`, by which the
+    gradients were multiplied, or with `skips_bad`, a step whose gradients are not finite is
+    skipped; the norm is the same number on every rank, so all ranks skip it.
 
-    `poison` is a scalar, the same on every rank: 0, or no number where the step is to be skipped
-    whatever its gradients are.
-
-    `sum_over_job` adds a scalar over all ranks whose engines hold different parameters; None where
-    every rank's engines hold, among their copies, all there are.
+    `poison` is a scalar, the same on every rank: 0, or NaN where the step is to be skipped whatever
+    its gradients are. `sum_over_job` adds a scalar over all ranks whose engines hold different
+    parameters; None where every rank's engines hold, among their copies, all parameters.
     """
 
     def counts(engine: Engine) -> bool:
@@ -52,12 +52,14 @@ def update(
     total: list[Tensor] = []
 
     def steps(waiting: Sequence[PartitionedEngine], squared: list[Tensor]) -> Tensor:
-        """Return the global squared norm, of which parts are known, after the steps of `waiting`:
-        each tells its own inside of its step, and wants the global one there, so that the others
-        are taken inside of that."""
+        """Return the global squared norm, after the steps of the engines `waiting`.
+
+        `squared` are the squared norms known so far. An engine tells its own norm inside of its
+        step, and needs the global one there, so the other engines step inside of that step.
+        """
         if not waiting:
-            mine = torch.stack(squared).sum() if squared else torch.zeros((), device=device)
-            whole = mine if sum_over_job is None else sum_over_job(mine)
+            squared_norm = torch.stack(squared).sum() if squared else torch.zeros((), device=device)
+            whole = squared_norm if sum_over_job is None else sum_over_job(squared_norm)
             total.append(whole if poison is None else whole + poison.to(whole.device))
             return total[0]
         engine, *others = waiting

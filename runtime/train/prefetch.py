@@ -1,4 +1,4 @@
-"""What a thread reads ahead of its use."""
+"""Read items ahead of their use, in a thread."""
 
 import threading
 from collections import deque
@@ -9,9 +9,12 @@ Item = TypeVar("Item")
 
 
 class Prefetch(Generic[Item]):
-    """`read(step)` of consecutive steps, from `first` to before `stop`, at most `depth` of them
-    ahead of what was asked for. The thread ends with the last one, or when it is closed, and does
-    not keep its process from ending."""
+    """Reader of consecutive steps, in a thread.
+
+    It calls `read(step)` from `first` to before `stop`, at most `depth` steps ahead of the step
+    asked for. The thread ends after the last step or when it is closed, and does not keep its
+    process alive.
+    """
 
     def __init__(self, read: Callable[[int], Item], first: int, stop: int, depth: int = 2) -> None:
         self.next = first
@@ -25,8 +28,10 @@ class Prefetch(Generic[Item]):
         self._thread.start()
 
     def get(self) -> Item:
-        """Return what was read of step `next`, which then is the one after it. Raises what `read`
-        raised, and RuntimeError after the last step."""
+        """Return the item of step `next`, and advance `next`.
+
+        Raises what `read` raised, and RuntimeError after the last step.
+        """
         if self.next >= self._stop:
             raise RuntimeError(f"step {self.next} is after the last one that is read")
         with self._changed:
@@ -39,7 +44,7 @@ class Prefetch(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Read no more, and return when nothing is being read."""
+        """Stop reading, and return once no read is running."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

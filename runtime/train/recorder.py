@@ -1,11 +1,11 @@
-"""A rank of a verification: it trains the first steps and leaves what it holds under `verify/`.
+"""Run a rank of a verification: train the first steps and write the rank's tensors under `verify/`.
 
-`rank_N.safetensors` has, by the parameter's path in the user's model, its `initial` value, the
-ones after the `first` step (of several) and at the end (`final`), and the first step's `gradient`
-(of the mean loss, before clipping), in fp32; and blocks of what is not trained, as the steps left
-it. `rank_N.json` says which part of the whole tensor that is. A first step is one that fp16 did
-not skip. A rank that trains alone adds what the comparison is judged by (`Yardstick`). Comparing
-is launcher/modes/compare_runs.py's.
+`rank_N.safetensors` has, by the parameter's path in the user's model, its `initial` value, its
+values after the `first` step (of several) and at the end (`final`), and the first step's `gradient`
+(of the mean loss, before clipping), in fp32. It also has blocks of what is not trained, as the
+steps left it. `rank_N.json` says which part of the whole tensor each is. A first step is one that
+fp16 did not skip. A rank that trains alone adds what the comparison is judged by (`Yardstick`).
+`launcher/modes/compare_runs.py` compares.
 
 Dropout is off: its masks differ from plan to plan, so with it no two plans compute the same.
 """
@@ -50,11 +50,11 @@ def verify(
     rank: int,
     rounding: int | None = None,
 ) -> tuple[dict[str, Any], tuple[FileRecord, ...]]:
-    """Train the first `verify.steps` steps of the run and write `rank`'s part of what came of
-    them; return what `summary.json` holds of it, and the files.
+    """Train the first `verify.steps` steps of the run, and write `rank`'s tensors.
 
-    `rounding` seeds the noise that the weights of every forward and backward are rounded
-    otherwise by, on a rank that is alone.
+    Returns the entries of `summary.json`, and the records of the files. `rounding` is the seed of
+    the noise on the weights of every forward and backward, on a rank that trains alone (None: no
+    noise).
     """
     # One rank whose engine partitions is a plan, and compared: it offloads.
     is_alone = plan.world_size == 1 and not any(engine.partitions for engine in program.engines)
@@ -73,7 +73,7 @@ def verify(
         scale = None if loop.loss_scale is None else float(loop.loss_scale.value)
         loop.step(number)
         if loop.loss_scale is not None and float(loop.loss_scale.value) < (scale or 0.0):
-            skipped.append(number + 1)  # by all ranks: the norm they go by is the job's
+            skipped.append(number + 1)  # all ranks skip it: they go by the job's norm
             recorder.forget_step()
             continue
         if yardstick is not None:
@@ -94,7 +94,7 @@ def verify(
     if yardstick is not None:
         recorder.tensors |= {f"sensitivity/{k}": x for k, x in yardstick.sensitivity.items()}
     tensors = recorder.tensors
-    described = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     path = f"verify/rank_{rank}"
     files = (
         write_tensors(run_dir, f"{path}.safetensors", described, tensors.values()),
@@ -107,8 +107,11 @@ def verify(
 
 
 class _Recorder:
-    """Collects a rank's tensors as its engines go through their steps. `parts` are the places of
-    what is trained, by path; `constants` those of blocks of what is not, by tensor."""
+    """Collector of a rank's tensors, while its engines take their steps.
+
+    `tensors` are the collected tensors by name. `parts` are the placements of trained parameters,
+    by path; `constants` are those of blocks that are not trained, by tensor name.
+    """
 
     def __init__(
         self, program: Program, plan: Plan, rank: int, yardstick: "Yardstick | None"
@@ -123,6 +126,7 @@ class _Recorder:
             engine.on_gradients = partial(self._see_gradients, engine)
 
     def keep_values(self, kind: str) -> None:
+        """Keep the present values of the trained parameters, under the folder `kind`."""
         for engine in self._program.engines:
             for path, value in _by_path(engine, engine.values()):
                 self.tensors[f"{kind}/{path}"] = _kept(value)
@@ -146,7 +150,10 @@ class _Recorder:
             }
 
     def end_step(self, keeps_first: bool) -> None:
-        """Count a step that updated the parameters."""
+        """Count a step that updated the parameters.
+
+        `keeps_first` keeps the values after the first such step.
+        """
         if self._steps == 0:
             self.tensors |= {f"gradient/{path}": x for path, x in self._gradients.items()}
             if keeps_first:
@@ -158,23 +165,24 @@ class _Recorder:
         self._steps += 1
 
     def forget_step(self) -> None:
-        """Drop what was seen of a step that changed nothing."""
+        """Drop the gradients of a step that was skipped."""
         self._gradients = {}
 
     def _see_gradients(self, engine: Engine) -> None:
+        """Keep the gradients of `engine`, and show them to the yardstick, where needed."""
         if self._steps and self._yardstick is None:
             return
-        found = dict(_by_path(engine, engine.gradients()))
+        gradients = dict(_by_path(engine, engine.gradients()))
         if self._yardstick is not None:
-            self._yardstick.see_gradients(found)
+            self._yardstick.see_gradients(gradients)
         if self._steps == 0:
-            self._gradients |= {path: _kept(x) for path, x in found.items()}
+            self._gradients |= {path: _kept(x) for path, x in gradients.items()}
 
 
 def _by_path(
     engine: Engine, read: Iterable[tuple[nn.Parameter, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank is to report of `read`, by the paths of the user's model."""
+    """Yield the tensors of `read` that this rank reports, with their paths in the user's model."""
     paths = paths_of(engine)
     for parameter, value in read:
         if value is not None:
@@ -189,12 +197,13 @@ def _kept(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Yardstick:
-    """What one process finds out about the sizes of things.
+    """Magnitudes that a single process measures, by which a comparison is judged.
 
-    `largest` is a parameter's largest gradient element in any step. `sensitivity` bounds, element
-    by element, how far all steps' updates move when the gradient of every step is off by one unit:
-    a sum over steps of the learning rate times the optimizer's own slope. For Adam that slope
-    is steep where gradients are near 0: there it divides one small number by another.
+    `largest` is the largest gradient element of a parameter in any step, by path. `sensitivity`
+    bounds, element by element, how far all steps' updates move when the gradient of every step is
+    off by one unit. It is a sum over steps of the learning rate times the optimizer's own slope.
+    For Adam that slope is steep where gradients are near 0: there it divides one small number by
+    another.
     """
 
     def __init__(self, request: Request) -> None:
@@ -207,17 +216,17 @@ class Yardstick:
         self._steps = 0
 
     def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take all gradients of a step, before clipping."""
+        """Note the sizes of all gradients of a step, before clipping, by path."""
         for path, gradient in gradients.items():
             largest = float(gradient.abs().max()) if gradient.numel() else 0.0
-            # One that is no number says nothing of sizes, and must not allow any difference.
+            # A non-finite gradient says nothing of sizes, and must not allow any difference.
             largest = largest if math.isfinite(largest) else 0.0
             self._seen[path] = largest
         norm = sum(float(x.double().square().sum()) for x in gradients.values()) ** 0.5
         self._left_by_clipping = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
 
     def add_step(self, program: Program, rate: float) -> None:
-        """Count the update that was made, of the gradients seen last, at learning rate `rate`."""
+        """Add the update of the gradients seen last, at learning rate `rate`."""
         self._steps += 1
         for path, largest in self._seen.items():
             self.largest[path] = max(self.largest.get(path, 0.0), largest)
@@ -237,14 +246,16 @@ class Yardstick:
 def slope_of(
     options: OptimizerOptions, steps: int, state: Mapping[str, Any], parameter: Tensor
 ) -> Tensor:
-    """Return how far an update, in learning rates, moves at most with an error of 1 in all
-    gradients.
+    """Return the largest move of an update, in learning rates, for an error of 1 in all gradients.
 
-    SGD adds errors up as it does gradients. For Adam (Kingma and Ba, 2015, algorithm 1), m / d
-    with d = sqrt(v) + eps, both bias-corrected: m is a mean of gradients and sqrt(v) a weighted
-    norm of them, so an error of 1 moves either by at most 1, and the quotient by
-    1 / d + |m| / d^2 to first order. It is 0 where every gradient was exactly 0: no term reached
-    that element, and none is rounded. LAMB's is that of its direction r, as Adam's, and of
+    The result has the shape of `parameter`, or is a scalar that holds for all elements. `steps` is
+    the number of updates, and `state` the optimizer's state of the parameter.
+
+    SGD adds errors up as it does gradients. For Adam (Kingma and Ba, 2015, algorithm 1), the update
+    is m / d with d = sqrt(v) + eps, both bias-corrected. m is a mean of gradients and sqrt(v) a
+    weighted norm of them, so an error of 1 moves either by at most 1, and the quotient by 1 / d +
+    |m| / d^2 to first order. The slope is 0 where every gradient was exactly 0: no term reached
+    that element, and none is rounded. LAMB's slope is that of its direction r, as Adam's, and of
     |r|, times the trust ratio |x| / |r| (runtime/optim/lamb.py).
     """
     if options.name == "sgd":
@@ -261,7 +272,7 @@ def slope_of(
         direction = mean / divisor + options.weight_decay * parameter
         weight, length = parameter.double().norm(), direction.norm()
         if weight > 0 and length > 0:
-            stretched = (direction.abs() * slope).sum() / length**2  # of |r|, relatively
+            stretched = (direction.abs() * slope).sum() / length**2  # relative slope of |r|
             slope = weight / length * (slope + direction.abs() * stretched)
     return slope.masked_fill((mean == 0) & (square == 0), 0.0)
 
@@ -270,8 +281,7 @@ def slope_of(
 
 
 class _WithoutDropout:
-    """A program whose steps are under `DropoutOff`, recomputed forwards included, and see
-    `rounded` weights."""
+    """Program that runs under `DropoutOff`, recomputed forwards included, on `rounded` weights."""
 
     def __init__(self, program: Program, rounded: RoundedWeights | None) -> None:
         self._program, self._rounded = program, rounded
@@ -298,8 +308,10 @@ class _WithoutDropout:
 
 
 def _random_states() -> list[Tensor]:
-    """Return the states of torch's default generators: equal before and after where nothing random
-    was drawn."""
+    """Return the states of torch's default generators.
+
+    They are equal before and after a computation that drew nothing random.
+    """
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())

@@ -1,9 +1,9 @@
-"""Weights that are rounded otherwise, to measure what rounding does to a model.
+"""Round weights otherwise, to measure what rounding does to a model.
 
 Where a model is not smooth (a ReLU at 0, a choice of experts), a rounding may decide a whole
-gradient. How much two right computations can differ is then a matter of the model and its batch,
-and found out by computing the same with other roundings (Monte Carlo arithmetic: D. S. Parker,
-"Monte Carlo Arithmetic", UCLA, 1997, with the noise on the weights instead of every operation).
+gradient. How much two right computations can differ then depends on the model and its batch. It is
+measured by computing the same with other roundings (Monte Carlo arithmetic: D. S. Parker, "Monte
+Carlo Arithmetic", UCLA, 1997, with the noise on the weights instead of every operation).
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,14 +12,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# How far weights are moved at most, in units of what rounding a number changes of it at most. What
+# Largest relative noise on a weight: a multiple of the largest relative error of a rounding. What
 # fp32 decides by rounding is rare: a few of millions of ReLUs. Noise of several units finds, in a
 # few runs, those that another order of a sum could decide; in 16 bits there are always many.
 UNITS = {"fp32": 8.0 * 2.0**-24, "bf16": 2.0 * 2.0**-8, "fp16": 2.0 * 2.0**-11}
 
 
 class RoundedWeights:
-    """Noise on `parameters`, drawn anew each time it is entered, in the units of `precision`."""
+    """Relative noise on `parameters`, drawn anew for each `moved`, in the units of `precision`.
+
+    `seed` seeds the noise.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], precision: str, seed: int) -> None:
         self._parameters = [p for p in parameters if p.is_floating_point()]
@@ -29,7 +32,7 @@ class RoundedWeights:
     @contextmanager
     @torch.no_grad()
     def moved(self) -> Iterator[None]:
-        """Move the weights by relative noise inside, and put them back after."""
+        """Add noise to the weights inside the context, and restore them after it."""
         kept = [p.detach().clone() for p in self._parameters]
         try:
             for parameter in self._parameters:

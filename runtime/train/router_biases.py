@@ -1,9 +1,9 @@
-"""Routers' biases, moved so that experts are asked for alike, without a loss that says so.
+"""Move routers' biases so that experts get equal loads, without a term of the loss.
 
-After a step the bias by which a router chooses an expert falls by `rate` where that got more rows
-than the mean, and rises where it got fewer (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3,
-arXiv 2412.19437, section 2.1.2). Models have the bias as a buffer, and leave moving it to whoever
-trains them.
+After a step the bias by which a router chooses an expert falls by `rate` where that expert got more
+rows than the mean, and rises by `rate` where it got fewer (Wang et al. 2024, arXiv 2408.15664;
+DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Models have the bias as a buffer, and leave moving it
+to their trainer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,11 @@ from whale_train.runtime.state.held import paths_of
 
 
 class RouterBiases:
-    """The biases that a rank has, of `router_biases` by mixture (as a plan has them)."""
+    """Biases of the routers on a rank.
+
+    `router_biases` are the plan's: the path of the bias, by mixture. Those of other ranks are left
+    out.
+    """
 
     def __init__(
         self, router_biases: Mapping[str, str], engines: Iterable[Engine], rate: float
@@ -33,7 +37,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def move(self, loads: PendingLoads) -> None:
-        """Move them by the loads of the step that was, of all ranks."""
+        """Move the biases by the loads of the last step, of all ranks."""
         rows = loads.rows()
         for mixture, bias in self._biases.items():
             got = rows[mixture].to(bias.dtype)

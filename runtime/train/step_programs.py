@@ -1,7 +1,7 @@
-"""What one rank does with a batch: forward, backward, and the same for evaluation.
+"""Define what one rank does with a batch: forward, backward, and the same for evaluation.
 
-Programs have one contract. `WholeModel` runs the model as it is on this rank's share;
-`runtime/pipeline/executor.py`'s a rewritten graph of which every rank has a part.
+All programs have one contract. `WholeModel` runs the model as it is on this rank's share;
+`runtime/pipeline/executor.py` runs a rewritten graph of which every rank has a part.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,13 @@ from whale_train.strategies.schedule.instructions import Instruction, Kind
 
 
 class Program(Protocol):
-    """`engines` hold all of this rank's parameters; `forward_backward` leaves their gradients, and
-    writes what it does to `trace`, if there is one. `shared_random` is what it draws from beside
-    the default generator. `loads` counts the rows of a step's experts, in a model that has any."""
+    """Contract of a program.
+
+    `engines` hold all of this rank's parameters. `forward_backward` leaves their gradients, and
+    writes its spans to `trace`, unless that is None. `shared_random` are the random states that it
+    draws from beside the default generator. `loads` counts the rows of a step's experts, or is None
+    in a model without experts.
+    """
 
     trace: Trace | None
     loads: ExpertLoads | None
@@ -48,19 +52,22 @@ class Program(Protocol):
     def forward_backward(
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
-        """Gradients of `loss_scale`, a scalar (None: 1), times the global batch's mean loss, of
-        which `batches` are this rank's micro-batches; the loss itself."""
+        """Compute gradients, and return the global batch's mean loss.
+
+        The gradients are those of `loss_scale`, a scalar (None: 1), times that loss. `batches` are
+        this rank's micro-batches.
+        """
 
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
         """Return the means over all held-back samples."""
 
 
 class WholeModel:
-    """The unmodified model, copied; each copy's loss weighted by its part of the batch.
+    """The unmodified model on every copy; each copy's loss is weighted by its part of the batch.
 
-    `sizes` are the samples of this copy's micro-batches, `weights` say what their losses count in
-    the step's. With more than one, `counter` counts the targets of a step before the first. With an
-    `agreement`, ranks make sure that their forwards are at the same collective.
+    `sizes` are the numbers of samples of this copy's micro-batches, and `weights` gives the weights
+    of their losses. With several micro-batches, `counter` counts the targets of a step before the
+    first one runs. With an `agreement`, ranks check that their forwards are at the same collective.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class WholeModel:
     def forward_backward(
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
+        """Run all micro-batches of a step, and return the loss, still being reduced."""
         engine, parts = self._engine, []
         watching: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.loads is not None:
@@ -113,6 +121,7 @@ class WholeModel:
 
     @torch.no_grad()
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
+        """Return the means over `held`, in evaluation mode and without torch.compile."""
         module = self._engine.module
         copies = EvaluatedCopies(
             *(self._engine, self._group, self._sizes, self._weights, self._counter),
@@ -120,12 +129,13 @@ class WholeModel:
         )
         module.eval()
         try:
-            with uncompiled():  # a second compilation of all would be for few batches
+            with uncompiled():  # compiling a second time is not worth it for few batches
                 return copies.evaluate(held)
         finally:
             module.train()
 
     def _counted(self, batches: Sequence[Batch]) -> list[tuple[Batch, Targets | None]]:
+        """Return the micro-batches, each with the divisors of its losses if they are counted."""
         if self._counter is None:
             return [(batch, None) for batch in batches]
         return list(zip(batches, self._counter.count(batches), strict=True))

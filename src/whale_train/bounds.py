@@ -1,8 +1,8 @@
-"""How much a file or a request may hold: what is read of others is read within bounds.
+"""Bound the size of files and requests that others have written.
 
-YAML names parts of itself again (`*anchor`), so that a few lines can stand for more values than
-any memory holds, or for a value inside itself. What a text stands for is counted before anything is
-made of it. Every bound is named where it is passed.
+YAML can name parts of itself again (`*anchor`), so that a few lines stand for more values than any
+memory holds, or for a value inside itself. The values that a text stands for are counted before
+anything is made of it. A bound that is passed is named in the error.
 """
 
 import json
@@ -14,10 +14,10 @@ import yaml
 
 from whale_train.errors import ConfigError, Fault
 
-MOST_BYTES = 4_000_000  # of a file of YAML
-MOST_VALUES = 50_000  # that a file of YAML stands for: keys, items and mappings
-MOST_LEVELS = 40  # of mappings and lists inside each other, in files and overrides
-MOST_DIGITS = 300  # of a whole number: a float has no more before its point
+MOST_BYTES = 4_000_000  # the largest file of YAML
+MOST_VALUES = 50_000  # the most keys, items and mappings that YAML stands for
+MOST_LEVELS = 40  # the most mappings and lists inside each other
+MOST_DIGITS = 300  # the longest whole number: a float has no more digits before its point
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
@@ -25,8 +25,8 @@ _DIGITS = re.compile(r"\d(?:_?\d)*")
 
 
 def levels_of(text: str) -> int:
-    """Return how many brackets of an override or of JSON are open at once, at most; those in quotes
-    are text."""
+    """Return the largest number of brackets of an override or of JSON that are open at once.
+    Brackets in quotes are text."""
     depth = most = 0
     for character in _QUOTED.sub("", text):
         if character in "{[(":
@@ -38,13 +38,15 @@ def levels_of(text: str) -> int:
 
 
 def digits_of(text: str) -> int:
-    """Return how many digits the longest whole number in an override has."""
+    """Return the number of digits of the longest whole number in an override. Digits in quotes are
+    text."""
     runs = _DIGITS.findall(_QUOTED.sub("", text))
     return max((len(run.replace("_", "")) for run in runs), default=0)
 
 
 def too_large(text: str) -> tuple[str, str] | None:
-    """Return the bound that an override passes and the remedy, or None."""
+    """Return the rule of the bound that an override passes, and its remedy; None where it passes
+    none."""
     levels = levels_of(text)
     if levels > MOST_LEVELS:
         rule = f"has {levels} levels of brackets, and at most {MOST_LEVELS} are read"
@@ -57,8 +59,10 @@ def too_large(text: str) -> tuple[str, str] | None:
 
 
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a file in UTF-8. Raises ConfigError for one that is larger, no file, or
-    not text."""
+    """Return the text of a file in UTF-8.
+
+    Raises ConfigError where it is larger than `most_bytes`, is no file, or is not text.
+    """
     try:
         if path.exists() and not path.is_file():
             raise _refusal(path, "is no file", "name a file")
@@ -67,14 +71,17 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> str:
             rule = f"has {size:,} bytes, and at most {most_bytes:,} are read"
             raise _refusal(path, rule, "use a smaller file")
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # of paths with NUL, too
+    except (OSError, ValueError) as error:  # ValueError: for a path with NUL, too
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise _refusal(path, f"cannot be read ({reason})", "correct or remove it") from None
 
 
 def check_yaml(path: Path) -> str:
-    """Return the text of a YAML file that stands for no more than it may. Raises ConfigError for
-    one that cannot be read or passes a bound, and yaml.YAMLError for one that is no YAML."""
+    """Return the text of a YAML file that is within the bounds.
+
+    Raises ConfigError where the file cannot be read or passes a bound, and yaml.YAMLError where it
+    is no YAML.
+    """
     text = read_file(path)
     try:
         values = _count(text)
@@ -88,7 +95,8 @@ def check_yaml(path: Path) -> str:
 
 
 def load_yaml(path: Path) -> Any:
-    """Return what a YAML file holds. Raises ConfigError for one that is none, or passes a bound."""
+    """Return the content of a YAML file. Raises ConfigError where it is no YAML, or passes a
+    bound."""
     try:
         return yaml.safe_load(check_yaml(path))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
@@ -97,7 +105,8 @@ def load_yaml(path: Path) -> Any:
 
 
 def load_json(path: Path, most_bytes: int) -> Any:
-    """Return what a JSON file holds. Raises ConfigError for one that is none, or passes a bound."""
+    """Return the content of a JSON file. Raises ConfigError where it is no JSON, or passes a
+    bound."""
     text = read_file(path, most_bytes)
     if levels_of(text) > MOST_LEVELS:
         rule = f"has more than {MOST_LEVELS} levels of lists and mappings"
@@ -110,12 +119,16 @@ def load_json(path: Path, most_bytes: int) -> Any:
 
 
 class _Passed(Exception):
-    """A bound that was passed, as a rule and a remedy."""
+    """The error of a bound that is passed. Its arguments are the rule and the remedy."""
 
 
 def _count(text: str) -> int:
-    """Return how many values a text of YAML stands for, once for every time they are named. Raises
-    _Passed for more levels than are read and a value inside itself."""
+    """Return the number of values that a YAML text stands for. Parts that are named again count
+    each time.
+
+    Raises _Passed where it has too many levels, a number with too many digits, or a value inside
+    itself.
+    """
     known: dict[str, tuple[int, int] | None] = {}  # values and levels of an anchor; None: open
     opened: list[list[Any]] = [["", 0, 0]]  # anchor, values, levels of what is open
 
@@ -153,4 +166,5 @@ def _count(text: str) -> int:
 
 
 def _refusal(path: Path, rule: str, remedy: str) -> ConfigError:
+    """Return the ConfigError of a file."""
     return ConfigError([Fault(str(path), "", rule, remedy)])

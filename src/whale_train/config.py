@@ -1,8 +1,8 @@
-"""The border: the composed config becomes a Request, validated whole.
+"""Read the composed config into a Request, validated whole.
 
-The only file that sees a DictConfig. Sections that another room owns (the model, the data, the
-strategy, the hardware) are read by that room; here they are put together, and every fault of
-every section is raised at once.
+All code behind this file reads the Request, and no DictConfig. Sections that other packages own
+(the model, the data, the strategy, the hardware) are read by those. Here they are put together, and
+all faults of all sections are raised at once.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from whale_train.strategies.plan.plan import Decision
 from whale_train.validation import DURATION, as_yaml, no_truth_value, validated
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
-PLATEAU = "plateau"  # of train.delink_at
-AUTO = "auto"  # of train.resume: the newest checkpoint of this run's own directory
+PLATEAU = "plateau"  # a value of train.delink_at
+AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
 Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export"]
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
@@ -32,25 +32,41 @@ Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
 
 
 class _Section(BaseModel):
+    """A section of the config that is read here. Unknown keys are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TrainOptions(_Section):
-    """`steps` optimizer steps of `global_batch` samples each, every device's share taken in
-    `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `tf32` has GPUs round
-    the factors of fp32 products to 10 bits. `reduce_dtype` is what gradients travel in between
-    copies, the run's own precision or fp32. `grad_clip` null or 0 is off. `evaluate_every`
-    counts steps, null is never. `on_nan` is what becomes of a run whose loss or gradient norm
-    is not finite (null: it goes on); a step that it skips leaves everything as it was, the
-    learning rate's schedule too, and a hundred of them in a row end the run.
-    `compile`: blocks run what torch.compile makes of them. `profile` are the first and the last
-    step that torch's profiler records. `resume` is the checkpoint that training goes on from, a
-    run directory (its newest), or `auto` (the newest of this run's own directory); `resume_data`
-    says whether that is with the same data alone, or with `any`, which begins with its first sample
-    where it is other data. After `delink_at` steps, or where the loss has stopped falling
-    (`plateau`), layers that shared their weights (`model.share_layers`) go on by themselves. After
-    every step the biases by which routers choose experts move by `router_bias_rate` towards equal
-    loads."""
+    """Options of training, under `train`.
+
+    steps: number of optimizer steps.
+    global_batch: samples of a step, of all devices together.
+    accumulate: number of micro-batches in which every device takes its share of a step.
+    precision: the precision of training; None lets the devices decide.
+    loss_scale: the first loss scale of fp16; None is 2^15.
+    tf32: whether GPUs round the factors of fp32 products to 10 bits.
+    reduce_dtype: the dtype in which copies exchange gradients, the precision of the run or fp32.
+    grad_clip: the gradient norm to clip to; None and 0 are off.
+    grad_norm: whether the gradient norm is measured in every step.
+    trace: whether the run writes a timeline of what every rank did.
+    compile: whether blocks run what torch.compile makes of them.
+    profile: the first and the last step that torch's profiler records.
+    evaluate_every: number of steps between evaluations; None is never.
+    evaluation_samples: the largest number of samples of an evaluation.
+    tensorboard: whether metrics are also written for TensorBoard.
+    on_nan: what becomes of a run whose loss or gradient norm is not finite; None goes on. A step
+        that it skips leaves everything as it was, the learning rate's schedule too, and a hundred
+        of them in a row end the run.
+    resume: the checkpoint that training goes on from, a run directory (its newest), or `auto` (the
+        newest of this run's own directory).
+    resume_data: whether a run goes on with the `same` data alone, or with `any`, which begins with
+        its first sample where it is other data.
+    delink_at: the step after which layers that shared their weights (`model.share_layers`) go on by
+        themselves, or `plateau`, once the loss has stopped falling.
+    router_bias_rate: how far the biases by which routers choose experts move after every step,
+        towards equal loads; None is never.
+    """
 
     steps: _Count
     global_batch: _Count
@@ -75,9 +91,15 @@ class TrainOptions(_Section):
 
 
 class OptimizerOptions(_Section):
-    """torch's optimizer of that name, or LAMB, and the schedule of its learning rate
-    (`warmup_steps` of linear growth, then `schedule` down to `final_lr_fraction` of `lr` at the
-    last step)."""
+    """Options of the optimizer, and of the schedule of its learning rate, under `optimizer`.
+
+    name: torch's optimizer of that name, or LAMB.
+    lr: the learning rate after the warm-up.
+    weight_decay, momentum, betas, eps, fused: arguments of the optimizer, under torch's names.
+    schedule: how the learning rate falls after the warm-up.
+    warmup_steps: number of steps of linear growth.
+    final_lr_fraction: the part of `lr` that is left at the last step.
+    """
 
     name: Literal["sgd", "adam", "adamw", "lamb"]
     lr: float = Field(gt=0)
@@ -91,7 +113,7 @@ class OptimizerOptions(_Section):
     final_lr_fraction: float = Field(0.0, ge=0, le=1)
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the optimizer."""
+        """Return the keyword arguments of the optimizer."""
         shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
         if self.name != "lamb":
             shared["fused"] = self.fused
@@ -101,14 +123,26 @@ class OptimizerOptions(_Section):
 
 
 class LauncherOptions(_Section):
-    """Where the ranks run; `threads` per rank (null: the cores shared among the ranks). A rank that
-    waits for others longer than `timeout_s` fails, naming those that did not come. Where ranks
-    stand for devices this machine does not have, `device_speed` slows each to its device's speed
-    relative to the fastest, and `link_speed` each link to its relative bandwidth. After a rank or
-    host has died, a job goes on from its newest checkpoint up to `max_restarts` times. `ssh` starts
-    them on `hosts`, by the Python that is at `python` there; `slurm` submits the job, for
-    `ranks_per_node` ranks on each of `nodes` nodes (null: the inventory's), with further options
-    for `sbatch`, and may `wait` for its end."""
+    """Options that say where the ranks run, under `launcher`.
+
+    kind: how the ranks are started. `ssh` starts them on `hosts`; `slurm` submits the job; `local`
+        and `emulate` start them here, on the devices or on CPU processes that stand for them;
+        `auto` chooses one of these two.
+    hosts: the hosts of `ssh`.
+    python: the path of Python on the hosts of `ssh`.
+    nodes: number of nodes of `slurm`; None takes that of the inventory.
+    ranks_per_node: number of ranks on each node of `slurm`; None takes that of the inventory.
+    wait: whether the command waits for the end of the job of `slurm`.
+    sbatch: further options of sbatch.
+    threads: number of threads of each rank; None shares the cores among the ranks.
+    timeout_s: seconds after which a rank that waits for others fails, naming those that did not
+        come.
+    max_restarts: how often a job goes on from its newest checkpoint after a rank or a host has
+        died.
+    device_speed: whether ranks that stand for devices are slowed to their device's speed, relative
+        to the fastest.
+    link_speed: whether their links are slowed to their relative bandwidth.
+    """
 
     kind: Literal["auto", "local", "emulate", "ssh", "slurm"] = "auto"
     hosts: tuple[Annotated[str, Field(min_length=1, pattern=r"^[^-\s]\S*$")], ...] = ()
@@ -118,7 +152,7 @@ class LauncherOptions(_Section):
     wait: bool = True
     sbatch: Mapping[str, str | int | float | bool] = Field(default_factory=dict)
     threads: _Count | None = None
-    # gloo adds it, in nanoseconds of 64 bits, to a clock: that ends after 292 years.
+    # gloo adds the timeout to a clock, in 64-bit nanoseconds, which overflow after 292 years.
     timeout_s: float = Field(1800.0, gt=0, le=1e9)
     max_restarts: Annotated[_Whole, Field(ge=0)] = 0
     device_speed: bool = False
@@ -126,11 +160,17 @@ class LauncherOptions(_Section):
 
 
 class CheckpointOptions(_Section):
-    """Checkpoints every `every` optimizer steps, or after every so long ("30min"; null: none), of
-    which the newest `keep` stay (null: all), written beside the steps that follow (`async`) or
-    before them. A run that saves does so once more when it is told to end, and has `grace_s` for
-    that. `final`: the run ends with the trained weights in its directory. `path` is the checkpoint,
-    or the run directory (its newest), that `mode=export` reads."""
+    """Options of checkpoints, under `checkpoint`.
+
+    path: the checkpoint, or the run directory (its newest), that `mode=export` reads.
+    every: number of optimizer steps between checkpoints, or a time such as "30min"; None writes
+        none.
+    grace_s: seconds that a run has to save once more when it is told to end.
+    keep: number of the newest checkpoints that stay; None keeps all.
+    asynchronous: whether checkpoints are written beside the steps that follow, or before them. It
+        is `async` in the config.
+    final: whether the run ends with the trained weights in its directory.
+    """
 
     path: str | None = Field(None, min_length=1)
     every: _Count | Annotated[str, Field(pattern=DURATION)] | None = None
@@ -141,12 +181,13 @@ class CheckpointOptions(_Section):
 
     @property
     def every_steps(self) -> int | None:
-        """Steps between checkpoints; None where there are none, or a clock says when."""
+        """Return the number of steps between checkpoints, or None where there are none or a clock
+        decides."""
         return self.every if isinstance(self.every, int) else None
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between checkpoints; None where there are none, or steps say when."""
+        """Return the seconds between checkpoints, or None where there are none or steps decide."""
         if not isinstance(self.every, str):
             return None
         unit = next(unit for unit in ("min", "s", "h") if self.every.endswith(unit))
@@ -154,21 +195,30 @@ class CheckpointOptions(_Section):
 
 
 class VerifyOptions(_Section):
-    """`mode=verify`: how many of the run's first steps, and how far they may be off, relative to
-    the largest element of what is compared (null: by the precision)."""
+    """Options of `mode=verify`, under `verify`.
+
+    steps: number of the run's first steps that are compared.
+    tolerance: the allowed difference, relative to the largest element of what is compared; None
+        lets the precision decide.
+    """
 
     steps: _Count = 3
     tolerance: float | None = Field(None, gt=0)
 
 
 class Request(BaseModel):
-    """Everything a user asked for, checked. `names` are the options chosen per config group,
-    `compare` the strategies that `mode=plan` shows side by side. `rehearse` says which ranks are
-    rehearsed: none, one of each kind (true), all, or those listed. `files` is what a plan says of
-    config files of the user's own that have the names of built-in ones.
+    """All options that a user asked for, checked.
 
-    `strategy` and `hardware` stay as written, for the rooms that own them read them against
-    something else: the hardware against this machine, the strategy into nodes.
+    mode: what the command does.
+    compare: names of the strategies that `mode=plan` shows side by side.
+    seed: the seed of weights, data order and dropout.
+    names: the option chosen in each config group.
+    strategy, hardware: sections as written. The packages that own them read them against something
+        else: the strategy into nodes, the hardware against this machine.
+    model, data, optimizer, launcher, train, verify, checkpoint: the sections of these names.
+    rehearse: the ranks that are rehearsed: none (False), one of each kind (True), `all`, or a tuple
+        of ranks.
+    files: the plan's notes about the user's own config files that have the names of built-in ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -190,19 +240,23 @@ class Request(BaseModel):
     files: tuple[Decision, ...] = ()
 
     def to_json(self) -> str:
+        """Return the request as JSON, as `request.json` has it."""
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Request":
+        """Return the request of a text of `to_json`. Raises ValueError where it is none."""
         return cls.model_validate_json(text)
 
     @property
     def is_pseudo(self) -> bool:
-        """Whether layers share their weights for now, and are to part (Pseudo-to-Real)."""
+        """Return whether layers share their weights for a time, and are to part later
+        (Pseudo-to-Real)."""
         return self.model.share_layers and self.train.delink_at is not None
 
     def strategy_graph(self) -> Strategy:
-        """Return the strategy's nodes; it was read without faults when the request was."""
+        """Return the nodes of the strategy. It was read without faults when the request was
+        read."""
         faults: list[Fault] = []
         strategy = read_strategy(self.strategy, self.names.get("strategy", "strategy"), faults)
         assert strategy is not None, faults
@@ -212,10 +266,11 @@ class Request(BaseModel):
 def read_request(
     config: DictConfig, names: Mapping[str, str], files: tuple[Decision, ...] = ()
 ) -> Request:
-    """Return the Request of a composed config. Raises ConfigError with all faults found.
+    """Return the Request of a composed config. Raises ConfigError with all faults.
 
-    `names` are Hydra's choices, group by group; they name things in messages and plans. `files` is
-    what a plan says of the config's files.
+    config: the composed config, without Hydra's own part.
+    names: Hydra's choices, group by group, which name things in messages and plans.
+    files: the plan's notes about the user's own config files.
     """
     plain = _plain(config)
     faults: list[Fault] = []
@@ -260,7 +315,7 @@ def read_request(
 
 
 def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
-    """Return the options of a section that its optimizer or launcher does not read."""
+    """Return the options of a section that the chosen optimizer or launcher does not read."""
     if key == "optimizer":
         sgd, lamb = (section.get("name") == name for name in ("sgd", "lamb"))
         others = {"betas", "eps"} if sgd else {"momentum"}
@@ -275,6 +330,8 @@ def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
 
 
 def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ...]:
+    """Return the names of the strategies to compare. Adds a fault for a value that is no list of
+    names, and for a mode that compares nothing."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
         remedy = "list names of strategies, as in compare=[dp,zero3]"
@@ -287,23 +344,25 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
 
 
 def _rehearsed(value: object, mode: object, faults: list[Fault]) -> object:
-    """Return which ranks are rehearsed, after adding to `faults` what names none."""
-    found: object = tuple(value) if isinstance(value, list) else value
-    listed = found if isinstance(found, tuple) else ()
-    are_ranks = all(type(rank) is int and rank >= 0 for rank in listed)
-    if not (isinstance(found, bool) or found == "all" or (listed and are_ranks)):
+    """Return the ranks to rehearse, as in `Request.rehearse`. Adds a fault for a value that names
+    none."""
+    asked: object = tuple(value) if isinstance(value, list) else value
+    ranks = asked if isinstance(asked, tuple) else ()
+    are_ranks = all(type(rank) is int and rank >= 0 for rank in ranks)
+    if not (isinstance(asked, bool) or asked == "all" or (ranks and are_ranks)):
         rule = "is not true, false, all, or a list of ranks"
         faults.append(Fault("rehearse", as_yaml(value), rule, "use true, all, or as [0, 3]"))
         return False
-    if found and mode not in ("plan", "rehearse", None):
+    if asked and mode not in ("plan", "rehearse", None):
         rule = f"has no effect on mode={mode}"
         remedy = "use mode=plan or mode=rehearse, or rehearse=false"
         faults.append(Fault("rehearse", as_yaml(value), rule, remedy))
-    return found
+    return asked
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    """Plain values, interpolations resolved. Raises ConfigError for one that cannot be."""
+    """Return the config as plain values, with interpolations resolved. Raises ConfigError for an
+    interpolation that cannot be resolved."""
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
@@ -315,6 +374,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[str, Any] | None:
+    """Return a section of the config, or None after adding a fault where it is not a mapping."""
     value = plain.get(key)
     if isinstance(value, dict):
         return {str(name): item for name, item in value.items()}
@@ -325,7 +385,7 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
 
 
 def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
-    """Refuse values that others make wrong, or of no effect."""
+    """Add faults for values that are wrong or without effect because of other values."""
     train, verify = sections.get("train"), sections.get("verify")
     if sections.get("mode") == "verify" and isinstance(verify, VerifyOptions):
         _refuse_steps(verify, train, faults)
@@ -356,7 +416,8 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 
 
 def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:
-    """Refuse to export no checkpoint, and one for a mode that reads none."""
+    """Add a fault for an export without a checkpoint, and for a checkpoint that the mode does not
+    read."""
     if mode == "export" and checkpoint.path is None:
         remedy = "name a run directory or a checkpoint in one, as checkpoint=runs/MY_RUN"
         faults.append(Fault("checkpoint", "", "must be given to mode=export", remedy))
@@ -366,7 +427,7 @@ def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault
 
 
 def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> None:
-    """Refuse to profile steps that the run has not, or a mode that has no run."""
+    """Add a fault for profiled steps that the run does not have, and for a mode without a run."""
     if train.profile is None:
         return
     first, last = train.profile
@@ -381,7 +442,7 @@ def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> N
 
 
 def _refuse_resume_data(train: TrainOptions, faults: list[Fault]) -> None:
-    """Refuse to allow other data to a run that begins."""
+    """Add a fault where other data is allowed and the run goes on from no checkpoint."""
     if train.resume_data == "any" and train.resume is None:
         rule = "has no effect on a run that goes on from no checkpoint (train.resume=null)"
         faults.append(Fault("train.resume_data", "any", rule, "leave it out, or set train.resume"))
@@ -390,7 +451,7 @@ def _refuse_resume_data(train: TrainOptions, faults: list[Fault]) -> None:
 def _refuse_delinking(
     train: TrainOptions, model: ModelOptions | None, mode: object, faults: list[Fault]
 ) -> None:
-    """Refuse to part layers that share nothing, or not before the end."""
+    """Add a fault for layers to part that share nothing, or that would not part before the end."""
     if train.delink_at is None:
         return
     rule, remedy = "", f"use a step before the last, or {PLATEAU}"
@@ -406,7 +467,8 @@ def _refuse_delinking(
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
-    """Refuse fp16 without what it needs, and what only fp16 reads elsewhere."""
+    """Add faults for fp16, or for skipped steps, without the gradient norm, and for a loss scale in
+    another precision."""
     if train.precision == "fp16" and not train.grad_norm:
         rule = "is off, and train.precision=fp16 finds overflow by the gradient's norm"
         faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
@@ -420,22 +482,24 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
 
 
 def _refuse_tf32(train: TrainOptions, faults: list[Fault]) -> None:
-    """Refuse TF32 where products are of 16 bits."""
+    """Add a fault for TF32 where products have factors of 16 bits."""
     if train.tf32 and train.precision in ("bf16", "fp16"):
         rule = f"has no effect on train.precision={train.precision}"
         faults.append(Fault("train.tf32", "true", rule, "use train.precision=fp32, or false"))
 
 
 def _refuse_steps(verify: VerifyOptions, train: object, faults: list[Fault]) -> None:
-    """Refuse more steps to verify than the run has: a verification takes the first steps of a run,
-    at that run's learning rates."""
+    """Add a fault where more steps are to be verified than the run has.
+
+    A verification takes the first steps of a run, at that run's learning rates.
+    """
     if isinstance(train, TrainOptions) and verify.steps > train.steps:
         rule = f"is more than the run has (train.steps={train.steps})"
         faults.append(Fault("verify.steps", str(verify.steps), rule, f"use at most {train.steps}"))
 
 
 def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
-    """Settings that this optimizer or schedule would never read."""
+    """Add a fault for each setting that the chosen optimizer or schedule does not read."""
     if optimizer.name == "lamb" and "fused" in optimizer.model_fields_set:
         rule, remedy = "has no effect on lamb, which has no fused kernel", "leave it out"
         faults.append(Fault("optimizer.fused", as_yaml(optimizer.fused), rule, remedy))

@@ -1,4 +1,4 @@
-"""Disks that are full: which errors say so, and what is said of them."""
+"""Recognise errors of full disks, and describe them."""
 
 import errno
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 from whale_train.errors import LaunchError
 from whale_train.quantities import in_bytes
 
-# No room, no quota left, and no larger file allowed.
+# The errors of a full disk, a used-up quota, and a file that may not grow.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Less than what a run says of its failure, at most.
+# A folder with fewer free bytes may have no room for the record of a run's failure.
 _LITTLE_BYTES = 2**16
 
 
@@ -22,8 +22,11 @@ def is_full(error: OSError) -> bool:
 
 @contextmanager
 def writing(path: Path, wanted_bytes: int) -> Iterator[None]:
-    """Around what writes `wanted_bytes` to a file: where there is no room for them, raises an
-    OSError of the same number whose text has the path, the bytes wanted and the bytes free."""
+    """Run the code of the context, which writes `wanted_bytes` to the file `path`.
+
+    Raises an OSError of the same number where there is no room. Its text has the path, the bytes
+    wanted and the bytes free.
+    """
     try:
         yield
     except OSError as error:
@@ -36,7 +39,8 @@ def writing(path: Path, wanted_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def failing_when_full() -> Iterator[None]:
-    """Around a run: raises LaunchError where there is no room for what it writes."""
+    """Run the code of the context, which is a run. Raises LaunchError where there is no room for
+    what it writes."""
     try:
         yield
     except OSError as error:
@@ -48,13 +52,15 @@ def failing_when_full() -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that are free for a file, in the first folder above it that there is."""
+    """Return the free bytes of the file system that a file is on. The file and its folders need not
+    exist."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    found = os.statvfs(there)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(there)
+    return stats.f_bavail * stats.f_frsize
 
 
 def has_no_room(folder: Path) -> str:
-    """Return what is said of a folder without room for a word of a failure, '' of any other."""
+    """Return the message about a folder without room for the record of a failure, or '' where there
+    is room."""
     free = free_bytes(folder)
     return f"there is no room in {folder} ({in_bytes(free)} free)" if free < _LITTLE_BYTES else ""

@@ -1,7 +1,7 @@
-"""The three errors of whale-train, and the fault each of them is made of.
+"""Define the three errors of whale-train, and the fault that two of them are made of.
 
-A request that cannot be served is reported whole: every check adds its faults to one list, and
-the list is raised once. `assert` is kept for our own bugs.
+A request that cannot be served is reported whole: every check adds its faults to one list, and the
+list is raised once. `assert` is kept for our own bugs.
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,12 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with a request.
+    """One thing that is wrong with a request.
 
-    `key` is the full path a user would type (`strategy.graph.replicate.degree`), `value` what was
-    given there (empty when nothing was), `rule` what does not hold, `remedy` the nearest thing
-    that would.
+    key: the full path that a user would type (`strategy.graph.replicate.degree`).
+    value: the value that was given there; '' where none was.
+    rule: the rule that does not hold, as a predicate.
+    remedy: the nearest thing that would hold.
     """
 
     key: str
@@ -49,15 +50,19 @@ class LaunchError(Exception):
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice a mistyped name was meant to be, if one is close: of those that are, the
-    first that has the same letters in another order, which difflib has no eye for."""
+    """Return the choice that a mistyped name was probably meant to be, or None where none is close.
+
+    Among close choices, the first with the same letters in another order is preferred, since
+    difflib does not see those.
+    """
     close = get_close_matches(name, sorted(choices), cutoff=0.6)
     same_letters = (choice for choice in close if sorted(choice) == sorted(name))
     return next(same_letters, close[0] if close else None)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return a remedy for a mistyped name: the closest choice if there is one, then all of them."""
+    """Return a remedy for a mistyped name: the closest choice, if there is one, then all
+    choices."""
     ordered = sorted(choices)
     close = closest(name, ordered)
     listing = ", ".join(ordered)
@@ -65,13 +70,13 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first `most` names as text, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Return a value as a message shows it: one of thousands of characters as its beginning and
-    its length."""
+    """Return a value as a message shows it. One of more than `most` characters is given by its
+    beginning and its length."""
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text):,} characters)"

@@ -1,7 +1,7 @@
-"""Where DeepSpeed's compiled kernels are kept: one folder an environment.
+"""Own the folder of DeepSpeed's compiled kernels: one for each Python environment.
 
-torch's own default is one folder for all environments of a user: two of them, with other
-headers, compile over each other at every start.
+torch's own default is one folder for all environments of a user. Two environments with other
+headers compile over each other there at every start.
 """
 
 import os
@@ -14,7 +14,8 @@ CPU_ADAM = "cpu_adam"  # the optimizer of offloaded state
 
 
 def kernel_cache() -> Path:
-    """Return the folder of compiled kernels; TORCH_EXTENSIONS_DIR where it is set."""
+    """Return the folder of compiled kernels: TORCH_EXTENSIONS_DIR where it is set, else one of this
+    environment in the user's cache."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -23,5 +24,5 @@ def kernel_cache() -> Path:
 
 
 def is_compiled(name: str) -> bool:
-    """Return whether a kernel of that name was compiled in this environment."""
+    """Return whether the kernel `name` was compiled in this environment."""
     return (kernel_cache() / name / f"{name}.so").exists()

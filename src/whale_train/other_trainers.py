@@ -1,8 +1,8 @@
-"""What users of other trainers write, and what is written here: a table, and how it is read.
+"""Translate the settings of other trainers into settings of this one.
 
 The names are those of Lightning, transformers' TrainingArguments, accelerate, DeepSpeed,
-Megatron-LM, torchtitan, Keras and EPL. A name stands for every path that ends with it, so that
-`lr` is `train.lr`, `trainer.lr` and `--lr` as well; of two that fit, the longer path is meant.
+Megatron-LM, torchtitan, Keras and EPL. A name stands for every path that ends with it, so that `lr`
+is `train.lr`, `trainer.lr` and `--lr` as well. Where two names fit, the longer path is meant.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,15 +11,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Instead:
-    """What is done here: `settings` that can be set together, each with an example of a value, and
-    what is to be known of them, as `note`. Without settings, the note says what there is."""
+    """The settings that take the place of another trainer's setting.
+
+    settings: settings that can be set together, each with an example of a value; empty where there
+        is none.
+    note: what the user has to know of them, or why there is no setting.
+    """
 
     settings: tuple[str, ...]
     note: str = ""
 
     @property
     def remedy(self) -> str:
-        """The end of a message, from the semicolon on."""
+        """Return the end of a message, from the semicolon on."""
         if not self.settings:
             return f"there is none: {self.note}"
         settings = " ".join(self.settings)
@@ -231,8 +235,12 @@ INSTEAD: Mapping[str, Instead] = {
 
 
 def known_elsewhere(key: str, taken: Iterable[str] = ()) -> Instead | None:
-    """Return what is written here for a key or flag of another trainer; None where the table has
-    no such name, or it is one of the keys `taken`, which are this request's own."""
+    """Return the replacement for a key or flag of another trainer, or None where the table does not
+    have it.
+
+    key: the key or flag, with or without leading dashes.
+    taken: keys of this request's own, which are not looked up.
+    """
     parts = key.lstrip("+~-").replace("-", "_").lower().split(".")
     if ".".join(parts) in taken:
         return None

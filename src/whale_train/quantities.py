@@ -1,4 +1,4 @@
-"""The words for quantities (`1.32 GB`, `98.1 ms`, `51.3 M`) and for many names (`h.0-11`).
+"""Write quantities (`1.32 GB`, `98.1 ms`, `51.3 M`) and lists of names (`h.0-11`) as short text.
 
 Bytes are written in decimal units (1 GB = 1e9 bytes), as the inventory's devices are.
 """
@@ -8,29 +8,35 @@ from itertools import groupby
 
 
 def in_bytes(number: float) -> str:
-    """`1.32 GB`: three digits, decimal units."""
+    """Return bytes as text such as `1.32 GB`, with three digits and decimal units."""
     return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def in_count(number: float) -> str:
-    """`51.3 M`: three digits; below a thousand the number itself."""
+    """Return a count as text such as `51.3 M`, with three digits. Below a thousand, it is the
+    number itself."""
     return _scaled(number, ("", "k", "M", "B", "T")).rstrip()
 
 
 def in_seconds(seconds: float) -> str:
-    """`98.1 ms`: three digits; a minute and more in seconds too."""
+    """Return seconds as text such as `98.1 ms`, with three digits. A minute and more is in seconds
+    too."""
     if seconds < 0.9995e-3:
         return f"{_digits(seconds * 1e6)} us"
     return f"{_digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{_digits(seconds)} s"
 
 
 def in_rate(per_s: float) -> str:
-    """Samples a second: three digits, or the whole number with its thousands marked."""
+    """Return samples a second as text: three digits, or the whole number with its thousands
+    marked."""
     return f"{per_s:,.0f}" if per_s >= 100 else _digits(per_s)
 
 
 def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
-    """`0-7, 12`: runs of consecutive numbers; after `most` runs, how many numbers there are."""
+    """Return numbers as text such as `0-7, 12`, which joins consecutive numbers into runs.
+
+    After `most` runs, the text ends with the count of all numbers.
+    """
     ordered = sorted(numbers)
     runs = [
         [number for _, number in run]
@@ -42,7 +48,11 @@ def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
 
 
 def fold_modules(paths: Sequence[str], most: int = 4) -> str:
-    """`wte, h.0-11, ln_f`: numbered neighbours are one; of many, the first, the last, how many."""
+    """Return module paths as text such as `wte, h.0-11, ln_f`, which joins numbered neighbours.
+
+    Where there are more than `most` names, only the first ones, the last one and the count of
+    modules are given.
+    """
     keys = []
     for index, path in enumerate(paths):
         words = path.split(".")
@@ -62,12 +72,15 @@ def fold_modules(paths: Sequence[str], most: int = 4) -> str:
 
 
 def of_all(used: str, all_of_it: str) -> str:
-    """`10.3 / 32.0 GB`; both units where they differ."""
+    """Return two quantities as text such as `10.3 / 32.0 GB`. Both units are given where they
+    differ."""
     number, unit = used.split(" ")
     return f"{number if all_of_it.endswith(' ' + unit) else used} / {all_of_it}"
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
+    """Return a number in the first of the `units`, each a thousand of the one before, that takes
+    three digits."""
     if number < 999.5:
         return f"{number:.0f} {units[0]}"
     for unit in units[1:]:
@@ -78,7 +91,7 @@ def _scaled(number: float, units: Sequence[str]) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits: `1.32`, `13.2`, `132`."""
+    """Return a number with three digits: `1.32`, `13.2`, `132`."""
     if number >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

@@ -1,4 +1,4 @@
-"""Values read by pydantic, whose complaints are said in the words of all messages."""
+"""Read values by pydantic, and put its complaints into the words of all messages."""
 
 import math
 import re
@@ -35,8 +35,14 @@ def no_truth_value(value: object) -> object:
 def validated(
     kind: Any, value: Any, section: str, faults: list[Fault], without: Collection[str] = ()
 ) -> Any:
-    """Return `value` read as `kind`, a type that pydantic knows; None after adding to `faults` what
-    is wrong with it, which names no keys `without` effect instead of unknown ones."""
+    """Return `value` read as `kind`, or None after adding its faults.
+
+    kind: a type that pydantic knows.
+    value: plain values. The text `???` in a mapping stands for a value that must be given.
+    section: the key of the value in the config, for messages.
+    faults: gets all that is wrong with the value.
+    without: keys without effect, which remedies for unknown keys do not name.
+    """
     if isinstance(value, dict):
         missing = [key for key, item in value.items() if item == "???"]
         for key in missing:
@@ -48,19 +54,22 @@ def validated(
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        found: dict[str, list[Fault]] = {}
+        faults_by_key: dict[str, list[Fault]] = {}
         for problem in error.errors():
             if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
                 problem["loc"] = _within(value, problem["loc"], _tagged(kind))
                 fault = _fault(problem, section, kind, without)
-                found.setdefault(fault.key, []).append(fault)
-        faults += [_either(same) for same in found.values()]
+                faults_by_key.setdefault(fault.key, []).append(fault)
+        faults += [_either(same) for same in faults_by_key.values()]
         return None
 
 
 def _within(value: Any, location: tuple[Any, ...], tags: Container[Any]) -> tuple[Any, ...]:
-    """Return what of one of pydantic's paths leads to something there is in `value`: the rest are
-    the kinds that it could be of, where it may be one of several."""
+    """Return the part of one of pydantic's paths that leads to something in `value`.
+
+    The rest of such a path names kinds that the value could be of, where it may be one of several.
+    `tags` are the tags of a tagged union, one of which may begin the path.
+    """
     kept = list(location[:1]) if location[:1] and location[0] in tags else []
     for part in location[len(kept) :]:
         if isinstance(value, dict):
@@ -76,7 +85,8 @@ def _within(value: Any, location: tuple[Any, ...], tags: Container[Any]) -> tupl
 
 
 def _either(faults: list[Fault]) -> Fault:
-    """Return all that is wrong with one value as one fault: it could be of several kinds."""
+    """Return one fault for all faults of one value, which could be of several kinds. Its remedy
+    joins theirs."""
     first, *others = (x for x in faults if len(faults) == 1 or x.remedy != _QUOTED)
     said = re.compile(r"^use (one of: |one, such as )?")
     remedies = [said.sub("", other.remedy) for other in others]
@@ -84,7 +94,8 @@ def _either(faults: list[Fault]) -> Fault:
 
 
 def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -> Fault:
-    """Return one of pydantic's complaints as a fault. Its path drops the union's tag."""
+    """Return one of pydantic's complaints as a fault. The tag of a union is dropped from its
+    path."""
     location = list(problem["loc"])
     tagged = _tagged(read_as)
     tag = str(location.pop(0)) if location and location[0] in tagged else ""
@@ -119,7 +130,7 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
     rule, remedy = next(
-        (found for start, found in _TYPES.items() if kind.startswith(start)),
+        (rule_and_remedy for start, rule_and_remedy in _TYPES.items() if kind.startswith(start)),
         (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
     )
     return Fault(key, shown, rule, remedy)
@@ -145,13 +156,14 @@ _TYPES = {
 
 
 def _tagged(read_as: Any) -> dict[str, type[BaseModel]]:
-    """Return the models of a tagged union by their tag; nothing where it is none."""
+    """Return the models of a tagged union by their tag; nothing for any other type."""
     union = get_args(read_as)[0] if get_origin(read_as) is Annotated else None
     return {kind.model_fields["kind"].default: kind for kind in get_args(union)}
 
 
 def _known_keys(name: str, section: str, read_as: Any, without: Collection[str]) -> str:
-    """Return the remedy for a key that the section has not; keys `without` effect are not named."""
+    """Return the remedy for a key that a section does not have. Keys `without` effect are not
+    named."""
     if not (isinstance(read_as, type) and issubclass(read_as, BaseModel)):
         return f"remove {section}.{name}"
     instead = known_elsewhere(f"{section}.{name}")

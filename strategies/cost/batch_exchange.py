@@ -1,9 +1,9 @@
-"""The seconds in which copies tell each other what is of the whole batch.
+"""Seconds that replicas take to exchange values of the whole batch.
 
-A sum over the batch is all-reduced, and its gradient if it has one. What a synchronised BatchNorm
-exchanges is runtime/kernels/sync_batch_norm.py's: forward, every copy's counts, means and
-variances of its channels, in fp64, are gathered; backward, two fp32 sums a channel are all-reduced,
-unless what was normalised has no gradient.
+A sum over the batch is all-reduced, and so is its gradient if it has one. A synchronised BatchNorm
+exchanges what runtime/kernels/sync_batch_norm.py sends. Forward: the counts, means and variances of
+every replica's channels are all-gathered in fp64. Backward: two fp32 sums a channel are
+all-reduced, unless the normalised input has no gradient.
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ _GATHERED, _SUMMED = 8, 4  # bytes of a number, forward and backward
 
 
 def batch_sum_times(graph: OperationGraph, sums: Iterable[str], members: int, link: Link) -> Times:
-    """Return the seconds of one forward and one backward of `sums` over the batch, which `members`
-    copies that `link` joins each have a part of."""
+    """Return the seconds of one forward and one backward of the values `sums`, which are sums over
+    the batch. Each of `members` replicas, joined by `link`, has a part of every sum."""
     total = Times()
     for name in sums if members > 1 else ():
         elements = prod(size.fixed for size in graph[name].shape or ())
@@ -36,8 +36,12 @@ def batch_norm_times(
     link: Link,
     channels: PartOfValue = whole,
 ) -> Times:
-    """Return the seconds of one forward and one backward of `operations` on each of `members`
-    copies that `link` joins; each copy has the part `channels` of a norm's channels."""
+    """Return the seconds of one forward and one backward of the exchanges of the BatchNorms among
+    `operations`.
+
+    Each of `members` replicas, joined by `link`, takes part. A replica has the part `channels` of a
+    norm's channels.
+    """
     if members == 1:
         return Times()
     forward = backward = 0.0
@@ -54,7 +58,7 @@ def batch_norm_times(
 
 
 def _takes_statistics(operation: Operation) -> bool:
-    """Return whether an operation is a BatchNorm of the batch it is given, as all are that
-    train."""
+    """Return whether an operation is a BatchNorm that normalises by the statistics of its batch, as
+    every BatchNorm does that trains."""
     is_norm = operation.target == "aten.batch_norm.default"
     return is_norm and (operation.args + (None,) * 6)[5] is True

@@ -1,8 +1,8 @@
-"""Which link a group's transfers wait for, with whom they share it, and how long they take.
+"""Links that groups of ranks communicate over, and the seconds of their collectives.
 
 Links are a hierarchy: shared memory where CPU processes of a host have it, the node's own link, the
-network. Inside a node every device has the link's bandwidth to itself (NVSwitch); a node's way to
-the network is one, which all groups that leave the node share.
+network. Inside a node every device has the link's bandwidth to itself (NVSwitch). A node has one
+way to the network, which all groups that leave the node share.
 """
 
 from collections import Counter
@@ -14,26 +14,32 @@ from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.cost.roofline import kernel_of
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link
 
-Crowd = Mapping[int, int]  # of each node, the groups whose transfers leave it
+Crowd = Mapping[int, int]  # from a node to the number of groups whose transfers leave it
 
 
 def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
-    """Return how many of `groups` leave each node."""
-    found: Counter[int] = Counter()
+    """Return, for each node, the number of `groups` of ranks that have members there and on other
+    nodes."""
+    groups_leaving: Counter[int] = Counter()
     node_of = cluster.node_of
     crossing = Counter(tuple(dict.fromkeys([node_of[rank] for rank in ranks])) for ranks in groups)
     for nodes, count in crossing.items():
         for node in nodes if len(nodes) > 1 else ():
-            found[node] += count
-    return found
+            groups_leaving[node] += count
+    return groups_leaving
 
 
 def group_link(
     cluster: Cluster, ranks: Sequence[int], crowd: Crowd | None = None, by_memory: bool = False
 ) -> Link:
-    """Return the link that a ring over `ranks` waits for: the network where it leaves a node, else
-    the node's own link. `by_memory`: through shared memory where that can be, as shard groups go,
-    messages of a pipeline, and sums over copies that are no engine's of DeepSpeed's."""
+    """Return the link that limits a ring over `ranks`: the one with the least bandwidth of the
+    nodes' own links and, where the ring leaves a node, the network.
+
+    crowd: the groups that share each node's way to the network, whose bandwidth is divided among
+        them. None counts this group alone.
+    by_memory: use shared memory where the ranks are on one node that has it. Shard groups and
+        messages of a pipeline do, and sums over replicas that no DeepSpeed engine makes.
+    """
     nodes = {cluster.node_of[rank] for rank in ranks}
     if len(nodes) == 1 and by_memory and cluster.shared_memory is not None:
         return _among(cluster.shared_memory, len(ranks))
@@ -47,18 +53,23 @@ def group_link(
 
 
 def _among(memory: Link, members: int) -> Link:
-    """Return the link that `memory`, measured of a pair, is for more members: none of them go in a
-    ring. Each writes its value and adds up all of theirs, in 3 n - 2 passes over it, of which a
-    pair has 4."""
+    """Return the shared-memory link of `members` ranks, from `memory`, which was measured on a
+    pair.
+
+    More than two ranks form no ring. Each writes its value and adds up all of the group's, in 3 n -
+    2 passes over the value. A pair takes 4 passes.
+    """
     passes, moved = 3 * members - 2, 2 * (members - 1) / members
     slower = moved * 4 / passes
     return replace(memory, bandwidth_bytes_s=memory.bandwidth_bytes_s * slower)
 
 
 def all_reduce_time_s(num_bytes: float, members: int, link: Link) -> float:
-    """Return the seconds of a ring, or for few bytes of a pair of trees, whichever is done first
-    (NCCL 2.4: double binary trees after Sanders, Speck and Träff, "Two-tree algorithms", Parallel
-    Computing 2009)."""
+    """Return the seconds of an all-reduce of `num_bytes` over `members` ranks.
+
+    It runs as a ring or, for few bytes, as a pair of trees, whichever is faster (NCCL 2.4: double
+    binary trees after Sanders, Speck and Träff, "Two-tree algorithms", Parallel Computing 2009).
+    """
     if members == 1:
         return 0.0
     ring = 2 * gather_time_s(num_bytes, members, link)
@@ -73,12 +84,15 @@ def sum_time_s(
     crowd: Crowd | None = None,
     by_memory: bool = False,
 ) -> float:
-    """Return the seconds of an all-reduce over `ranks`, `by_memory` as in `group_link`. Where these
-    are several on each of some nodes, GPUs sum inside of the nodes while the nodes exchange their
-    sums, so that a node's way out is taken by one value and not by a ring of all ranks (NCCL's
-    trees are chains inside of nodes and trees between them; github.com/NVIDIA/nccl-tests/issues/22
-    has 16 GPUs on two nodes sum 1 GB in half a ring's time). Gloo, between CPU processes, goes in a
-    ring of all."""
+    """Return the seconds of an all-reduce of `num_bytes` over `ranks`. `crowd` and `by_memory` are
+    as in `group_link`.
+
+    Where some nodes have several of the ranks, GPUs sum inside the nodes while the nodes exchange
+    their sums. A node then sends one value over its way out, instead of taking part in a ring of
+    all ranks (NCCL's trees are chains inside of nodes and trees between them;
+    github.com/NVIDIA/nccl-tests/issues/22 has 16 GPUs on two nodes sum 1 GB in half a ring's time).
+    Gloo, between CPU processes, runs one ring of all ranks.
+    """
     link = group_link(cluster, ranks, crowd, by_memory)
     flat = all_reduce_time_s(num_bytes, len(ranks), link)
     of_node = Counter(cluster.node_of[rank] for rank in ranks)
@@ -92,8 +106,9 @@ def sum_time_s(
 
 
 def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
-    """Return all-gather or reduce-scatter, as a ring (Patarasuk and Yuan, "Bandwidth optimal
-    all-reduce algorithms", JPDC 2009), whose whole (gathered) value has `num_bytes`."""
+    """Return the seconds of an all-gather or a reduce-scatter over `members` ranks, run as a ring
+    (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). `num_bytes` is the
+    size of the whole, gathered value."""
     if members == 1:
         return 0.0
     moved = num_bytes * (members - 1) / members
@@ -101,9 +116,12 @@ def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
 
 
 def all_to_all_time_s(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds in which every one of `ranks` sends each other one its part of what it
-    has, `num_bytes` among all of them: what stays in a node goes over its own link beside what
-    leaves it, for which the members there share the node's way out."""
+    """Return the seconds of an all-to-all in which each of `ranks` sends an equal part of its value
+    to every other. `num_bytes` is the size of the values of all ranks together.
+
+    Bytes that stay in a node go over the node's own link, at the same time as those that leave it.
+    The members on a node share its way to the network.
+    """
     members = len(ranks)
     if members == 1:
         return 0.0
@@ -123,27 +141,27 @@ def all_to_all_time_s(cluster: Cluster, ranks: Sequence[int], num_bytes: float) 
 
 
 # How often DeepSpeed's ZeRO 1 and 2 read or write a gradient beside sending it (into a bucket,
-# averaged, out of it into the partition), and parameters (into and out of the buffer they are
-# gathered in).
+# averaged, out of the bucket into the partition), and a parameter (into and out of the buffer of
+# the all-gather).
 _PARTITION_PASSES = 8
 
 
 def partitioned_sum_time_s(
     elements: float, summed_s: float, devices: Sequence[Device], precision: str
 ) -> float:
-    """Gradients summed for an optimizer that is partitioned (ZeRO 1 and 2); `summed_s` is what
-    their all-reduce takes.
+    """Return the seconds to sum gradients of `elements` for a partitioned optimizer (ZeRO 1 and 2).
+    `summed_s` is the time of their all-reduce.
 
-    DeepSpeed (0.19) sums whole buckets, each for all members, and none while it computes, as we
-    ask it to.
+    DeepSpeed (0.19) reduces whole buckets to all members, and does not overlap this with
+    computation, as the engine is configured here. The slowest of `devices` counts.
     """
     kinds = {id(device): device for device in devices}.values()
     return summed_s + max(_partition_s(elements, device, precision) for device in kinds)
 
 
 def _partition_s(elements: float, device: Device, precision: str) -> float:
-    """Return the seconds of what DeepSpeed does beside sending: measured, or those of its
-    copies."""
+    """Return the seconds of DeepSpeed's work beside sending: as measured on `device`, else as long
+    as its copies take."""
     measured = device.kernels.get(precision, {}).get(KernelKind.PARTITION)
     if measured is not None:
         return measured.forward.seconds(0, 4 * elements)
@@ -154,26 +172,30 @@ def _partition_s(elements: float, device: Device, precision: str) -> float:
 def gather_stops_s(
     elements: float, modules: int, devices: Sequence[Device], precision: str
 ) -> tuple[float, float]:
-    """Return what a forward and a backward take longer under ZeRO 3, beside what is sent, where
-    DeepSpeed stops at each of `modules` that have parameters: as measured, else nothing."""
+    """Return the seconds that ZeRO 3 adds to a forward and to a backward, beside the transfers.
+
+    DeepSpeed stops at each of the `modules` that have parameters, of `elements` in all. The result
+    is the largest that was measured on `devices`; 0.0 where nothing was measured.
+    """
     kinds = {id(device): device for device in devices}.values()
-    found = [device.kernels.get(precision, {}).get(KernelKind.GATHER) for device in kinds]
+    kernels = [device.kernels.get(precision, {}).get(KernelKind.GATHER) for device in kinds]
     stops = [
         [
             modules * roofline.overhead_s + 4 * elements / roofline.bytes_s
             for roofline in (kernel.forward, kernel.backward)
         ]
-        for kernel in found
+        for kernel in kernels
         if kernel is not None
     ]
-    forward, backward = (max((each[part] for each in stops), default=0.0) for part in range(2))
+    forward, backward = (max((stop[part] for stop in stops), default=0.0) for part in range(2))
     return forward, backward
 
 
 def modules_of(parameters: Iterable[str]) -> set[str]:
-    """Return the paths of the modules that have these parameters."""
+    """Return the paths of the modules that own `parameters`, which are given by their paths."""
     return {path.rpartition(".")[0] for path in parameters}
 
 
 def send_time_s(num_bytes: float, link: Link) -> float:
+    """Return the seconds of one message of `num_bytes` over `link`."""
     return link.latency_s + num_bytes / link.bandwidth_bytes_s

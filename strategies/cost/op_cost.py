@@ -1,7 +1,8 @@
-"""What pieces of the model take on a device: the seconds of a chunk's operations, priced once.
+"""Seconds of pieces of the model on a device, computed once for each piece.
 
-A piece is some operations and which part of their values a rank has. Its price is a sum over kinds
-of equal operations (`op_work.py`), kept for every device and number of samples it was asked for.
+A piece is a set of operations and the part of their values that a rank has. Its price is a sum over
+kinds of equal operations (`op_work.py`). It is cached for every device and number of samples that
+it was asked for.
 """
 
 from collections import Counter
@@ -20,8 +21,8 @@ NamedIntervals = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass
 class Prices:
-    """Prices of the pieces of one graph at one precision. Pieces are told apart by the keys they
-    are asked for with."""
+    """Prices of the pieces of one graph at one precision. Pieces are told apart by the keys that
+    callers pass."""
 
     graph: OperationGraph
     precision: str
@@ -31,6 +32,7 @@ class Prices:
 
     @cached_property
     def works(self) -> Works:
+        """Return the work of the graph's operations, analysed once."""
         return Works(self.graph)
 
     def times(
@@ -42,8 +44,14 @@ class Prices:
         part: Callable[[], PartOfValue] = lambda: whole,
         added_to: Callable[[], Container[str]] = tuple,
     ) -> Times:
-        """Return the seconds of `operations` for `samples` samples. `key` stands for the
-        operations, their `part`, and the parameters they are `added_to` of (see `Works.of`)."""
+        """Return the seconds of `operations` for `samples` samples on `device`.
+
+        key: identifies the piece. Equal keys must stand for equal `operations`, `part` and
+            `added_to`.
+        part: gives the part of every value that the rank has; called once a key.
+        added_to: gives the parameters whose gradient lookups only add to (see `Works.of`); called
+            once a key.
+        """
         asked = (key, id(device), samples)
         if asked not in self._times:
             self._devices[id(device)] = device
@@ -54,8 +62,12 @@ class Prices:
 
 
 def part_of(assignment: Assignment | None, axes: NamedIntervals, index: int) -> PartOfValue:
-    """Return which part of each value member `index` of a group has; what is cast on its way into
-    an operation is read as it then is."""
+    """Return the function that gives the part of each value that member `index` of a shard group
+    has.
+
+    `axes` are the intervals of every axis, one a member. Where an operation reads a value through a
+    cast, its part is that of the cast's target. Without an `assignment` every part is 1.
+    """
     if assignment is None:
         return whole
     fractions = {
@@ -63,7 +75,10 @@ def part_of(assignment: Assignment | None, axes: NamedIntervals, index: int) -> 
         for axis, intervals in axes.items()
         if index < len(intervals) and intervals[-1][1]
     }
-    cast = {(each.user, each.value): each.target for each in assignment.casts}
+    cast = {
+        (layout_cast.user, layout_cast.value): layout_cast.target
+        for layout_cast in assignment.casts
+    }
 
     def part(name: str, reader: str | None) -> float:
         lies = assignment.layouts.get(name)

@@ -1,9 +1,9 @@
-"""What the operations of the graph ask of a device: FLOPs and bytes, forward and backward.
+"""Work that the operations of the graph ask of a device: FLOPs and bytes, forward and backward.
 
-Operations of one kind share a roofline (`roofline.py`); which kind, and how many bytes it moves, is
-decided here from targets and shapes alone. Views move nothing, and what is read through one counts
-as what lies in memory. Equal operations are one entry with a count, so that ninety-six equal blocks
-are priced as one.
+Operations of one kind share a roofline (`roofline.py`). The kind of an operation and the bytes it
+moves are decided here, from targets and shapes alone. Views move nothing. A value that is read
+through a view counts as it lies in memory. Equal operations are one entry with a count, so that
+ninety-six equal blocks are priced as one.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from whale_train.strategies.layouts.propagation import RULES, differentiable, re
 
 
 class KernelKind(StrEnum):
-    """What limits an operation."""
+    """Kind of an operation, by what limits its speed."""
 
     PRODUCT = "product"  # matrix products
     CONVOLUTION = "convolution"
@@ -32,16 +32,16 @@ class KernelKind(StrEnum):
     GELU = "gelu"
     TANH = "tanh"
     RANDOM = "random"  # a random number for every element: dropout
-    NORM = "norm"  # rows brought to mean 0 and variance 1, of which BatchNorm's are channels
+    NORM = "norm"  # rows (of a BatchNorm: channels) brought to mean 0 and variance 1
     SOFTMAX = "softmax"
-    SUM = "sum"  # much into little
+    SUM = "sum"  # reductions of many elements to few
     LOOKUP = "lookup"  # rows of a table by number
     LOSS = "loss"  # the cross-entropy of logits
-    COPY = "copy"  # elements moved
-    VIEW = "view"  # nothing moved
-    UPDATE = "update"  # the optimizer's, of all parameters at once
-    PARTITION = "partition"  # what ZeRO 1 and 2 do in a step with what they send
-    GATHER = "gather"  # what ZeRO 3 does with what it sends, a module at a time
+    COPY = "copy"  # elements are moved, none is computed
+    VIEW = "view"  # no element is moved
+    UPDATE = "update"  # the optimizer's update of all parameters at once
+    PARTITION = "partition"  # a step's work of ZeRO 1 and 2 on the gradients they send
+    GATHER = "gather"  # the work of ZeRO 3 on the tensors it sends, a module at a time
 
 
 BY_FLOPS = frozenset((KernelKind.PRODUCT, KernelKind.CONVOLUTION, KernelKind.ATTENTION))
@@ -49,15 +49,21 @@ BY_FLOPS = frozenset((KernelKind.PRODUCT, KernelKind.CONVOLUTION, KernelKind.ATT
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes read and written, in fp32: `fixed` whatever the batch, and `each` sample's."""
+    """Bytes read and written, counted in fp32.
+
+    fixed: bytes that do not depend on the batch.
+    each: bytes for every sample.
+    """
 
     fixed: float = 0.0
     each: float = 0.0
 
     def at(self, samples: float) -> float:
+        """Return the bytes for `samples` samples."""
         return self.fixed + self.each * samples
 
     def times(self, factor: float) -> "Traffic":
+        """Return the traffic times `factor`."""
         return Traffic(factor * self.fixed, factor * self.each)
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -69,9 +75,15 @@ _NONE = Traffic()
 
 @dataclass(frozen=True)
 class Work:
-    """One operation on one device: its forward's `flops` per sample (2 a multiply-add) and
-    traffic; the traffic of its `backward`, where what that does is not its kind's to say; and
-    which parts that has, of its inputs and of its weight. Equal where the price is."""
+    """Work of one operation on one device. Works are equal where their prices are.
+
+    kind: the kind of the operation.
+    flops: FLOPs of the forward per sample, 2 a multiply-add.
+    forward: traffic of the forward.
+    backward: traffic of the backward. None: the forward's traffic, at the kind's backward roofline.
+    input_gradient: whether the backward computes gradients of inputs.
+    weight_gradient: whether the backward computes the gradient of a weight.
+    """
 
     kind: KernelKind
     flops: float
@@ -81,20 +93,23 @@ class Work:
     weight_gradient: bool
 
 
-# Which part of a value this rank has, by the value's name: as it lies, or, where an operation is
-# named, as that reads it.
+# From a value's name and a reader's to the part of the value, 0 to 1, that this rank has. With a
+# reader, an operation's name, it is the part that this operation reads; with None, the part held.
 PartOfValue = Callable[[str, str | None], float]
 
 
 def whole(value: str, reader: str | None = None) -> float:
-    """Return the part of a value that is not cut: all."""
+    """Return 1.0, the part of a value that is not cut."""
     return 1.0
 
 
 class Works:
-    """The operations of one graph as work. What is the same for every stage and split is found
-    once: who has a gradient, whose memory a view is of, which values lie as a transpose left
-    them."""
+    """The operations of one graph as work.
+
+    Facts that are the same for every stage and split are computed once: which values have a
+    gradient, in which value's memory a view lies, and which values lie in memory as a transpose
+    left them.
+    """
 
     def __init__(self, graph: OperationGraph) -> None:
         self.graph = graph
@@ -107,23 +122,27 @@ class Works:
     def of(
         self, names: Iterable[str], part: PartOfValue = whole, added_to: Container[str] = ()
     ) -> Counter[Work]:
-        """Return the work of the operations `names`, of whose values this rank has `part`, and how
-        often there is each. The parameters `added_to` have a gradient that lookups only add to."""
-        found: Counter[Work] = Counter()
+        """Return the works of the operations `names`, with the number of times that each occurs.
+
+        part: gives the part of a value that this rank has.
+        added_to: names of parameters whose gradient exists already, so that a lookup's backward
+            adds to it without making zeros first.
+        """
+        counts: Counter[Work] = Counter()
         for name in names:
             operation = self.graph[name]
             if operation.target in _NO_WORK:
                 continue
-            found[self._work(operation, part, added_to)] += 1
+            counts[self._work(operation, part, added_to)] += 1
             if name in self.with_gradient and self._has_bias(operation):
                 summed = self._traffic(name, part)
-                found[Work(KernelKind.SUM, 0.0, _NONE, summed, False, True)] += 1
+                counts[Work(KernelKind.SUM, 0.0, _NONE, summed, False, True)] += 1
             readers = sum(user in self.with_gradient for user in self.graph.users[name])
             if name in self.with_gradient and readers > 1 and operation.shape is not None:
                 summed = self._traffic(name, part).times(3)
                 added = Work(KernelKind.POINTWISE, 0.0, _NONE, summed, True, False)
-                found[added] += readers - 1
-        return found
+                counts[added] += readers - 1
+        return counts
 
     def _note(self, operation: Operation) -> None:
         name = operation.name
@@ -140,8 +159,8 @@ class Works:
         self._memory[name] = self._memory.get(before, before) if is_view and before else name
 
     def _copies(self, operation: Operation) -> bool:
-        """Return whether what may be a view moves its elements: to another type, or to join
-        dimensions that a transpose has parted."""
+        """Return whether an operation that can be a view copies its elements: to convert them to
+        another dtype, or to join dimensions that a transpose has separated."""
         name = _short(operation)
         before = operation.inputs[0] if operation.inputs else ""
         if name in _CASTS:
@@ -174,12 +193,13 @@ class Works:
             read = (part(name, operation.name) for name in operation.inputs)
             share = min(part(operation.name, None), *read)
             if kind is KernelKind.PRODUCT and not weights:
-                of_weight = gradient and len(others) > 1  # the other factor's, which costs as much
+                # The gradient of the other factor, which costs as much.
+                of_weight = gradient and len(others) > 1
             elif _short(operation) in _RECURRENT:
-                of_input = gradient  # of the hidden states, whoever reads what it was given
+                of_input = gradient  # the gradient of the hidden states, which is always computed
         elif kind is KernelKind.LOOKUP:
             traffic = result.times(2)
-            if gradient:  # of the whole table, most of it nothing
+            if gradient:  # it has the size of the whole table, and is mostly zeros
                 table = operation.inputs[0]
                 made = _NONE if table in added_to else self._traffic(table, part)
                 back = result.times(2) + made
@@ -188,8 +208,9 @@ class Works:
         return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
 
     def _put(self, operation: Operation, part: PartOfValue) -> Work:
-        """Return the work of putting the gradient of a part of a value into one of the whole's
-        size: of all parts of a split at once, or of this one between zeros."""
+        """Return the work of writing the gradient of a part of a value into a gradient of the whole
+        value's size. A split writes all its parts at once; other operations write one part between
+        zeros."""
         whole = self._traffic(operation.inputs[0], part)
         read = whole if operation.shape is None else self._traffic(operation.name, part)
         return Work(KernelKind.COPY, 0.0, _NONE, whole + read, True, False)
@@ -197,8 +218,12 @@ class Works:
     def _pointwise_backward(
         self, operation: Operation, part: PartOfValue, gradient: bool
     ) -> Traffic:
-        """Return the work of a pass for each input that a gradient is computed for; sums hand
-        theirs through, but to what was spread over them."""
+        """Return the traffic of an elementwise backward: one pass for each input that gets a
+        gradient.
+
+        A pass moves three values of the result's size. Sums need none, as they hand their gradient
+        through. An input that was broadcast takes one more read of the result's size.
+        """
         if not gradient:
             return _NONE
         back, result = _NONE, self._traffic(operation.name, part)
@@ -211,8 +236,11 @@ class Works:
         return back
 
     def _has_bias(self, operation: Operation) -> bool:
-        """Return whether a product adds a bias, whose gradient is a sum over all rows of its
-        result's. To add it takes nothing that counts: it is in the result before the product is."""
+        """Return whether a product adds a bias.
+
+        The bias' gradient is a sum over all rows of the result's gradient. Adding the bias takes no
+        time that counts, as the result holds it before the product is accumulated.
+        """
         shapes = (
             self.graph[name].shape
             for name in operation.inputs
@@ -221,11 +249,12 @@ class Works:
         return any(shape is not None and len(shape) == 1 for shape in shapes)
 
     def _is_weight(self, name: str) -> bool:
-        """Return whether a value is a parameter, perhaps seen through a view."""
+        """Return whether a value is a parameter, or a view of one."""
         return self.graph[self._memory[name]].target == "parameter"
 
     def _held(self, name: str) -> str:
-        """Return the value whose memory is read where `name` is, which may show it many times."""
+        """Return the value whose memory is read where an operation reads `name`: the source of an
+        expanded view, else `name`."""
         return self._memory[name] if _short(self.graph[name]) in _SPREADING else name
 
     def _traffic(self, name: str, part: PartOfValue, reader: str | None = None) -> Traffic:
@@ -240,13 +269,13 @@ class Works:
 
 
 def kind_of(operation: Operation) -> KernelKind:
-    """Return the kind of `operation`, by what limits it; an unknown one is taken for one that works
-    element by element."""
+    """Return the kind of `operation`, by what limits its speed. An unknown operation counts as
+    elementwise."""
     return _KINDS.get(_short(operation), KernelKind.POINTWISE)
 
 
 def _short(operation: Operation) -> str:
-    """`add` for `aten.add_.Tensor`."""
+    """Return the short name of an operation: `add` for `aten.add_.Tensor`."""
     if operation.target == "<built-in function getitem>":
         return "getitem"
     parts = operation.target.split(".")
@@ -254,8 +283,9 @@ def _short(operation: Operation) -> str:
 
 
 def _takes_part(operation: Operation) -> bool:
-    """Return whether an operation's value is less than what it reads, so that a gradient is put
-    into one of the whole's size; those of the parts of a split are joined once, at the split."""
+    """Return whether an operation gives a part of its input, so that its backward writes a gradient
+    of the input's size. The items of a split do not count, as their gradients are joined once, at
+    the split."""
     name = _short(operation)
     if name == "slice":
         start, stop = (*operation.args[2:4], None, None)[:2]
@@ -279,7 +309,7 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
     "contiguous sym_size"
 )  # fmt: skip
 _WITH_BIAS = (KernelKind.PRODUCT, KernelKind.CONVOLUTION)
-# Products with what they made of the step before, all steps and layers as one operation.
+# Products with the hidden state of the step before, all steps and layers as one operation.
 _RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 _OF_KIND = {
     KernelKind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm "

@@ -1,4 +1,4 @@
-"""The seconds of the casts between layouts that a split puts into a piece of the model."""
+"""Seconds of the casts between layouts that a split adds to a piece of the model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,16 +22,20 @@ def cast_times(
     samples: float,
     link: Link,
 ) -> Times:
-    """Return the seconds of the collectives of a shard group of so many members, each once a value,
-    for `samples`."""
+    """Return the seconds of the collectives that `casts` run in a shard group of `members` ranks,
+    joined by `link`, for `samples` samples.
+
+    Casts of one value that are of one kind and give one layout share a collective. A value that is
+    no tensor takes no time.
+    """
     total = Times()
     for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in casts):
         if graph[value].shape is None:
-            continue  # a number, which everyone can tell
+            continue  # a number, which every member has
         num_bytes = moved_bytes(graph, value, samples, precision)
         gather = gather_time_s(num_bytes, members, link)
         reduce = all_reduce_time_s(num_bytes, members, link)
-        # Of an all-to-all every member sends what it has, and a gather passes on what all have.
+        # In an all-to-all a member sends its own part; in a gather it passes on all parts.
         exchange = gather_time_s(num_bytes / members, members, link)
         price = {"g": gather, "r": reduce, "x": exchange, "-": 0.0}
         forward, backward = _COLLECTIVES[kind]
@@ -47,12 +51,15 @@ def routing_times(
     ranks: Sequence[int],
     samples: float,
 ) -> Times:
-    """Return the seconds in which rows of `samples` go to their experts among `ranks` and come
-    back, each value once, and their gradients the same ways. Experts are taken to be asked for
-    alike."""
+    """Return the seconds in which the rows of `samples` samples go to their experts among `ranks`
+    and come back, and their gradients likewise in the backward.
+
+    Each value is sent once. All experts are taken to get as many rows. A cast of kind EXCHANGE
+    sends one int64 for each expert from every member to all others, and has no backward.
+    """
     total = Times()
     for value, kind in dict.fromkeys((c.value, c.kind) for c in casts):
-        if kind == EXCHANGE:  # each member tells all others a number for each expert
+        if kind == EXCHANGE:  # each member sends all others a number for each expert
             (experts,) = graph[value].shape or ()
             told = _COUNT_BYTES * experts.fixed * len(ranks)
             counts_s = all_to_all_time_s(cluster, ranks, told)
@@ -71,7 +78,8 @@ def rows_time_s(
     ranks: Sequence[int],
     samples: float,
 ) -> float:
-    """Return the seconds in which the rows `value` of `samples` go one way."""
+    """Return the seconds of one all-to-all over `ranks` with the rows `value` of `samples`
+    samples."""
     return all_to_all_time_s(cluster, ranks, moved_bytes(graph, value, samples, precision))
 
 
@@ -80,16 +88,19 @@ _COUNT_BYTES = 8  # int64 (runtime/comms/expert_rows.py)
 
 
 def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: str) -> float:
-    """Return the bytes of a value that a shard group's collective moves, for `samples` samples:
-    what products read and give travels in their 16 bits (`runtime/kernels/column_parallel.py`)."""
+    """Return the bytes of a whole value in a shard group's collective, for `samples` samples.
+
+    An element has 4 bytes in fp32 and 2 else: values that products read and give travel in their 16
+    bits (`runtime/kernels/column_parallel.py`).
+    """
     num_bytes = 4.0 if precision == "fp32" else 2.0
     for size in graph[value].shape or ():
         num_bytes *= size.fixed + size.per_sample * samples
     return num_bytes
 
 
-# Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a
-# reduce-scatter, which moves as much), an all-to-all, nothing.
+# Design §7's table: the collective of each cast, forward and backward. `r` is an all-reduce, `g` a
+# gather (or a reduce-scatter, which moves as much), `x` an all-to-all, `-` none.
 _COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "enter": ("-", "r"),
     "reduce": ("r", "-"),

@@ -1,7 +1,7 @@
-"""How long work takes on a device: rooflines of kinds of operations.
+"""Seconds of work on a device, from the rooflines of kinds of operations.
 
-A device that was calibrated (`mode=calibrate`) has rooflines of its own for every kind; of any
-other they are the catalogue's peaks times what such devices reach of them. Transfers are
+A device that was calibrated (`mode=calibrate`) has measured rooflines for every kind. For any other
+device they are the catalogue's peaks times the part that such devices reach. Transfers are
 `collectives.py`'s.
 """
 
@@ -13,15 +13,20 @@ from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind, Work
 from whale_train.strategies.hardware.cluster import Device, HostShare, Kernel, Roofline
 
 _VIEW_OVERHEAD_S = 0.0  # hidden behind the device's queue
-# Attention of devices of which nothing was published: those with bf16 units have FlashAttention-2,
-# taken for the lower end of what it reaches on A100; older ones attend as FlashAttention did, which
-# reached 25 to 40% there (Dao 2023, arXiv 2307.08691).
+# Parts of the peak FLOP/s that attention reaches on devices of which nothing was published. Those
+# with bf16 units have FlashAttention-2, at the lower end of its range on A100. Older ones have
+# FlashAttention, which reached 25 to 40% there (Dao 2023, arXiv 2307.08691).
 _FLASH, _OLDER = 0.5, 0.3
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a piece of work: forward, and the two parts of its backward."""
+    """Seconds of a piece of work.
+
+    forward: seconds of the forward.
+    backward_input: seconds of the backward's gradients of inputs.
+    backward_weight: seconds of the backward's gradients of weights.
+    """
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -29,9 +34,11 @@ class Times:
 
     @property
     def total(self) -> float:
+        """Return the seconds of the forward and the backward together."""
         return self.forward + self.backward_input + self.backward_weight
 
     def scaled(self, factor: float) -> "Times":
+        """Return the times, each multiplied by `factor`."""
         return Times(
             factor * self.forward, factor * self.backward_input, factor * self.backward_weight
         )
@@ -45,7 +52,8 @@ class Times:
 
 
 def work_times(works: Mapping[Work, int], samples: float, device: Device, precision: str) -> Times:
-    """Return the seconds of so many of each of `works` for `samples` samples."""
+    """Return the seconds of `works` for `samples` samples on `device` at `precision`. `works` maps
+    each work to the number of times that it is done."""
     forward = of_input = of_weight = 0.0
     kernels = {kind: kernel_of(device, precision, kind) for kind in KernelKind}
     for work, count in works.items():
@@ -57,21 +65,22 @@ def work_times(works: Mapping[Work, int], samples: float, device: Device, precis
         if not parts:
             continue
         back = work.backward.at(samples) if work.backward is not None else moved
-        each = count * kernel.backward.seconds(flops, back)
+        backward_s = count * kernel.backward.seconds(flops, back)
         if work.kind in BY_FLOPS and work.kind is not KernelKind.ATTENTION:
-            each /= 2  # a backward has two products, of which there may be one
-            of_input += each * work.input_gradient
-            of_weight += each * work.weight_gradient
+            backward_s /= 2  # a backward has up to two products, of equal cost
+            of_input += backward_s * work.input_gradient
+            of_weight += backward_s * work.weight_gradient
         elif work.input_gradient:
-            of_input += each
+            of_input += backward_s
         else:
-            of_weight += each
+            of_weight += backward_s
     return Times(forward, of_input, of_weight)
 
 
 def kernel_of(device: Device, precision: str, kind: KernelKind) -> Kernel:
-    """Return the rooflines of `kind` on `device`: measured, or from its peaks. KeyError where it
-    has no unit for `precision`."""
+    """Return the rooflines of `kind` on `device` at `precision`: as measured, else from the
+    device's peaks. Raises KeyError where nothing was measured and the device has no unit for
+    `precision`."""
     measured = device.kernels.get(precision, {}).get(kind)
     if measured is not None:
         return measured
@@ -94,35 +103,43 @@ def _attention(device: Device) -> float:
 
 
 def flops_rate(device: Device, precision: str) -> float:
-    """Peak FLOP/s of `device` at `precision`; KeyError where it has no unit for it."""
+    """Return the peak FLOP/s of `device` at `precision`. Raises KeyError where it has no unit for
+    `precision`."""
     return device.flops[precision]
 
 
 def whole_times(flops: float, device: Device, precision: str) -> Times:
-    """Return the seconds of a model whose operations nobody knows: `flops` of products."""
+    """Return the seconds of a model whose operations are unknown. Its forward counts as matrix
+    products of `flops` FLOPs."""
     kernel = kernel_of(device, precision, KernelKind.PRODUCT)
     half = kernel.backward.seconds(flops, 0.0) / 2
     return Times(kernel.forward.seconds(flops, 0.0), half, half)
 
 
 def accumulation_time_s(elements: float, parameters: int, device: Device, precision: str) -> float:
-    """Return the seconds of adding a backward's gradients to those of earlier ones: so many
-    `elements` of so many `parameters`, in fp32, two read and one written. (Autograd keeps those of
-    the first backward as they are made.)"""
+    """Return the seconds to add the gradients of a backward to those of earlier ones.
+
+    The gradients are fp32, `elements` of them in `parameters` tensors. Each is read from two places
+    and written to one. (Autograd keeps the gradients of the first backward as they are made.)
+    """
     roofline = kernel_of(device, precision, KernelKind.POINTWISE).forward
     width = 4 if precision == "fp32" else 8  # traffic of 16-bit values is counted as if of fp32
     return parameters * roofline.overhead_s + 3 * width * elements / roofline.bytes_s
 
 
 def zeros_time_s(elements: float, device: Device, precision: str) -> float:
-    """Return the seconds of the zeros in the gradient of a table, of so many `elements`, to which a
-    lookup's backward adds its rows, in fp32."""
+    """Return the seconds to zero the fp32 gradient of a table of `elements`, to which a lookup's
+    backward adds its rows."""
     return 4 * elements / kernel_of(device, precision, KernelKind.LOOKUP).backward.bytes_s
 
 
 def update_time_s(elements: float, states: int, device: Device) -> float:
-    """Return the seconds of an optimizer's update: every fp32 state and weight read and written,
-    the gradient read for it and once before for the norm."""
+    """Return the seconds of an optimizer's update of `elements` weights with `states` fp32 states
+    each.
+
+    Every state and weight is read and written. The gradient is read for the update, and once before
+    for the norm.
+    """
     measured = [
         kinds[KernelKind.UPDATE] for kinds in device.kernels.values() if KernelKind.UPDATE in kinds
     ]
@@ -132,15 +149,15 @@ def update_time_s(elements: float, states: int, device: Device) -> float:
     return roofline.seconds(0.0, 4 * elements * (2 * states + 4))
 
 
-# Nominal, of a host nobody describes: what its memory gives to each of its devices' optimizers, and
-# the PCI Express link (3.0, 16 lanes) that gradients and parameters take to and from it.
+# Nominal, for a host without a description: the memory bandwidth for the optimizer of each of its
+# devices, and the PCI Express link (3.0, 16 lanes) for gradients and parameters.
 _HOST = HostShare(memory_bytes_s=15e9, link_bytes_s=12e9)
-_OF_HOST_MEMORY = 0.8  # what streams reach of a host's bandwidth, nominal
+_OF_HOST_MEMORY = 0.8  # part of a host's memory bandwidth that streams reach, nominal
 
 
 def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> float:
-    """Return the seconds in which what each of `devices` keeps on its host and needs arrives at the
-    slowest."""
+    """Return the seconds until `num_bytes` have come from each host to its device, for the slowest
+    of `devices`. It is 0 on CPUs, where host and device share their memory."""
     if on_cpu:
         return 0.0
     hosts = {id(device): _host_of(device) for device in devices}
@@ -150,8 +167,12 @@ def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> f
 def offloaded_update_time_s(
     elements: float, states: int, device: Device, on_cpu: bool, moves: bool = True
 ) -> float:
-    """Return the seconds of an update of state kept on the host: gradients down, the update there,
-    parameters up; or the update alone, where neither `moves` then."""
+    """Return the seconds of an update of optimizer state that is kept on the host.
+
+    Gradients go to the host, the host updates, and parameters come back. Where `moves` is False,
+    neither crosses the link at this time, and the update alone counts. On CPUs it is
+    `update_time_s`.
+    """
     if on_cpu:
         return update_time_s(elements, states, device)
     host = _host_of(device)

@@ -1,8 +1,9 @@
-"""What the blocks of a model take and hold, by the device and the shard group that runs them.
+"""Price the blocks of a model, in seconds and bytes, by the device and shard group that run them.
 
-A unit is what a stage may hold at the least: a block with a weight, or several of which the later
-ones have none. Units' seconds and bytes add up, so that a stage has the difference of two prefix
-sums. Every figure is of the number of samples in question: none is a line through others.
+A unit is the least that a stage may hold: a block with a weight, or several blocks of which the
+later ones have none. The seconds and bytes of units add up, so that those of a stage are the
+difference of two prefix sums. Every figure is computed for the number of samples in question: none
+is interpolated.
 """
 
 from collections import Counter
@@ -26,8 +27,12 @@ Prefix = Sequence[float]
 
 @dataclass(frozen=True)
 class Seconds:
-    """Prefix sums, over the units, of a micro-batch's seconds: forward, the backward's two
-    parts."""
+    """Prefix sums, over the units, of the seconds of a micro-batch.
+
+    forward: seconds of the forward.
+    backward_input: seconds of the backward part that makes gradients of inputs.
+    backward_weight: seconds of the backward part that makes gradients of weights.
+    """
 
     forward: Prefix
     backward_input: Prefix
@@ -35,16 +40,20 @@ class Seconds:
 
     @cached_property
     def total(self) -> Prefix:
-        """The sums of forward and backward."""
+        """Return the prefix sums of the seconds of forward and backward together."""
         parts = zip(self.forward, self.backward_input, self.backward_weight, strict=True)
-        return [sum(each) for each in parts]
+        return [sum(unit_parts) for unit_parts in parts]
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Prefix sums, over the units, of what one member of a shard group holds: trained `elements`;
-    bytes of a sample that autograd saves (`saved`), and those that enter blocks (`entering`), which
-    is what is saved where blocks are computed again."""
+    """Prefix sums, over the units, of what one member of a shard group holds.
+
+    elements: trained elements.
+    saved: bytes that autograd saves for one sample.
+    entering: bytes of one sample that enter blocks, which is what is saved where blocks are
+        recomputed.
+    """
 
     elements: Prefix
     saved: Prefix
@@ -53,7 +62,15 @@ class Holding:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive blocks over a shard group: their work, their collectives, what they hold."""
+    """Consecutive blocks on one member of a shard group.
+
+    works: the work of the operations, and how often each occurs.
+    assignment: layouts and casts of the values (None: nothing is sharded).
+    elements: trained elements that the member holds.
+    saved: bytes that autograd saves for one sample.
+    entering: bytes of one sample that enter the first block, if it is one of a list of blocks; else
+        `saved`.
+    """
 
     works: Counter[Work]
     assignment: Assignment | None
@@ -64,8 +81,13 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Region:
-    """The operations of some blocks: their `own`, and with what each stage runs that reads it; what
-    they take from earlier ones and give to later ones."""
+    """Names of the operations of consecutive blocks, as a stage would run them.
+
+    own: operations of the blocks themselves.
+    operations: `own`, and those that every stage runs that reads them, in the order of the graph.
+    takes: operations of earlier blocks whose values are read.
+    gives: operations of `own` whose values are read outside of the region.
+    """
 
     own: Sequence[str]
     operations: Sequence[str]
@@ -75,7 +97,7 @@ class _Region:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """The costs of the blocks of one model at one precision."""
+    """Costs of the blocks of one model at one precision, each computed once."""
 
     findings: Findings
     _pieces: dict[tuple[int, int, int, str], _Piece] = field(default_factory=dict)
@@ -84,30 +106,36 @@ class BlockCosts:
     _units: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def units(self, shards: int) -> Sequence[int]:
-        """Return the places where units begin and the last one ends: each has a weight and, over a
-        shard group, one that can be cut."""
+        """Return the places where units begin and, last, the place where the last unit ends.
+
+        Each unit reads a weight and, over a shard group, one that can be sharded, if any can.
+        """
         if shards not in self._units:
             order = self.findings.order
             weights: Sequence[int] = order.weights
             if shards > 1:
                 cut = self.findings.weights_to_cut(shards)
                 weights = cut if cut[-1] else weights
-            found, last = [0], len(order.places) - 1
+            starts, last = [0], len(order.places) - 1
             for place in range(1, last):
-                if weights[found[-1]] < weights[place] < weights[place + 1]:
-                    found.append(place)
-            self._units[shards] = [*found, last]
+                if weights[starts[-1]] < weights[place] < weights[place + 1]:
+                    starts.append(place)
+            self._units[shards] = [*starts, last]
         return self._units[shards]
 
     def seconds(
         self, device: Device, shards: int, dim: str, link: Link | None, samples: float
     ) -> Seconds:
-        """Return the seconds of the units on a group of `shards` such devices, joined by `link`,
-        for a micro-batch of `samples`."""
+        """Return the seconds of the units on a group of `shards` devices like `device`.
+
+        dim: what splits divide, as in a strategy file.
+        link: link that joins the group (None: no collective is priced).
+        samples: samples of the micro-batch.
+        """
         key = (id(device), shards, dim, link, samples)
         if key not in self._seconds:
             alike: dict[int, Times] = {}
-            found = []
+            unit_times = []
             for first, last in pairwise(self.units(shards)):
                 total = Times()
                 for block in range(first, last):
@@ -115,16 +143,17 @@ class BlockCosts:
                     if kind not in alike:
                         alike[kind] = self._block(block, device, shards, dim, link, samples)
                     total += alike[kind]
-                found.append(total)
+                unit_times.append(total)
             self._seconds[key] = Seconds(
-                _sums(each.forward for each in found),
-                _sums(each.backward_input for each in found),
-                _sums(each.backward_weight for each in found),
+                _sums(times.forward for times in unit_times),
+                _sums(times.backward_input for times in unit_times),
+                _sums(times.backward_weight for times in unit_times),
             )
         return self._seconds[key]
 
     def holding(self, shards: int, dim: str) -> Holding:
-        """Return what one member of a group of `shards` holds of the units."""
+        """Return the elements and bytes of the units on one member of a group of `shards`
+        devices."""
         key = (shards, dim)
         if key not in self._holding:
             alike: dict[int, tuple[float, float, float]] = {}
@@ -149,7 +178,7 @@ class BlockCosts:
         return self._holding[key]
 
     def whole(self, device: Device, samples: float) -> Times:
-        """Return the seconds of the whole model, uncut, on one device."""
+        """Return the seconds of the whole model, uncut, on one device, for `samples` samples."""
         if self.findings.profile.graph is None:
             flops = self.findings.profile.forward_flops * samples
             return whole_times(flops, device, self.findings.precision)
@@ -159,38 +188,42 @@ class BlockCosts:
         )
 
     def crossing_bytes(self, unit: int, shards: int, samples: float) -> float:
-        """Return the bytes of a micro-batch that cross the beginning of a unit."""
+        """Return the bytes that cross the beginning of a unit, for a micro-batch of `samples`."""
         return self._crossing[self.units(shards)[unit]] * samples
 
     @cached_property
     def _crossing(self) -> Sequence[float]:
-        """The bytes of a sample that cross every place."""
+        """Return the bytes of one sample that cross each place."""
         order, graph, view = self.findings.order, self.findings.graph, self.findings.view
-        position, found = self._position, [0.0] * len(order.places)
+        position, crossing = self._position, [0.0] * len(order.places)
         for name, start in position.items():
             readers = [position[user] for user in graph.users[name] if user in position]
             if readers and graph[name].shape is not None:
                 sent = view.crossing_bytes(name, 1.0)
                 for number, place in enumerate(order.places):
                     if start < place <= max(readers):
-                        found[number] += sent
-        return found
+                        crossing[number] += sent
+        return crossing
 
     # --- One block ---
 
     def _block(
         self, block: int, device: Device, shards: int, dim: str, link: Link | None, samples: float
     ) -> Times:
-        """Return the seconds of a block: alone, or as one more beside its like."""
-        found = [
+        """Return the seconds of a block: alone, or what it adds beside a neighbour that is
+        alike."""
+        times = [
             self._times(self._piece(*ends, shards, dim), device, shards, link, samples)
             for ends in self._ends(block)
         ]
-        return found[0] if len(found) == 1 else found[0] + found[1].scaled(-1)
+        return times[0] if len(times) == 1 else times[0] + times[1].scaled(-1)
 
     def _ends(self, block: int) -> Sequence[tuple[int, int]]:
-        """Return the blocks to look at: itself, or where the one before is alike both and that
-        one, as what lies between two need not be gathered."""
+        """Return the intervals of blocks to price for one block.
+
+        They are the block alone; or, where a neighbour is alike, both blocks and that neighbour
+        alone, as values between the two need not be gathered.
+        """
         if block and self._alike[block - 1] == self._alike[block]:
             return [(block - 1, block + 1), (block - 1, block)]
         following = block + 1
@@ -201,6 +234,8 @@ class BlockCosts:
     def _times(
         self, piece: _Piece, device: Device, shards: int, link: Link | None, samples: float
     ) -> Times:
+        """Return the seconds of consecutive blocks on one device, with the collectives over
+        `link`."""
         times = work_times(piece.works, samples, device, self.findings.precision)
         if piece.assignment is None or link is None:
             return times
@@ -208,12 +243,16 @@ class BlockCosts:
         return times + cast_times(graph, piece.assignment.casts, precision, shards, samples, link)
 
     def _piece(self, first: int, last: int, shards: int, dim: str) -> _Piece:
+        """Return the analysis of the blocks [first, last) over a shard group, made at the first
+        call."""
         key = (first, last, shards, dim)
         if key not in self._pieces:
             self._pieces[key] = self._found(*key)
         return self._pieces[key]
 
     def _found(self, first: int, last: int, shards: int, dim: str) -> _Piece:
+        """Return the analysis of the blocks [first, last) over a shard group of `shards`
+        devices."""
         findings, profile = self.findings, self.findings.profile
         part = self._region(first, last)
         sharded = None
@@ -251,17 +290,20 @@ class BlockCosts:
         return _Piece(works, assignment, elements, saved, entering)
 
     def _region(self, first: int, last: int) -> _Region:
-        """Return the operations of the blocks [first, last) and all that these read and that
-        depends on no parameter, as a stage of these blocks would run them."""
+        """Return the region of the blocks [first, last), as a stage of these blocks would run it.
+
+        The region has the operations of the blocks, and all operations that these read and that
+        depend on no parameter.
+        """
         order, graph = self.findings.order, self.findings.graph
         own = order.operations[order.places[first] : order.places[last]]
         inside, takes, waiting = set[str](), set[str](), list(own)
-        mine = set(own)
+        own_names = set(own)
         while waiting:
             name = waiting.pop()
             if name in inside or name in takes:
                 continue
-            if name in self._position and name not in mine and graph[name].shape is not None:
+            if name in self._position and name not in own_names and graph[name].shape is not None:
                 takes.add(name)
                 continue
             inside.add(name)
@@ -271,6 +313,7 @@ class BlockCosts:
         return _Region(own, operations, sorted(takes), gives)
 
     def _sharded(self, part: _Region, shards: int, dim: str) -> Sharded:
+        """Return the layouts chosen for a region whose inputs and outputs are replicated."""
         graph, profile = self.findings.graph, self.findings.profile
         given: dict[str, Layout] = dict.fromkeys(part.takes, R)
         wanted: dict[str, Layout] = dict.fromkeys(part.gives, R)
@@ -287,44 +330,50 @@ class BlockCosts:
 
     @cached_property
     def _position(self) -> Mapping[str, int]:
-        """The position of every operation that depends on a parameter, which one stage runs."""
+        """Return the position of every operation that one stage alone runs, by its name.
+
+        These operations depend on a parameter, or on random numbers.
+        """
         return {name: n for n, name in enumerate(self.findings.order.operations)}
 
     @cached_property
     def _place_in_graph(self) -> Mapping[str, int]:
+        """Return the position of every operation in the graph, by its name."""
         return {operation.name: n for n, operation in enumerate(self.findings.graph)}
 
     @cached_property
     def _measured(self) -> bool:
-        """Whether the graph says what autograd saves."""
+        """Return whether the graph says what autograd saves."""
         return any(operation.saved for operation in self.findings.graph)
 
     @cached_property
     def _made(self) -> float:
-        """The bytes of a sample of all that is made, in fp32."""
+        """Return the bytes, in fp32, of all values made for one sample."""
         return sum(self.findings.graph.num_bytes[name] for name in self._position) or 1.0
 
     @cached_property
     def _added_to(self) -> frozenset[str]:
-        """The parameters: of later micro-batches, gradients are added where they are made."""
+        """Return the names of the parameters, to whose gradients micro-batches after the first
+        add."""
         graph = self.findings.graph
-        return frozenset(each.name for each in graph if each.target == "parameter")
+        return frozenset(operation.name for operation in graph if operation.target == "parameter")
 
     @cached_property
     def _alike(self) -> Sequence[int]:
-        """A number for every block, the same for those that are alike in their operations, their
-        weights and their work."""
+        """Return a number for every block, equal for blocks with equal operations, weights and
+        work."""
         order, works = self.findings.order, self.findings.prices.works
         numbers: dict[object, int] = {}
-        found = []
+        block_numbers = []
         for number, (first, last) in enumerate(pairwise(order.places)):
             names = order.operations[first:last]
             kinds = tuple(self.findings.graph[name].target for name in names)
             weights = order.weights[number + 1] - order.weights[number]
             work = frozenset(works.of(names, added_to=self._added_to).items())
-            found.append(numbers.setdefault((kinds, weights, work), len(numbers)))
-        return found
+            block_numbers.append(numbers.setdefault((kinds, weights, work), len(numbers)))
+        return block_numbers
 
 
 def _sums(values: Iterable[float]) -> Prefix:
+    """Return the prefix sums of `values`, of which the first is 0."""
     return [0.0, *accumulate(values)]

@@ -1,4 +1,4 @@
-"""What the estimates of candidates for one model and cluster have in common, each found once."""
+"""Compute once what the estimates of candidates for one model and cluster have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,12 @@ from whale_train.strategies.plan.training import Training
 
 @dataclass(frozen=True)
 class EqualCopies:
-    """`count` copies of a pipeline with equal devices, by stage, and the `samples` of each."""
+    """Copies of a pipeline that have equal devices.
+
+    count: number of these copies.
+    devices: device of each stage.
+    samples: samples that each copy takes in a step.
+    """
 
     count: int
     devices: tuple[Device, ...]
@@ -25,9 +30,15 @@ class EqualCopies:
 
 @dataclass(frozen=True)
 class CandidateCosts:
-    """What candidates take and need of one model, whose `blocks` cost so much, on the devices of
-    `cluster`, work being shared by `balance`. `expert_sums` are those of experts' gradients, by how
-    many devices experts are spread over."""
+    """Costs of candidates for one model on one cluster.
+
+    blocks: costs of the model's blocks.
+    cluster: the devices, all of which every candidate uses.
+    training: the training that the estimates are for.
+    balance: how work is shared among copies, `hardware` or `even`.
+    expert_sums: seconds of the sum of experts' gradients and the link of its group, by the number
+        of devices that experts are spread over.
+    """
 
     blocks: BlockCosts
     cluster: Cluster
@@ -39,7 +50,8 @@ class CandidateCosts:
     _totals: dict[object, float] = field(default_factory=dict)
 
     def total_s(self, part: Part, dim: str, samples: int) -> float:
-        """Return the seconds of the whole model on a shard group of the part."""
+        """Return the seconds of the whole model on a shard group of `part`, for `samples`
+        samples."""
         key = (part.kind, part.shards, dim, samples)
         if key not in self._totals:
             device = self.transfers.device_of[part.kind]
@@ -48,75 +60,89 @@ class CandidateCosts:
 
     @cached_property
     def transfers(self) -> Transfers:
-        """The transfers between the devices."""
+        """Return the transfers between the devices."""
         return Transfers(self.cluster)
 
     @cached_property
     def sums(self) -> GradientTimes:
-        """What gradients and weights take between the copies that hold them."""
+        """Return the times of gradients and weights between the copies that hold them."""
         return GradientTimes(self.blocks.findings, self.cluster, self.training, self.transfers)
 
     @cached_property
     def needs(self) -> Needs:
-        """What weights, gradients and optimizers need."""
+        """Return the memory that weights, gradients and optimizers need."""
         return Needs(self.blocks.findings, self.cluster, self.training)
 
     def by_processors(self, mesh: Mesh, micro_batches: int, times_s: float) -> float:
-        """Return what all ranks compute on the processors that they share, where these are fewer;
-        `times_s` is what the whole model takes on a shard group, a micro-batch."""
+        """Return the seconds in which shared processors compute the work of all ranks.
+
+        The seconds are 0 where there are as many processors as ranks, or more. `times_s` are the
+        seconds of the whole model on a shard group, for one micro-batch.
+        """
         if len(self.cluster.devices) <= self.cluster.processors:
             return 0.0
         passes = mesh.copies * max(1, micro_batches) * mesh.shards
         return passes * times_s / self.cluster.processors
 
     def copies_of(self, mesh: Mesh) -> Sequence[EqualCopies]:
-        """Return the copies of the pipeline, those with equal devices together."""
+        """Return the copies of the pipeline of `mesh`, those with equal devices together."""
         if mesh not in self._copies:
             self._copies[mesh] = self._equal_copies(mesh)
         return self._copies[mesh]
 
     def _equal_copies(self, mesh: Mesh) -> Sequence[EqualCopies]:
+        """Return the copies of a mesh, those with equal devices together.
+
+        The slowest device of each stage stands for the stage. Samples are shared by the speed of
+        each copy's slowest stage, or evenly as `balance` says.
+        """
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         batch, device_of = self.training.global_batch, self.transfers.device_of
         if mesh.by_kind or len(mesh.devices) == 1:
             devices = tuple(device_of[part.kind] for part in parts)
             return [EqualCopies(mesh.copies, devices, -(-batch // mesh.copies))]
-        found: dict[tuple[str, ...], int] = {}
-        rank, listed = 0, self.cluster.devices
+        counts: dict[tuple[str, ...], int] = {}
+        rank, all_devices = 0, self.cluster.devices
         for _ in range(mesh.copies):
             names = []
             for part in parts:
                 width = part.copies * part.shards
-                held = {device.name: device for device in listed[rank : rank + width]}
+                held = {device.name: device for device in all_devices[rank : rank + width]}
                 names.append(min(held, key=lambda name: (self._rate(held[name]), name)))
                 rank += width
-            found[tuple(names)] = found.get(tuple(names), 0) + 1
+            counts[tuple(names)] = counts.get(tuple(names), 0) + 1
         speeds = {
             names: 1.0 if self.balance == "even" else min(self._rate(device_of[n]) for n in names)
-            for names in found
+            for names in counts
         }
-        total = sum(speeds[names] * count for names, count in found.items())
+        total = sum(speeds[names] * count for names, count in counts.items())
         return [
             EqualCopies(
                 count,
                 tuple(device_of[name] for name in names),
                 max(1, -int(-batch * speeds[names] // total)),
             )
-            for names, count in found.items()
+            for names, count in counts.items()
         ]
 
     def _rate(self, device: Device) -> float:
+        """Return the peak FLOP/s of a device at the precision of training."""
         return flops_rate(device, self.training.precision)
 
     def seconds(self, device: Device, part: Part, dim: str, samples: float) -> Seconds:
+        """Return the seconds of the units on a shard group of `part`, with devices like `device`.
+
+        The seconds are for a micro-batch of `samples`.
+        """
         shards = part.shards
         link = self.transfers.shard_link(part.kind or device.name, shards) if shards > 1 else None
         return self.blocks.seconds(device, shards, dim if shards > 1 else "auto", link, samples)
 
     def crossing(self, shards: int, samples: int) -> Sequence[float]:
-        """Return the bytes of a micro-batch that cross the beginning of every unit, and the end."""
+        """Return the bytes that cross the beginning of every unit, and the end, for `samples`
+        samples."""
         if (shards, samples) not in self._crossings:
             units = range(len(self.blocks.units(shards)))
-            found = [self.blocks.crossing_bytes(unit, shards, samples) for unit in units]
-            self._crossings[shards, samples] = found
+            crossing_bytes = [self.blocks.crossing_bytes(unit, shards, samples) for unit in units]
+            self._crossings[shards, samples] = crossing_bytes
         return self._crossings[shards, samples]

@@ -1,8 +1,8 @@
-"""The strategies that a search compares, each a file one could have written.
+"""Describe the strategies that a search compares, each a file one could have written.
 
-A mesh says which devices do the same: copies of a pipeline whose stages come in parts, each part
-on one kind of device. A candidate is a mesh with all else that a strategy says. Owns what a
-candidate is, how it is written and what it is called; `space.py` says which there are.
+A mesh says which devices do the same: copies of a pipeline whose stages come in parts, each part on
+one kind of device. A candidate is a mesh with all else that a strategy says. Owns what a candidate
+is, how it is written and what it is called; `space.py` says which there are.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """`stages` stages one after another, each of them `copies` of `shards` devices of one `kind`
-    (empty: whichever come next)."""
+    """Consecutive stages of a pipeline that are alike.
+
+    kind: kind of the devices (empty: whichever come next).
+    stages: number of stages.
+    copies: copies of each stage in one pipeline.
+    shards: devices of one copy of a stage, its shard group.
+    """
 
     kind: str
     stages: int
@@ -22,13 +27,18 @@ class Part:
 
     @property
     def width(self) -> int:
-        """The number of devices of the part in one copy of the pipeline."""
+        """Return the number of devices of the part in one copy of the pipeline."""
         return self.stages * self.copies * self.shards
 
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """`copies` of a pipeline of `parts`, on so many devices of each kind (`devices`)."""
+    """Copies of a pipeline on a set of devices.
+
+    devices: kinds of devices, and the number of each.
+    copies: copies of the pipeline.
+    parts: the stages of the pipeline, part by part.
+    """
 
     devices: tuple[tuple[str, int], ...]
     copies: int
@@ -36,36 +46,44 @@ class Mesh:
 
     @property
     def count(self) -> int:
-        """The number of devices used."""
+        """Return the number of devices used."""
         return sum(count for _, count in self.devices)
 
     @property
     def stages(self) -> int:
-        """The number of stages of one pipeline."""
+        """Return the number of stages of one pipeline."""
         return sum(part.stages for part in self.parts)
 
     @property
     def shards(self) -> int:
-        """The devices of a shard group, which are as many in all parts."""
+        """Return the number of devices of a shard group, which is the same in all parts."""
         return max(part.shards for part in self.parts)
 
     @property
     def widest(self) -> int:
-        """The most copies that a stage has in one pipeline."""
+        """Return the most copies that a stage has in one pipeline."""
         return max(part.copies for part in self.parts)
 
     @property
     def by_kind(self) -> bool:
-        """Whether stages name the kind of device that holds them."""
+        """Return whether stages name the kind of device that holds them."""
         return bool(self.parts[0].kind)
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A strategy. `micro_batches` 0: it is no pipeline, not even of one stage. `offload` is what
-    is kept on the host: `none`, `optimizer`, or `all` (parameters too). `dim` is what its splits
-    divide, as in a strategy file. `experts` are the devices that a mixture's are spread over beside
-    copies of the rest (0: it has none, or they are not)."""
+    """A strategy that a search compares with others.
+
+    mesh: devices, copies and stages.
+    micro_batches: micro-batches of a copy's samples (0: no pipeline, not even one of one stage).
+    schedule: order of the pipeline's work.
+    zero: ZeRO stage of the copies.
+    offload: what is kept on the host, `none`, `optimizer`, or `all` (parameters too).
+    split_head: whether the head is split over the devices of all copies.
+    dim: what splits divide, as in a strategy file.
+    experts: devices that the experts of a mixture are spread over, beside copies of the rest (0:
+        there are no experts, or every copy holds all).
+    """
 
     mesh: Mesh
     micro_batches: int = 0
@@ -78,7 +96,7 @@ class Candidate:
 
     @property
     def family(self) -> str:
-        """What the candidate is compared as: one family's estimates err alike."""
+        """Return the name of the family; the estimates of one family err alike."""
         mesh = self.mesh
         if self.split_head:
             return "copies beside a split head"
@@ -96,7 +114,7 @@ class Candidate:
 
     @property
     def described(self) -> str:
-        """All that the candidate is, in words."""
+        """Return the candidate in words."""
         mesh, words = self.mesh, []
         for part in mesh.parts:
             number = "1 stage" if part.stages == 1 else f"{part.stages} stages"
@@ -118,7 +136,7 @@ class Candidate:
         return ", ".join(words)
 
     def graph(self) -> Any:
-        """Return the strategy as the `graph:` of a file."""
+        """Return the value of `graph` in the candidate's strategy file."""
         if self.split_head:
             return [{"replicate": self._keeping()}, {"split": {"modules": "head"}}]
         if self.experts:
@@ -134,7 +152,7 @@ class Candidate:
         return {"replicate": {"degree": self.mesh.copies, **self._keeping(), **inner}}
 
     def _keeping(self) -> dict[str, Any]:
-        """Return how copies keep their optimizer's state."""
+        """Return the `zero` and `offload` keys of the candidate's replicate."""
         written: dict[str, Any] = {"zero": self.zero} if self.zero else {}
         if self.offload != "none":
             parameters = {"parameters": "cpu"} if self.offload == "all" else {}
@@ -142,10 +160,12 @@ class Candidate:
         return written
 
     def _split(self, shards: int) -> Mapping[str, Any]:
+        """Return the node of a split over `shards` devices."""
         dim = {} if self.dim == "auto" else {"dim": self.dim}
         return {"split": {"degree": shards, **dim}}
 
     def _pipeline(self) -> dict[str, Any]:
+        """Return the node of the pipeline, with one node for each stage."""
         stages = []
         for part in self.mesh.parts:
             stage: dict[str, Any] = {"recompute": "auto"}
@@ -164,8 +184,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The `seconds` of a step, infinite where some device, or all together, is `short_bytes` of
-    memory; and the places where a pipeline is cut (empty: as the resolver cuts it)."""
+    """What a candidate is estimated to take and need.
+
+    seconds: seconds of a step (infinite: the candidate does not fit, or has no layout).
+    short_bytes: bytes of memory that some device, or all together, are short of.
+    cut: places where the pipeline is cut (empty: as the resolver cuts it).
+    """
 
     seconds: float
     short_bytes: float = 0.0

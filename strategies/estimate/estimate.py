@@ -1,4 +1,4 @@
-"""What a candidate takes and needs, by formulas: which of many the search simulates.
+"""Estimate candidates by formulas, so that the search simulates the best of many.
 
 A pipeline's step is its slowest stage, busy with all micro-batches, and what the other stages add
 when it fills and drains; gradient sums as far as no backward hides them; the update. The formulas
@@ -25,13 +25,13 @@ from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.simulate.tasks import PIECES
 
-_COARSE = 1e6  # bytes, less than which is no more than the rounding of such a sum
-_UNHIDDEN = 1 - 1 / PIECES  # of a backward, the part in which there are gradients to sum
+_COARSE = 1e6  # bytes: a smaller shortage is the rounding of the sum
+_UNHIDDEN = 1 - 1 / PIECES  # the part of a backward in which there are gradients to sum
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates of candidates, out of what they have in common."""
+    """Estimator of candidates, which keeps what their estimates have in common."""
 
     costs: CandidateCosts
     _stages: dict[object, StageCosts] = field(default_factory=dict)
@@ -39,7 +39,10 @@ class Estimator:
     _with_sums: dict[object, Sequence[float]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Estimate:
-        """Return the estimate of a candidate that uses all devices of the cluster."""
+        """Return the estimate of a candidate that uses all devices of the cluster.
+
+        The seconds are infinite where the candidate does not fit, or where no layout exists.
+        """
         short = self.costs.needs.short_on_hosts(candidate)
         if short > 0:
             return Estimate(inf, short)
@@ -55,8 +58,11 @@ class Estimator:
             return Estimate(inf)
 
     def rough_s(self, mesh: Mesh, micro_batches: int, dim: str) -> float:
-        """Return about what a pipeline on `mesh` takes if the model could be cut anywhere, in
-        whatever order of its parts."""
+        """Return roughly the seconds of a pipeline's step if the model could be cut anywhere.
+
+        The order of the mesh's parts does not count. Raises PlanError where no layout exists for
+        `dim`.
+        """
         samples = -(-self.costs.training.global_batch // (mesh.copies * micro_batches))
         rate, widths, speeds = 0.0, 0, list[float]()
         for part in mesh.parts:
@@ -73,7 +79,8 @@ class Estimator:
         return (micro_batches - 1 + 2 * widths / 3) * pace + shown
 
     def uncut_s(self, candidate: Candidate) -> float:
-        """Return what a pipeline takes if the model could be cut anywhere, memory aside."""
+        """Return the seconds of a pipeline's step if the model could be cut anywhere, memory
+        aside."""
         mesh, pieces = candidate.mesh, candidate.micro_batches
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         slowest = 0.0
@@ -83,8 +90,12 @@ class Estimator:
             rate = 0.0
             for part, device in zip(parts, alike.devices, strict=True):
                 if part not in of_part:
-                    found = self.costs.seconds(device, part, candidate.dim, size)
-                    whole = found.forward[-1], found.backward_input[-1], found.backward_weight[-1]
+                    of_units = self.costs.seconds(device, part, candidate.dim, size)
+                    whole = (
+                        of_units.forward[-1],
+                        of_units.backward_input[-1],
+                        of_units.backward_weight[-1],
+                    )
                     of_part[part] = (*whole, part.copies / max(sum(whole), 1e-30))
                 rate += of_part[part][3]
             times = []
@@ -116,26 +127,30 @@ class Estimator:
         return max(slowest, self._shared_s(candidate, size))
 
     def _shared_s(self, candidate: Candidate, size: int) -> float:
-        """Return the least that a pipeline takes where its ranks share processors."""
+        """Return the least seconds of a pipeline's step where its ranks share processors, else 0.
+
+        `size` is the number of samples of a micro-batch.
+        """
         part, mesh = candidate.mesh.parts[0], candidate.mesh
         total = self.costs.total_s(part, candidate.dim, size)
         return self.costs.by_processors(mesh, candidate.micro_batches, total)
 
     def _hops(self, mesh: Mesh, parts: Sequence[Part]) -> Sequence[Hop]:
-        """Return what sends between the stages of a pipeline."""
+        """Return the cost of a send between each two neighbouring stages of a pipeline."""
         if mesh.widest > 1 and not mesh.by_kind:
             return self.costs.transfers.hops(mesh)
         known: dict[tuple[Part, Part], Hop] = {}
-        found = []
+        hops = []
         for pair in pairwise(parts):
             if pair not in known:
                 known[pair] = self.costs.transfers.hop(mesh, *pair)
-            found.append(known[pair])
-        return found
+            hops.append(known[pair])
+        return hops
 
     # --- Pipelines, of one stage or more ---
 
     def _pipeline(self, candidate: Candidate) -> Estimate:
+        """Return the estimate of a pipeline of one stage or more."""
         mesh, pieces = candidate.mesh, max(1, candidate.micro_batches)
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         copies = self.costs.copies_of(mesh)
@@ -152,10 +167,10 @@ class Estimator:
                     alone = replace(candidate, schedule="1f1b")
                 if alone not in self._cuts:
                     self._cuts[alone] = cut(stages, hops, crossing, pieces)
-                found = self._cuts[alone]
-                if found is None:
+                best_cut = self._cuts[alone]
+                if best_cut is None:
                     return Estimate(inf, self._short(stages, len(crossing) - 1))
-                ends = found.ends
+                ends = best_cut.ends
             seconds = self._step(candidate, parts, alike, size, stages, hops, crossing, ends)
             slowest = max(slowest, seconds)
         slowest = max(slowest, self._shared_s(candidate, size))
@@ -171,20 +186,25 @@ class Estimator:
         size: int,
         pieces: int,
     ) -> Sequence[StageCosts]:
-        """Return the stages of a copy, as the programme that cuts the model sees them."""
-        mesh, found = candidate.mesh, list[StageCosts]()
+        """Return the costs of a copy's stages, for the dynamic programme that cuts the model.
+
+        size: samples of a micro-batch.
+        pieces: number of micro-batches.
+        """
+        mesh, stages = candidate.mesh, list[StageCosts]()
         for number, (part, device) in enumerate(zip(parts, copies.devices, strict=True)):
             flight = in_flight_of(candidate.schedule, [p.copies for p in parts], number, pieces)
             key = (mesh.copies, part, id(device), size, candidate.micro_batches, flight,
                    candidate.zero, candidate.offload, candidate.dim)  # fmt: skip
             if key not in self._stages:
                 self._stages[key] = self._stage(candidate, part, device, size, pieces, flight)
-            found.append(self._stages[key])
-        return found
+            stages.append(self._stages[key])
+        return stages
 
     def _stage(
         self, candidate: Candidate, part: Part, device: Device, size: int, pieces: int, flight: int
     ) -> StageCosts:
+        """Return the costs of one stage with `flight` micro-batches of `size` samples in flight."""
         of_units = self.costs.seconds(device, part, candidate.dim, size)
         holding = self.costs.blocks.holding(part.shards, candidate.dim)
         mesh = candidate.mesh
@@ -210,21 +230,24 @@ class Estimator:
     def _seconds_with_sums(
         self, candidate: Candidate, part: Part, of_units: Seconds, holding: Holding, pieces: int
     ) -> Sequence[float]:
-        """Return the seconds of the units with their part of the gradient sums that no backward
-        hides, which a stage does once a step."""
+        """Return the prefix sums of the units' seconds, with gradient sums that no backward hides.
+
+        A stage sums its gradients once a step, so that each of the `pieces` micro-batches has a
+        part.
+        """
         group = self.costs.transfers.group(candidate.mesh.copies, part)
         if group.members == 1:
             return of_units.total
         element_s = self.costs.sums.element_s(candidate.mesh.copies, part)
         hidden = 0.0 if candidate.zero else _UNHIDDEN
-        found, total = [0.0], of_units.total
+        with_sums, total = [0.0], of_units.total
         for unit in range(len(total) - 1):
             forward = of_units.forward[unit + 1] - of_units.forward[unit]
             time = total[unit + 1] - total[unit]
             elements = holding.elements[unit + 1] - holding.elements[unit]
             shown = max(0.0, element_s * elements - hidden * (time - forward))
-            found.append(found[-1] + time + part.copies * shown / pieces)
-        return found
+            with_sums.append(with_sums[-1] + time + part.copies * shown / pieces)
+        return with_sums
 
     def _step(
         self,
@@ -275,8 +298,11 @@ class Estimator:
     # --- Memory ---
 
     def _short(self, stages: Sequence[StageCosts], units: int) -> float:
-        """Return how many bytes a pipeline's devices, together, are short of at the least: by the
-        sum of all, or, where that is enough, by what each would need for some cut."""
+        """Return the least bytes that a pipeline's devices, together, are short of.
+
+        They are the bytes that the sum over all devices lacks. Where the sum has room, they are the
+        bytes that each device would need more for some cut.
+        """
         needs = sum(s.copies * s.element_bytes * s.elements[-1] for s in stages) / len(stages)
         saved = min(stage.samples * stage.entering[-1] for stage in stages)
         together = needs + saved - sum(stage.copies * stage.room for stage in stages)

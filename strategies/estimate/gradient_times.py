@@ -1,4 +1,4 @@
-"""What copies of a stage spend on each other: sums of gradients, updates, what ZeRO gathers."""
+"""Time what copies of a stage exchange: sums of gradients, updates, and what ZeRO gathers."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +27,7 @@ from whale_train.strategies.stages.analysis import Findings
 
 @dataclass(frozen=True)
 class GradientTimes:
-    """The seconds of gradients and weights between copies on the devices of `cluster`."""
+    """Times of gradients and weights between copies on the devices of `cluster`."""
 
     findings: Findings
     cluster: Cluster
@@ -36,7 +36,8 @@ class GradientTimes:
     _element: dict[tuple[int, Part], float] = field(default_factory=dict)
 
     def element_s(self, copies: int, part: Part) -> float:
-        """Return the seconds of the sum of an element's gradients over all copies of a stage."""
+        """Return the seconds that one element's gradient takes in a sum over all copies of a
+        stage."""
         key = (copies, part)
         if key not in self._element:
             group = self.transfers.group(copies, part)
@@ -45,7 +46,7 @@ class GradientTimes:
         return self._element[key]
 
     def _sum_of(self, group: Group, part: Part) -> float:
-        """Return the seconds of an element in the sum of many."""
+        """Return the seconds of one element in the sum of a million elements over a group."""
         if group.members == 1:
             return 0.0
         return self.transfers.sum_s(group, part, self.training.sent_width * 1e6) / 1e6
@@ -53,8 +54,15 @@ class GradientTimes:
     def after_s(
         self, candidate: Candidate, part: Part, elements: float, backward_s: float, device: Device
     ) -> float:
-        """Return the seconds from a stage's last backward to its updated weights: of the sum what
-        is not hidden, the update, and what ZeRO gathers."""
+        """Return the seconds from a stage's last backward to its updated weights.
+
+        They are the part of the gradients' sum that no backward hides, the update, and what ZeRO
+        gathers.
+
+        elements: trained elements of the stage on one member of a shard group.
+        backward_s: seconds of the last backward, behind which a sum can hide.
+        device: the device that updates.
+        """
         group = self.transfers.group(candidate.mesh.copies, part)
         copies, zero = group.members, candidate.zero
         own, states = elements / (copies if zero else 1), self.training.optimizer_states
@@ -78,8 +86,10 @@ class GradientTimes:
         return partitioned_sum_time_s(elements, summed, [device], precision) + update + gathered
 
     def _sum_s(self, candidate: Candidate, group: Group, part: Part, num_bytes: float) -> float:
-        """Return the seconds of a sum over a group; copies of the whole model on one host sum in
-        the memory that they share (docs/adr/013)."""
+        """Return the seconds of a sum of `num_bytes` over a group.
+
+        Copies of the whole model on one host sum in the memory that they share (docs/adr/013).
+        """
         mesh = candidate.mesh
         whole = not (candidate.micro_batches or candidate.zero) and mesh.shards == 1
         in_memory = whole and self.training.reduce_dtype == "fp32"
@@ -90,8 +100,11 @@ class GradientTimes:
     def gathers_s(
         self, candidate: Candidate, part: Part, device: Device, elements: float | None = None
     ) -> tuple[float, float]:
-        """Return what ZeRO 3 adds to a forward and to a backward of a part that has so many trained
-        `elements` (None: as many as the other parts)."""
+        """Return the seconds that ZeRO 3 adds to a forward and to a backward of a part.
+
+        Both are 0 for other ZeRO stages. `elements` are the trained elements of the part (None: as
+        many as in the other parts).
+        """
         if candidate.zero < 3:
             return 0.0, 0.0
         findings, group = self.findings, self.transfers.group(candidate.mesh.copies, part)
@@ -101,12 +114,12 @@ class GradientTimes:
         sent = gather_time_s(width * elements, group.members, link)
         if candidate.offload == "all":
             sent += fetch_time_s(width * elements / group.members, [device], self.cluster.on_cpu)
-        modules = len(modules_of(each.path for each in findings.profile.parameters))
+        modules = len(modules_of(parameter.path for parameter in findings.profile.parameters))
         forward, backward = gather_stops_s(elements, modules, [device], self.training.precision)
         return sent + forward, sent + backward
 
     @cached_property
     def norm_s(self) -> float:
-        """The seconds of the sum of the gradient's norm over all ranks."""
+        """Return the seconds of the sum of the gradient's norm over all ranks."""
         ranks = range(len(self.cluster.devices))
         return all_reduce_time_s(4.0, len(ranks), group_link(self.cluster, ranks))

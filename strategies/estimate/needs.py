@@ -1,4 +1,4 @@
-"""What a candidate needs of memory beside activations: weights, gradients, optimizers."""
+"""Estimate the memory a candidate needs beside activations: weights, gradients, optimizers."""
 
 from dataclasses import dataclass
 from math import inf
@@ -19,14 +19,19 @@ _OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "par
 
 @dataclass(frozen=True)
 class Needs:
-    """The bytes that candidates need on the devices of `cluster`, and on their hosts."""
+    """Bytes that candidates need on the devices of `cluster`, and on their hosts."""
 
     findings: Findings
     cluster: Cluster
     training: Training
 
     def element_bytes(self, candidate: Candidate, holders: int) -> float:
-        """Return the bytes of a trained element on each of so many holders, of what stays."""
+        """Return the bytes that a trained element takes on each of `holders` devices.
+
+        They are the bytes that stay on the device. Offloaded optimizers, from ZeRO 2 on with their
+        gradients, and offloaded parameters take none. CPU processes are their own hosts, so that
+        what they offload stays.
+        """
         zero, on_cpu = candidate.zero, self.cluster.on_cpu
         weights, master, casts = self._sizes(zero, candidate.offload == "all")
         part = 1 / holders if zero else 1.0
@@ -39,9 +44,12 @@ class Needs:
         return weights * (part if zero == 3 else 1.0) + casts + optimizer + gradients
 
     def standing_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes that do not follow the trained parameters, at the least: of frozen
-        weights, as if they were shared evenly, and of what ZeRO 3 gathers: the largest parameter,
-        and its gradient, of those that are no head's, which may be split, nor experts beside."""
+        """Return a lower bound on the bytes of a device that do not follow the trained parameters.
+
+        These are frozen weights, as if they were shared evenly, and what ZeRO 3 gathers: the
+        largest parameter and its gradient. Heads, which may be split, and experts beside copies do
+        not count as the largest parameter.
+        """
         mesh, profile = candidate.mesh, self.findings.profile
         frozen = 0.0 if candidate.offload == "all" else self._frozen_bytes
         frozen /= mesh.stages * mesh.shards
@@ -52,12 +60,13 @@ class Needs:
         if candidate.experts and (experts := self.findings.experts) is not None:
             apart.update(experts.sharded.weights)
         largest = max((p.elements for p in profile.parameters if p.path not in apart), default=0)
-        least = precision_bytes(self.training.precision, candidate.zero, narrow=True)
-        gathered = (least.weights + least.gradients) * largest / mesh.shards
+        widths = precision_bytes(self.training.precision, candidate.zero, narrow=True)
+        gathered = (widths.weights + widths.gradients) * largest / mesh.shards
         return frozen / mesh.copies + gathered
 
     @property
     def _frozen_bytes(self) -> float:
+        """Return the bytes of all frozen weights."""
         findings = self.findings
         return findings.once(
             "all frozen bytes",
@@ -65,7 +74,11 @@ class Needs:
         )
 
     def _sizes(self, zero: int, apart: bool) -> tuple[float, float, float]:
-        """Return the mean bytes of an element: weights, master copy, copies that autocast makes."""
+        """Return the mean bytes of an element: weights, master copy, copies that autocast makes.
+
+        `apart` says that the optimizer is kept apart from the parameters, as when these are
+        offloaded.
+        """
         findings = self.findings
 
         def found() -> tuple[float, float, float]:
@@ -78,8 +91,11 @@ class Needs:
         return findings.once(("bytes of an element", zero, apart), found)
 
     def short_on_hosts(self, candidate: Candidate) -> float:
-        """Return how many bytes hosts have too little for what a device offloads to its own, were
-        they shared among all."""
+        """Return the bytes that hosts are short of for the state offloaded by a device.
+
+        The memory of all hosts counts as if it were shared among all devices. The bytes are 0 or
+        less where hosts have enough.
+        """
         if candidate.offload == "none":
             return 0.0
         elements = self.findings.copied_elements(candidate.split_head)

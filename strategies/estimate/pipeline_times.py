@@ -1,4 +1,4 @@
-"""How long a pipeline takes, and what its stages have in flight, without its order of work.
+"""Estimate the seconds of a pipeline and what its stages have in flight, without a schedule.
 
 Each stage begins when the first micro-batch comes, is busy with all of them, and what it hands back
 passes the stages before it; the longest of these is the pipeline's. After Narayanan et al. 2021
@@ -17,31 +17,40 @@ def pipeline_s(
     sent: Sequence[float],
     pieces: int,
 ) -> float:
-    """Return the seconds of a pipeline that runs `pieces` micro-batches: of what its stages wait
-    for the longest. Of each stage, `times` are those of a micro-batch (forward, gradients of
-    inputs, of weights), `copies` take turns, each with so many micro-batches `in_flight`; `sent`
-    is what a micro-batch takes to the next stage."""
+    """Return the seconds of a pipeline: those of the stage that is done last.
+
+    times: for each stage, seconds of a micro-batch (forward, gradients of inputs, of weights).
+    copies: for each stage, its copies, which take turns.
+    in_flight: for each stage, the most micro-batches that a copy has in flight.
+    sent: for each stage but the last, seconds in which a micro-batch reaches the next stage.
+    pieces: number of micro-batches.
+    """
     if schedule == "interleaved_1f1b":  # as much work, and half of each wait, with twice the sends
-        busy = [-(-pieces // n) * sum(each) for n, each in zip(copies, times, strict=True)]
+        busy = [
+            -(-pieces // n) * sum(stage_times) for n, stage_times in zip(copies, times, strict=True)
+        ]
         slowest = max(range(len(times)), key=busy.__getitem__)
-        others = sum(sum(each) for number, each in enumerate(times) if number != slowest)
+        others = sum(
+            sum(stage_times) for number, stage_times in enumerate(times) if number != slowest
+        )
         return busy[slowest] + others / 2 + 4 * sum(sent)
-    waits = schedule != "zero_bubble"  # a stage for the gradients of weights of the later ones
+    waits = schedule != "zero_bubble"  # stages wait for the weight gradients of later stages
     backs = [of_input + (of_weight if waits else 0.0) for _, of_input, of_weight in times]
     after, behind = [0.0], 0.0  # from the end of a stage's forward to its backward
     for number in range(len(times) - 1, 0, -1):
         behind += times[number][0] + backs[number] + 2 * sent[number - 1]
         after.append(behind)
     after.reverse()
-    deferred = max(in_flight)  # gradients of weights that wait at the most
+    deferred = max(in_flight)  # most micro-batches whose weight gradients wait
     fill = drain = pace = longest = 0.0
     for number, (forward, _, of_weight) in enumerate(times):
         back, own = backs[number], -(-pieces // copies[number])
         flight = max(1, min(own, in_flight[number]))
         weights = 0.0 if waits else own * of_weight
-        last = fill + (min(copies[number], pieces) - 1) * pace  # its last copy begins
+        last = fill + (min(copies[number], pieces) - 1) * pace  # when its last copy begins
         ends = drain if waits else 0.0
-        early = 0 if waits else max(0, own - deferred)  # whose weights' gradients cannot wait
+        # Micro-batches whose weight gradients cannot wait.
+        early = 0 if waits else max(0, own - deferred)
         trip = forward + after[number]
         longest = max(
             longest,
@@ -59,8 +68,11 @@ def pipeline_s(
 
 
 def in_flight_of(schedule: str, copies: Sequence[int], number: int, pieces: int) -> int:
-    """Return how many micro-batches a copy of stage `number` has in flight at most (see
-    `list_scheduling.py`), in units of all chunks that it holds."""
+    """Return the most micro-batches that a copy of stage `number` has in flight.
+
+    They are counted in units of all chunks that the copy holds (see `list_scheduling.py`). `copies`
+    are those of each stage, and `pieces` is the number of micro-batches.
+    """
     own = copies[number]
     later = sum(copies[number + 1 :])
     most = -(-pieces // own)

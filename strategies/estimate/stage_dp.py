@@ -1,9 +1,10 @@
-"""Where a pipeline is cut: a dynamic programme over the blocks of a model and the stages.
+"""Cut a pipeline by a dynamic programme over the blocks of a model and the stages.
 
-After Alpa (OSDI 2022, section 5.2) and DAPPLE (PPoPP 2021): of all cuts whose slowest stage takes
-no longer than some time, the one that takes least in all, for the slowest times worth it; what is
-minimised is `(micro_batches - 1) x slowest + sum`. Stages have limits of memory, by the number of
-micro-batches each has in flight, and may compute their blocks again where that makes room.
+After Alpa (OSDI 2022, section 5.2) and DAPPLE (PPoPP 2021). Several limits are tried for the
+seconds of the slowest stage. For each limit, the programme finds the cut whose stages stay below it
+and take least in all. The best of these cuts minimises `(micro_batches - 1) x slowest + sum`.
+Stages have limits of memory, by the number of micro-batches each has in flight, and may recompute
+their blocks where that makes room.
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,7 +17,7 @@ from math import inf
 Prefix = Sequence[float]
 
 _ROUNDING = 1 + 1e-9
-_HALVINGS = 12  # of the interval in which the least slowest time is: to a four-thousandth
+_HALVINGS = 12  # halvings of the interval that has the least slowest time: to a four-thousandth
 _SLOWER = (
     1.0,
     1.03,
@@ -27,16 +28,25 @@ _SLOWER = (
     3.0,
     5.0,
     10.0,
-)  # times that least, tried for the sake of a smaller sum
+)  # times the least slowest time, tried for a smaller sum
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """A stage on `copies` of a shard group. Prefix sums over the units: the `seconds` of a
-    micro-batch and the part of them that is its `forward`; the trained `elements`; the bytes of a
-    sample that autograd saves (`saved`) and that enter blocks (`entering`). A copy keeps
-    `element_bytes` for each element, and has `in_flight` micro-batches of `samples` at once. `room`
-    is the bytes of a device. `can_recompute`: the stage may compute blocks again."""
+    """Costs of a stage on copies of a shard group. A `Prefix` has prefix sums over the units.
+
+    seconds: seconds of a micro-batch.
+    forward: seconds of the forward, a part of `seconds`.
+    elements: trained elements.
+    saved: bytes that autograd saves for one sample.
+    entering: bytes of one sample that enter blocks.
+    element_bytes: bytes that a copy keeps for each trained element.
+    samples: samples of a micro-batch, rounded up for the allocator.
+    in_flight: micro-batches that a copy has in flight at once.
+    room: bytes of a device that the stage may use.
+    copies: copies of the stage, which take turns.
+    can_recompute: whether the stage may recompute blocks.
+    """
 
     seconds: Prefix
     forward: Prefix
@@ -52,31 +62,37 @@ class StageCosts:
 
     @cached_property
     def recomputed(self) -> Prefix:
-        """The seconds where blocks are computed again."""
+        """Return the prefix sums of the seconds where blocks are recomputed."""
         return [s + f for s, f in zip(self.seconds, self.forward, strict=True)]
 
     @cached_property
     def needs(self) -> Prefix:
-        """Prefix sums of the bytes that the stage needs where it saves all."""
+        """Return the prefix sums of the bytes that the stage needs where it saves everything."""
         return self._needs(self.saved)
 
     @cached_property
     def needs_recomputed(self) -> Prefix:
-        """Prefix sums of the bytes that the stage needs where it computes blocks again, beside the
-        largest block."""
+        """Return the prefix sums of the bytes needed beside the largest block where blocks are
+        recomputed."""
         return self._needs(self.entering)
 
     def _needs(self, values: Prefix) -> Prefix:
-        each, flight = self.element_bytes, self.in_flight * self.samples
-        return [each * e + flight * v for e, v in zip(self.elements, values, strict=True)]
+        """Return the prefix sums of bytes, where `values` are prefix sums of the bytes kept for a
+        sample."""
+        element_bytes, flight = self.element_bytes, self.in_flight * self.samples
+        return [element_bytes * e + flight * v for e, v in zip(self.elements, values, strict=True)]
 
     @cached_property
     def room_recomputed(self) -> float:
-        """The room that is left beside the largest block."""
+        """Return the bytes that are left beside the largest block."""
         return self.room - self.samples * max(b - a for a, b in pairwise(self.saved))
 
     def end(self, first: int, slowest: float) -> int:
-        """Return the last unit before which a stage that begins at `first` may end."""
+        """Return the last unit before which a stage that begins at `first` may end.
+
+        `slowest` is the most seconds that the stage may take for a micro-batch, divided by its
+        copies.
+        """
         limit = slowest * self.copies * _ROUNDING
         in_time = bisect_right(self.seconds, self.seconds[first] + limit) - 1
         in_room = bisect_right(self.needs, self.needs[first] + self.room) - 1
@@ -88,7 +104,11 @@ class StageCosts:
         return max(in_room, min(in_time, fits))
 
     def beginning(self, last: int, slowest: float) -> int:
-        """Return the first unit with which a stage that ends before `last` may begin."""
+        """Return the first unit with which a stage that ends before `last` may begin.
+
+        `slowest` is the most seconds that the stage may take for a micro-batch, divided by its
+        copies.
+        """
         limit = slowest * self.copies * _ROUNDING
         in_time = bisect_left(self.seconds, self.seconds[last] - limit)
         in_room = bisect_left(self.needs, self.needs[last] - self.room)
@@ -100,18 +120,23 @@ class StageCosts:
         return min(in_room, max(in_time, fits))
 
     def recomputes(self, first: int, last: int) -> bool:
-        """Return whether the stage computes its blocks again, as it has no room to save all."""
+        """Return whether a stage of the units [first, last) has no room to save all, and so
+        recomputes."""
         return self.needs[last] - self.needs[first] > self.room
 
     def takes(self, first: int, last: int) -> float:
-        """Return the seconds of a micro-batch on one copy."""
+        """Return the seconds of a micro-batch on one copy of a stage of the units [first, last)."""
         prefix = self.recomputed if self.recomputes(first, last) else self.seconds
         return prefix[last] - prefix[first]
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What sends a micro-batch to the next stage: `latency_s` and seconds a byte."""
+    """Cost of a send of a micro-batch to the next stage.
+
+    latency_s: seconds of a message of no bytes.
+    byte_s: seconds of each byte.
+    """
 
     latency_s: float
     byte_s: float
@@ -119,7 +144,11 @@ class Hop:
 
 @dataclass(frozen=True)
 class Cut:
-    """The units where stages begin and the last one ends, and the seconds that are minimised."""
+    """Cut of a model into stages.
+
+    ends: units where stages begin and, last, the number of units.
+    seconds: seconds that the dynamic programme minimised.
+    """
 
     ends: tuple[int, ...]
     seconds: float
@@ -128,38 +157,43 @@ class Cut:
 def cut(
     stages: Sequence[StageCosts], hops: Sequence[Hop], crossing: Prefix, micro_batches: int
 ) -> Cut | None:
-    """Return the best cut of the units among `stages`, each of which has one at least. A
-    micro-batch has `crossing` bytes before every unit, and `hops` say what sends them. None where
-    no cut has room."""
+    """Return the best cut of the units among `stages`, or None where no cut has room.
+
+    Each stage has at least one unit. A micro-batch has `crossing[unit]` bytes before every unit;
+    `hops` are the costs of a send from each stage to the next.
+    """
     units = len(crossing) - 1
     if len(stages) > units or _ends(stages, units, inf) is None:
         return None
     if len(stages) == 1:
         return Cut((0, units), micro_batches * stages[0].takes(0, units))
-    least, best = _slowest(stages, units), None
+    min_bottleneck, best = _slowest(stages, units), None
     for factor in _SLOWER:
-        slowest = least * factor
+        slowest = min_bottleneck * factor
         if best is not None and (micro_batches - 1) * slowest >= best.seconds:
             break
-        found = _least_sum(stages, hops, crossing, units, slowest)
-        if found is None:
+        boundaries = _least_sum(stages, hops, crossing, units, slowest)
+        if boundaries is None:
             continue
         times = (
             stage.takes(*ends) / stage.copies
-            for stage, ends in zip(stages, pairwise(found), strict=True)
+            for stage, ends in zip(stages, pairwise(boundaries), strict=True)
         )
-        listed = list(times)
-        total = sum(time * stage.copies for time, stage in zip(listed, stages, strict=True))
-        total += _sent(hops, crossing, found)
-        seconds = (micro_batches - 1) * max(listed) + total
+        stage_times = list(times)
+        total = sum(time * stage.copies for time, stage in zip(stage_times, stages, strict=True))
+        total += _sent(hops, crossing, boundaries)
+        seconds = (micro_batches - 1) * max(stage_times) + total
         if best is None or seconds < best.seconds:
-            best = Cut(found, seconds)
+            best = Cut(boundaries, seconds)
     return best
 
 
 def short_of_room(stages: Sequence[StageCosts], units: int) -> float:
-    """Return how many bytes more every device would need for a cut to have room, to a part in
-    some thousands; infinite where there are fewer units than stages."""
+    """Return the bytes that every device needs more for a cut to have room.
+
+    The bytes are exact to a part in some thousands, and infinite where there are fewer units than
+    stages.
+    """
     if len(stages) > units:
         return inf
 
@@ -185,21 +219,23 @@ def _sent(hops: Sequence[Hop], crossing: Prefix, ends: Sequence[int]) -> float:
 
 
 def _ends(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int] | None:
-    """Return where stages end at the latest, none taking longer than `slowest`; None where they
-    do not reach the last unit."""
-    found, place = [0], 0
+    """Return the units where stages end at the latest, none taking longer than `slowest` seconds.
+
+    The list begins with 0. Returns None where the stages do not reach the last unit.
+    """
+    ends, place = [0], 0
     for number, stage in enumerate(stages):
         end = min(stage.end(place, slowest), units - (len(stages) - number - 1))
         if end <= place:  # beginning earlier, it may have a unit that it can take
             return _ends_of_all(stages, units, slowest)
-        found.append(end)
+        ends.append(end)
         place = end
-    return found if place == units else None
+    return ends if place == units else None
 
 
 def _ends_of_all(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int] | None:
-    """Return what `_ends` does, with every place looked at where a stage may end."""
-    found, places = [0], [0]
+    """Return the same as `_ends`, after trying every unit where a stage may end."""
+    ends, places = [0], [0]
     for number, stage in enumerate(stages):
         last = units - (len(stages) - number - 1)
         reached: set[int] = set()
@@ -208,22 +244,25 @@ def _ends_of_all(stages: Sequence[StageCosts], units: int, slowest: float) -> li
         if not reached:
             return None
         places = sorted(reached)
-        found.append(places[-1])
-    return found if found[-1] == units else None
+        ends.append(places[-1])
+    return ends if ends[-1] == units else None
 
 
 def _beginnings(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int]:
-    """Return where stages end at the earliest, for times in which there is a cut."""
-    found, place = [units], units
+    """Return the units where stages end at the earliest, from 0 on, where a cut in `slowest`
+    exists."""
+    beginnings, place = [units], units
     for number in range(len(stages) - 1, -1, -1):
         place = max(stages[number].beginning(place, slowest), number)
-        found.append(place)
-    return found[::-1]
+        beginnings.append(place)
+    return beginnings[::-1]
 
 
 def _slowest(stages: Sequence[StageCosts], units: int) -> float:
-    """Return the least time that the slowest stage takes in any cut, by bisection: a stage that
-    takes as much as it may leaves the least to the later ones."""
+    """Return the least seconds that the slowest stage takes in any cut, by bisection.
+
+    A stage that takes as much as it may leaves the least to the later ones.
+    """
     rate = sum(stage.copies / max(stage.seconds[units], 1e-30) for stage in stages)
     low = high = 1 / rate  # what it would be if all units took one stage equally long
     while _ends(stages, units, high) is None:
@@ -242,8 +281,10 @@ def _slowest(stages: Sequence[StageCosts], units: int) -> float:
 def _least_sum(
     stages: Sequence[StageCosts], hops: Sequence[Hop], crossing: Prefix, units: int, slowest: float
 ) -> tuple[int, ...] | None:
-    """Return the cut with the least sum of seconds, no stage taking longer than `slowest`; of equal
-    sums, the most even."""
+    """Return the ends of the cut with the least sum of seconds, or None where there is no cut.
+
+    No stage takes longer than `slowest` seconds. Of equal sums, the most even cut is returned.
+    """
     latest = _ends(stages, units, slowest)
     if latest is None:
         return None

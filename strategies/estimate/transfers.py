@@ -1,7 +1,7 @@
-"""What transfers between the devices of a mesh take, by where its shard groups and stages lie.
+"""Estimate the transfers between the devices of a mesh, by the place of its groups and stages.
 
 Devices of a kind follow each other, copy by copy, stage by stage: which of them share a node is
-arithmetic on the nodes' size. Owns those estimates of links; the resolver's are exact.
+arithmetic on the nodes' size. Owns these estimates of links; the resolver's are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,12 @@ from whale_train.strategies.stages.placement import seats
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that hold the same: `members` of them, `in_node` on each node that has some, and
-    `beside` as many such groups that leave a node together."""
+    """Ranks that hold the same shard of a stage.
+
+    members: number of these ranks.
+    in_node: members on each node that has some.
+    beside: number of such groups that leave a node together.
+    """
 
     members: int
     in_node: int
@@ -28,13 +32,13 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes that have members."""
+        """Return the number of nodes that have members."""
         return -(-self.members // self.in_node)
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """The transfers between the devices of `cluster`."""
+    """Transfers between the devices of `cluster`."""
 
     cluster: Cluster
     _shard_links: dict[tuple[str, int], Link] = field(default_factory=dict)
@@ -42,23 +46,24 @@ class Transfers:
 
     @cached_property
     def device_of(self) -> Mapping[str, Device]:
-        """The first device of every kind; the first of all for the empty name."""
-        found = {"": self.cluster.devices[0]}
+        """Return the first device of every kind, and the first of all under the empty name."""
+        devices = {"": self.cluster.devices[0]}
         for device in self.cluster.devices:
-            found.setdefault(device.name, device)
-        return found
+            devices.setdefault(device.name, device)
+        return devices
 
     @cached_property
     def _first(self) -> Mapping[str, int]:
-        """The first rank of every kind."""
-        found = {"": 0}
+        """Return the first rank of every kind, and rank 0 under the empty name."""
+        first_ranks = {"": 0}
         for rank, device in enumerate(self.cluster.devices):
-            found.setdefault(device.name, rank)
-        return found
+            first_ranks.setdefault(device.name, rank)
+        return first_ranks
 
     @cached_property
     def _node_sizes(self) -> Mapping[str, int]:
-        """The devices of a kind that a node has at the most; of any kind for the empty name."""
+        """Return the most devices of each kind that a node has, and of all kinds under the empty
+        name."""
         sizes: dict[str, int] = {"": max(len(node.devices) for node in self.cluster.nodes)}
         for node in self.cluster.nodes:
             for kind in {device.name for device in node.devices}:
@@ -68,17 +73,19 @@ class Transfers:
 
     @cached_property
     def inside(self) -> Mapping[str, Link]:
-        """The slowest link inside of nodes that have devices of a kind."""
-        found: dict[str, Link] = {}
+        """Return the slowest link inside of nodes that have a kind, and of all nodes under the
+        empty name."""
+        links: dict[str, Link] = {}
         for node in self.cluster.nodes:
             for kind in {"", *(device.name for device in node.devices)}:
-                other = found.get(kind, node.link)
+                other = links.get(kind, node.link)
                 slower = node.link.bandwidth_bytes_s < other.bandwidth_bytes_s
-                found[kind] = node.link if slower else other
-        return found
+                links[kind] = node.link if slower else other
+        return links
 
     def shard_link(self, kind: str, shards: int) -> Link:
-        """Return the link of a shard group of so many devices of a kind."""
+        """Return the link of a shard group of `shards` devices of a kind (empty: the first
+        devices)."""
         if (kind, shards) not in self._shard_links:
             first = self._first[kind]
             ranks = range(first, min(first + shards, len(self.cluster.devices)))
@@ -86,7 +93,8 @@ class Transfers:
         return self._shard_links[kind, shards]
 
     def hop(self, mesh: Mesh, here: Part, there: Part) -> Hop:
-        """Return what sends from a stage of `here` to one of `there`, on the mean of all stages."""
+        """Return the cost of a send from a stage of `here` to one of `there`, as a mean over all
+        stages."""
         size = self._node_sizes[here.kind]
         memory = self.cluster.shared_memory
         inside = self.inside[here.kind] if memory is None else memory
@@ -107,13 +115,18 @@ class Transfers:
         )
 
     def hops(self, mesh: Mesh) -> Sequence[Hop]:
-        """Return what sends between the stages of a mesh, by the seats of its ranks: as a pipeline
-        whose stages have copies on whichever devices come next may lie anywhere."""
+        """Return the cost of a send between each two neighbouring stages of a mesh.
+
+        The costs follow from the seats of the ranks, as stages with copies on whichever devices
+        come next may lie anywhere.
+        """
         if mesh not in self._hops:
             self._hops[mesh] = [*self._by_seats(mesh)]
         return self._hops[mesh]
 
     def _by_seats(self, mesh: Mesh) -> Iterator[Hop]:
+        """Yield the cost of a send between each two neighbouring stages, over the slowest of its
+        links."""
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         stages = [(part.kind or None, part.copies, part.shards) for part in parts]
         seated = seats(stages, mesh.copies, self.cluster.devices)
@@ -131,7 +144,7 @@ class Transfers:
             yield Hop(slowest.latency_s, 1 / slowest.bandwidth_bytes_s)
 
     def group(self, copies: int, part: Part) -> Group:
-        """Return the ranks that hold the same shard of a stage of `part`, in all `copies` of the
+        """Return the ranks that hold one shard of a stage of `part`, in all `copies` of the
         pipeline."""
         members, size = copies * part.copies, self._node_sizes[part.kind]
         if self.cluster.on_cpu:
@@ -150,7 +163,8 @@ class Transfers:
         return min(shared, inside, key=lambda link: link.bandwidth_bytes_s)
 
     def sum_s(self, group: Group, part: Part, num_bytes: float) -> float:
-        """Return the seconds of an all-reduce over a group (see `links.sum_time_s`)."""
+        """Return the seconds of an all-reduce of `num_bytes` over a group (see
+        `collectives.sum_time_s`)."""
         link = self.link(group, part)
         flat = all_reduce_time_s(num_bytes, group.members, link)
         if group.nodes == 1 or self.cluster.on_cpu:

@@ -1,5 +1,4 @@
-"""The estimates of copies that are not cut: of a model nobody can export, beside a split head, and
-beside experts."""
+"""Estimate copies that are not cut: of an unexported model, beside a split head, beside experts."""
 
 from math import inf
 
@@ -18,7 +17,7 @@ from whale_train.strategies.simulate.tasks import sum_pieces
 
 
 def unexported(of: CandidateCosts, candidate: Candidate) -> Estimate:
-    """Return the estimate for copies of a model of whose operations nothing is known."""
+    """Return the estimate for copies of a model that has no exported graph."""
     profile, mesh, part = of.blocks.findings.profile, candidate.mesh, candidate.mesh.parts[0]
     halved = 1.0 if of.training.precision == "fp32" else 0.5
     elements, slowest = of.blocks.findings.trained_elements, 0.0
@@ -66,9 +65,11 @@ def beside_split_head(of: CandidateCosts, candidate: Candidate) -> Estimate:
 
 
 def beside_experts(of: CandidateCosts, candidate: Candidate) -> Estimate:
-    """Return the estimate for copies of everything but experts, which are spread over some of the
-    copies' devices: every device computes as many rows as it has, if experts are asked for
-    alike."""
+    """Return the estimate for copies of everything but experts, which are spread over devices.
+
+    Experts are taken to be asked for alike: every device computes as many rows as it has. The
+    seconds are infinite where there are no experts, or fewer than devices to spread them over.
+    """
     findings, mesh, part = of.blocks.findings, candidate.mesh, candidate.mesh.parts[0]
     count, spread = len(of.cluster.devices), candidate.experts
     if findings.experts is None or spread > min(findings.experts.sharded.axes.values()):
@@ -112,8 +113,13 @@ def beside_experts(of: CandidateCosts, candidate: Candidate) -> Estimate:
 def _summed_experts_s(
     of: CandidateCosts, candidate: Candidate, elements: float, backward_s: float
 ) -> float:
-    """Return what is shown of the sum of experts' gradients, so many `elements` a device, over
-    the groups that each have all experts; `backward_s` of a backward is left to hide behind."""
+    """Return the seconds of the sum of experts' gradients that no backward hides.
+
+    The sum is over the groups that each have all experts.
+
+    elements: trained elements of experts on one device.
+    backward_s: seconds of a backward that are left to hide behind.
+    """
     count, spread = candidate.mesh.copies, candidate.experts
     if count == spread:
         return 0.0
@@ -134,11 +140,16 @@ def _summed_experts_s(
 
 
 def _streams(candidate: Candidate) -> bool:
+    """Return whether experts of their only copy are read from the host, as their weights are kept
+    there."""
     return candidate.mesh.copies == candidate.experts and candidate.offload == "all"
 
 
 def _of_experts(candidate: Candidate) -> Candidate:
-    """Return how experts beside a candidate's rest are kept (`Staging.keeper_beside`)."""
+    """Return the candidate whose ZeRO stage and offload are those of the experts beside the rest.
+
+    They follow `Staging.keeper_beside`.
+    """
     alone = candidate.mesh.copies == candidate.experts and candidate.offload == "none"
     zero = 0 if alone else min(candidate.zero, 1)
     offload = "none" if candidate.offload == "none" else "optimizer"

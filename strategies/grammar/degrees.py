@@ -1,7 +1,7 @@
-"""Degrees of a strategy's nodes, settled: every `auto` becomes a number that the devices allow.
+"""Settle the degrees of a strategy's nodes: every `auto` becomes a number that the devices allow.
 
-Whatever is left over is an outer replicate; what does not divide is refused with the degrees that
-do.
+Devices that are left over become copies of an outer replicate. A degree that does not divide the
+devices is refused, with the degrees that do.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,20 @@ from whale_train.strategies.grammar.nodes import Pipeline, Replicate, Split
 
 @dataclass(frozen=True)
 class OpenStage:
-    """A stage whose degrees may still be open (None)."""
+    """A stage whose degrees may still be open.
+
+    path: path of the stage's key in the strategy.
+    copies: copies of the stage (None: open).
+    shards: devices of a copy's shard group (None: open).
+    split: the split of the stage, if it has one.
+    copy: the innermost replicate inside the stage, if it has one.
+    modules: modules that the stage must hold (None: a balanced cut decides).
+    recompute: `none`, `full` or `auto`.
+    body: the replicate beside `split`, if there is one.
+    device: kind of the devices that hold the stage (None: any).
+    sized: path of the node that says how wide the shard group is.
+    more: splits beside `body`, as `split` is.
+    """
 
     path: str
     copies: int | None
@@ -26,11 +39,13 @@ class OpenStage:
     recompute: str = "none"
     body: Replicate | None = None
     device: str | None = None
-    sized: str | None = None  # the path of the node that says how wide its shard group is
-    more: tuple[Split, ...] = ()  # that are beside the body as `split` is
+    sized: str | None = None
+    more: tuple[Split, ...] = ()
 
     @property
     def width(self) -> int | None:
+        """Return the devices of the stage in one copy of the pipeline, or None where they are
+        open."""
         if self.copies is None or self.shards is None:
             return None
         return self.copies * self.shards
@@ -44,7 +59,16 @@ def settled(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """Return all degrees as numbers."""
+    """Return the form with all degrees as numbers, or None after adding to `faults`.
+
+    The form has neither pipeline nor keeper yet.
+
+    outer: replicates around everything.
+    stages: stages of one copy.
+    devices: number of devices, all of which are used.
+    per_node: devices of each node (0: nodes are of unlike size).
+    hardware: name of the hardware, for messages.
+    """
     asked = prod(node.degree or 1 for node in outer)
     is_open = any(node.degree is None for node in outer)
     outermost = outer[0].path if outer else stages[0].path
@@ -78,8 +102,17 @@ def settled_by_kind(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """Return the settled degrees where stages say which kind of device holds them: each kind's
-    devices are shared among its stages, and every copy has as many of a kind."""
+    """Return the form with all degrees as numbers, where stages name the kind of their devices.
+
+    The devices of each kind are shared among its stages, and every copy has as many of a kind.
+    Returns None after adding to `faults`.
+
+    outer: replicates around everything.
+    stages: stages of one copy, each of which must name its kind of device.
+    kinds: number of devices of each kind, all of which must have a stage.
+    per_node: devices of each node (0: nodes are of unlike size).
+    hardware: name of the hardware, for messages.
+    """
     before = len(faults)
     for stage in stages:
         if stage.device is None:
@@ -106,19 +139,20 @@ def settled_by_kind(
         copies[kind] = form.copies
         by_number |= dict(zip(numbers, form.stages, strict=True))
     if len(set(copies.values())) > 1:
-        each = " and ".join(f"{n} of {kind}" for kind, n in copies.items())
-        rule = f"makes unlike numbers of copies: {each}"
+        copies_by_kind = " and ".join(f"{n} of {kind}" for kind, n in copies.items())
+        rule = f"makes unlike numbers of copies: {copies_by_kind}"
         remedy = "give stages degrees that divide the devices of every kind equally often"
         faults.append(Fault(stages[0].path.rpartition("[")[0], "", rule, remedy))
         return None
     number = next(iter(copies.values()))
     asked = prod(node.degree or 1 for node in outer)
     is_open = any(node.degree is None for node in outer)
-    listed = tuple(by_number[i] for i in range(len(stages)))
-    return Form(number, listed, None, None, 1 if is_open else number // asked)
+    stage_forms = tuple(by_number[i] for i in range(len(stages)))
+    return Form(number, stage_forms, None, None, 1 if is_open else number // asked)
 
 
 def _as_numbers(stages: Iterable[OpenStage]) -> tuple[StageForm, ...]:
+    """Return the stages with their degrees as numbers; an open degree becomes 1."""
     return tuple(
         StageForm(
             *(s.path, s.copies or 1, s.shards or 1, s.split, s.body, s.modules, s.recompute),
@@ -132,7 +166,11 @@ def _as_numbers(stages: Iterable[OpenStage]) -> tuple[StageForm, ...]:
 def _narrowest(
     stages: list[OpenStage], devices: int, per_node: int, faults: list[Fault]
 ) -> list[OpenStage]:
-    """Open degrees inside open copies: a lone split fills a node, a stage takes one device."""
+    """Return the stages with their open degrees filled, inside copies whose degree is open as well.
+
+    A lone split fills a node of several; the open degrees of other stages become 1. Returns an
+    empty list after adding to `faults`: a lone split without nodes to fill is undecided.
+    """
     if len(stages) == 1 and stages[0].split and stages[0].shards is None:
         if per_node > 1 and devices % per_node == 0 and devices > per_node:
             return [replace(stages[0], shards=per_node, copies=stages[0].copies or 1)]
@@ -146,12 +184,16 @@ def _narrowest(
 def _filled(
     stages: list[OpenStage], devices: int, hardware: str, faults: list[Fault]
 ) -> list[OpenStage]:
-    """Open stages share what the others leave, evenly; in a stage the split takes all it can."""
+    """Return the stages with their open degrees filled, so that they use all `devices`.
+
+    Open stages share evenly what the others leave. In a stage, the split takes all it can. Returns
+    an empty list after adding to `faults`.
+    """
     fixed = sum(stage.width or 0 for stage in stages)
     open_count = sum(stage.width is None for stage in stages)
     left = devices - fixed
-    each, over = divmod(left, open_count)
-    if each < 1 or over:
+    per_stage, over = divmod(left, open_count)
+    if per_stage < 1 or over:
         rule = f"leaves {left} of {devices} devices of hardware={hardware} to share"
         rule += f" among {open_count} stages" if open_count > 1 else " with one stage"
         remedy = f"use a multiple of {open_count} devices more than {fixed}"
@@ -159,23 +201,25 @@ def _filled(
             remedy = f"use {legal_degrees(devices)} stages"
         faults.append(Fault(stages[0].path.rpartition("[")[0] or stages[0].path, "", rule, remedy))
         return []
-    found = []
+    filled = []
     for stage in stages:
         if stage.width is None:
             known = stage.copies or stage.shards or 1
             if stage.copies is None and stage.shards is None:
                 known = 1
-            if each % known:
-                rule = f"does not divide the {each} devices of its stage"
+            if per_stage % known:
+                rule = f"does not divide the {per_stage} devices of its stage"
                 path = f"{stage.path}"
-                faults.append(Fault(path, str(known), rule, f"use {legal_degrees(each)}"))
+                faults.append(Fault(path, str(known), rule, f"use {legal_degrees(per_stage)}"))
                 return []
             if stage.shards is None:
-                stage = replace(stage, copies=stage.copies or 1, shards=each // (stage.copies or 1))
+                stage = replace(
+                    stage, copies=stage.copies or 1, shards=per_stage // (stage.copies or 1)
+                )
             else:
-                stage = replace(stage, copies=each // stage.shards)
-        found.append(stage)
-    return found
+                stage = replace(stage, copies=per_stage // stage.shards)
+        filled.append(stage)
+    return filled
 
 
 def too_many_stages(pipeline: Pipeline, devices: int, hardware: str) -> Fault:
@@ -186,12 +230,13 @@ def too_many_stages(pipeline: Pipeline, devices: int, hardware: str) -> Fault:
 
 
 def _not_dividing(key: str, number: int, devices: int, hardware: str) -> Fault:
+    """Return the fault of a degree, or of a number of devices, that does not divide all devices."""
     rule = f"does not divide the {devices} devices of hardware={hardware}"
     value = str(number) if key.endswith(".degree") else f"{number} devices"
     return Fault(key, value, rule, f"use {legal_degrees(devices)}")
 
 
 def legal_degrees(devices: int) -> str:
-    """Return the divisors of `devices`, as a sentence's end: `1, 2, 4, 8 or 16`."""
+    """Return the divisors of `devices` as the end of a sentence: `1, 2, 4, 8 or 16`."""
     divisors = [str(d) for d in range(1, devices + 1) if devices % d == 0]
     return " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if divisors[1:] else divisors[0]

@@ -1,7 +1,7 @@
-"""The strategy grammar: what a strategy file may say, read into frozen nodes.
+"""Read the strategy grammar: what a strategy file may say becomes frozen nodes.
 
-Owns the keys, their types and defaults, and which nestings have a meaning. What form they come
-down to on how many devices is `normal_form.py`'s. Every fault carries the full path of its key,
+Owns the keys, their types and defaults, and which nestings have a meaning. The form that they come
+down to on a number of devices is `normal_form.py`'s. Every fault carries the full path of its key,
 such as `strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
 """
 
@@ -15,18 +15,27 @@ from whale_train.other_trainers import known_elsewhere
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
-BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # of a split beside a replicate
+BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # dims of a split beside a replicate
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
-MOST_MICRO_BATCHES = 10_000  # of a step; a plan orders each
+MOST_MICRO_BATCHES = 10_000  # most micro-batches of a step; a plan orders each
 _BY_GLOB, _LISTED = "{*.q_proj.weight: column}", '[{weight: "*.q_proj.weight", pattern: column}]'
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Copies that share the batch; `zero` says how they keep what they have in common."""
+    """Copies that share the batch.
+
+    path: path of the node's key in the strategy.
+    degree: number of copies (None: auto).
+    zero: ZeRO stage, by which copies keep what they have in common.
+    offload_optimizer: `cpu` where the optimizer's state is on the host, or `none`.
+    offload_parameters: `cpu` where the parameters are on the host, or `none`.
+    modules: paths or globs of the modules that are copied.
+    of: nodes that each copy is made of (empty: the model, or the stage around it).
+    """
 
     path: str
     degree: int | None = None
@@ -38,20 +47,28 @@ class Replicate:
 
     @property
     def offloads(self) -> bool:
-        """Whether copies keep anything on their hosts."""
+        """Return whether copies keep anything on their hosts."""
         return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
 
     @property
     def streams(self) -> bool:
-        """Whether weights come from the host when they are read, without ZeRO (docs/adr/051)."""
+        """Return whether weights come from the host when they are read, without ZeRO
+        (docs/adr/051)."""
         return not self.zero and self.offload_parameters == "cpu"
 
 
 @dataclass(frozen=True)
 class Split:
-    """One copy whose tensors are sharded over its devices. `patterns` are (glob of weights or
-    modules, pattern) given by hand, the first that matches a weight and that it can have
-    counting."""
+    """One copy whose tensors are sharded over its devices.
+
+    path: path of the node's key in the strategy.
+    degree: number of devices (None: auto).
+    dim: what is divided, one of `SPLIT_DIMS`.
+    modules: paths or globs of the modules that are sharded.
+    patterns: pairs (glob of weights or modules, pattern) given by hand. The first pair counts that
+        matches a weight and whose pattern the weight can have.
+    of: nodes inside of the split.
+    """
 
     path: str
     degree: int | None = None
@@ -63,8 +80,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Stage:
-    """A named slice of the model's forward, one after another in a pipeline; held by devices of
-    the kind `device`, where it says one."""
+    """A slice of the model's forward; the stages of a pipeline follow one another.
+
+    path: path of the node's key in the strategy.
+    modules: paths or globs of the modules that it must hold (None: auto).
+    recompute: one of `RECOMPUTE`.
+    device: kind of the devices that hold it (None: auto).
+    of: nodes that the stage is made of (empty: one device).
+    """
 
     path: str
     modules: tuple[str, ...] | None = None
@@ -75,7 +98,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages on disjoint devices; `stages` is their number (a balanced cut) or the nodes."""
+    """Stages on disjoint devices.
+
+    path: path of the node's key in the strategy.
+    stages: number of stages (a balanced cut), or the nodes of the stages.
+    micro_batches: micro-batches of a copy's samples (None: auto).
+    schedule: one of `SCHEDULES`.
+    """
 
     path: str
     stages: "int | tuple[Node, ...]"
@@ -88,10 +117,16 @@ Node = Replicate | Split | Stage | Pipeline
 
 @dataclass(frozen=True)
 class Strategy:
-    """A whole strategy file. `devices` are those of the inventory it may use: the first so many, so
-    many of each kind, or all (None). Without a node in `graph` (auto) it is for the planner to
-    find, within `time_limit_s` (0: once a fixed number of tasks have been simulated; None: until
-    all have been whose estimates are near the fastest)."""
+    """A whole strategy file.
+
+    name: name of the strategy.
+    graph: the nodes; empty (auto) where the planner is to find them.
+    balance: how work is shared among devices, one of `BALANCE`.
+    devices: devices of the inventory that it may use: the first so many, so many of each kind, or
+        all (None).
+    time_limit_s: seconds that the planner searches. 0: a fixed number of tasks is simulated. None:
+        all candidates are simulated whose estimates are near the fastest.
+    """
 
     name: str
     graph: tuple[Node, ...]
@@ -101,11 +136,12 @@ class Strategy:
 
     @property
     def is_auto(self) -> bool:
+        """Return whether the planner is to find the nodes."""
         return not self.graph
 
 
 def every_node(nodes: "tuple[Node, ...]") -> Iterator[Node]:
-    """`nodes` and all that is inside them."""
+    """Yield `nodes` and all nodes inside them, each before those inside it."""
     for node in nodes:
         yield node
         inside = node.stages if isinstance(node, Pipeline) else node.of
@@ -113,7 +149,8 @@ def every_node(nodes: "tuple[Node, ...]") -> Iterator[Node]:
 
 
 def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) -> Strategy | None:
-    """Return a strategy from plain YAML values; None when `faults` grew."""
+    """Return the strategy that `mapping`, of plain YAML values, says; None after adding to
+    `faults`."""
     reader = _Reader(faults)
     before = len(faults)
     given = reader.keys(mapping, "strategy", ("graph", "balance", "devices", "time_limit_s"))
@@ -132,23 +169,27 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
 
 
 class _Reader:
-    """Reads nodes, appending to one list of faults; a faulty value reads as its default."""
+    """Reader of nodes, which appends to one list of faults; a faulty value reads as its default."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = faults
 
     def fault(self, key: str, value: object, rule: str, remedy: str) -> None:
+        """Add a fault of the key `key`, whose `value` is written as in YAML."""
         text = "null" if value is None else str(value)
         self.faults.append(Fault(key, text, rule, remedy))
 
     def nodes(self, value: Any, path: str, inside: str | None) -> tuple[Node, ...]:
-        """Return a node, or a list of colocated nodes."""
+        """Return the nodes that `value` says: one node, or a list of colocated nodes.
+
+        `inside` is the primitive around them (None: the strategy itself).
+        """
         if not isinstance(value, list):
             node = self.node(value, path, inside)
             return (node,) if node else ()
         if not value:
             self.fault(path, "[]", "is an empty list", "give at least one node")
-        shared = inside != "pipeline"  # whose stages have devices of their own
+        shared = inside != "pipeline"  # stages of a pipeline have devices of their own
         beside = shared and any(_primitive(item) == "replicate" for item in value)
         read = [self.node(item, f"{path}[{i}]", inside, beside) for i, item in enumerate(value)]
         return tuple(node for node in read if node)
@@ -156,7 +197,10 @@ class _Reader:
     def node(
         self, value: Any, path: str, inside: str | None, beside_copies: bool = False
     ) -> Node | None:
-        """Return a node; `beside_copies`, in a list with a replicate."""
+        """Return the node that `value` says, or None after a fault.
+
+        `beside_copies` says that the node is in a list that has a replicate.
+        """
         readers: dict[str, Callable[[Mapping[str, Any], str], Node | None]] = {
             "replicate": self.replicate,
             "split": self.split_beside if beside_copies else self.split,
@@ -192,6 +236,7 @@ class _Reader:
         return readers[primitive](body, path)
 
     def replicate(self, body: Mapping[str, Any], path: str) -> Replicate:
+        """Return the replicate whose keys are in `body`."""
         given = self.keys(body, path, ("degree", "zero", "offload", "modules", "of"))
         offload = given.get("offload")
         if offload is None:
@@ -226,13 +271,16 @@ class _Reader:
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:
+        """Return the split whose keys are in `body`."""
         return self.any_split(body, path, SPLIT_DIMS)
 
     def split_beside(self, body: Mapping[str, Any], path: str) -> Split:
-        """Return a split beside a replicate: of the head's classes, experts, or other modules."""
+        """Return a split beside a replicate: of the head's classes, of experts, or of other
+        modules."""
         return self.any_split(body, path, BESIDE_DIMS)
 
     def any_split(self, body: Mapping[str, Any], path: str, dims: tuple[str, ...]) -> Split:
+        """Return the split whose keys are in `body`, and whose `dim` must be one of `dims`."""
         given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
         return Split(
             path,
@@ -244,6 +292,7 @@ class _Reader:
         )
 
     def stage(self, body: Mapping[str, Any], path: str) -> Stage:
+        """Return the stage whose keys are in `body`."""
         given = self.keys(body, path, ("modules", "recompute", "device", "of"))
         return Stage(
             path,
@@ -254,6 +303,8 @@ class _Reader:
         )
 
     def pipeline(self, body: Mapping[str, Any], path: str) -> Pipeline | None:
+        """Return the pipeline whose keys are in `body`, or None where its stages are missing or
+        faulty."""
         given = self.keys(body, path, ("micro_batches", "schedule", "stages"))
         micro_batches = self.count_or_auto(given, path, "micro_batches")
         if micro_batches is not None and micro_batches > MOST_MICRO_BATCHES:
@@ -277,10 +328,11 @@ class _Reader:
         return Pipeline(path, stages, micro_batches, schedule)
 
     def children(self, given: Mapping[str, Any], path: str, inside: str) -> tuple[Node, ...]:
+        """Return the nodes under the key `of`, or none."""
         return self.nodes(given["of"], f"{path}.of", inside) if given.get("of") is not None else ()
 
     def keys(self, body: Any, path: str, known: tuple[str, ...]) -> dict[str, Any]:
-        """`body` without the keys nobody knows, each of which is a fault."""
+        """Return `body` without its unknown keys, each of which is a fault."""
         for key in body:
             if key not in known:
                 foreign = path == "strategy" and not closest(str(key), known)
@@ -294,6 +346,8 @@ class _Reader:
     def choice(
         self, given: Mapping[str, Any], path: str, key: str, choices: tuple[str, ...], default: str
     ) -> str:
+        """Return the value of `key`, or `default` where it is missing or none of `choices` (a
+        fault)."""
         value = given.get(key, default)
         if value not in choices:
             self.fault(f"{path}.{key}", value, "is unknown", nearest(str(value), choices))
@@ -301,6 +355,8 @@ class _Reader:
         return cast(str, value)
 
     def count_or_auto(self, given: Mapping[str, Any], path: str, key: str) -> int | None:
+        """Return the value of `key` as a number of at least 1, or None for auto or after a
+        fault."""
         value = given.get(key, "auto")
         if value == "auto":
             return None
@@ -313,7 +369,7 @@ class _Reader:
     def devices(
         self, given: Mapping[str, Any], path: str, key: str
     ) -> int | Mapping[str, int] | None:
-        """Read a number of devices, or a number for each kind; None is all."""
+        """Return a number of devices, a number for each kind of device, or None for all devices."""
         value = given.get(key)
         if not isinstance(value, Mapping):
             return self.count_or_auto(given, path, key)
@@ -326,6 +382,8 @@ class _Reader:
         return {kind: count for kind, count in counts.items() if count is not None}
 
     def seconds(self, given: Mapping[str, Any], path: str, key: str) -> float | None:
+        """Return the value of `key` as seconds of at least 0, or None where it is missing or
+        faulty."""
         value = given.get(key)
         if value is None:
             return None
@@ -336,6 +394,7 @@ class _Reader:
         return float(value)
 
     def device(self, given: Mapping[str, Any], path: str) -> str | None:
+        """Return the kind of device that a stage names, or None for auto or after a fault."""
         value = given.get("device", "auto")
         if not _is_name(value):
             rule, remedy = "is not the name of a device", "use one of hardware's, or auto"
@@ -344,6 +403,7 @@ class _Reader:
         return None if value == "auto" else cast(str, value)
 
     def patterns(self, given: Mapping[str, Any], path: str) -> tuple[tuple[str, str], ...]:
+        """Return the pairs (glob of weights, pattern) of a split, from a mapping or a list."""
         value = given.get("patterns")
         if value is None:
             return ()
@@ -358,7 +418,8 @@ class _Reader:
         return tuple((str(k), self.choice(value, key, k, PATTERNS, "replicate")) for k in value)
 
     def pattern(self, item: Any, path: str) -> tuple[str, str] | None:
-        """Return the glob and the pattern of an item of a list of patterns."""
+        """Return the pair (glob of weights, pattern) of one item of a list, or None after a
+        fault."""
         if not isinstance(item, Mapping):
             self.fault(path, item, "is not a weight with its pattern", f"use {_LISTED[1:-1]}")
             return None
@@ -373,31 +434,36 @@ class _Reader:
         return weight, self.choice(given, path, "pattern", PATTERNS, "replicate")
 
     def modules(self, given: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
+        """Return the module paths or globs of a node, or None where they are missing or faulty."""
         value = given.get("modules")
         if value is None:
             return None
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not listed or not all(_is_name(x) for x in listed):
+        paths = [value] if isinstance(value, str) else value
+        if not isinstance(paths, list) or not paths or not all(_is_name(x) for x in paths):
             rule = "is not a module path"
             remedy = 'use a path or glob such as "encoder.*", or a list of them'
             self.fault(f"{path}.modules", value, rule, remedy)
             return None
-        return tuple(listed)
+        return tuple(paths)
 
 
 def _primitive(value: Any) -> str:
-    """Return the primitive of what may be a node."""
+    """Return the primitive that a value names, if the value is a node."""
     if isinstance(value, Mapping):
         return str(next(iter(value), ""))
     return str(value)
 
 
 def _is_name(value: object) -> bool:
+    """Return whether `value` is a text that is not empty."""
     return isinstance(value, str) and bool(value)
 
 
 def _meaningless(primitive: str, inside: str | None) -> tuple[str, str] | None:
-    """Why `primitive` directly inside `inside` says nothing, and what to write instead."""
+    """Return why `primitive` directly inside `inside` says nothing, and what to write instead.
+
+    Returns None where the nesting has a meaning.
+    """
     if primitive == "stage" and inside != "pipeline":
         return "is a slice of a pipeline and stands only in its stages", "put it in pipeline.stages"
     if primitive == "pipeline" and inside in ("pipeline", "stage"):
@@ -409,4 +475,5 @@ def _meaningless(primitive: str, inside: str | None) -> tuple[str, str] | None:
 
 
 def _child_key(primitive: str) -> str:
+    """Return the key and value that put a split inside of `primitive`, for messages."""
     return "stages: [{split: ...}]" if primitive == "pipeline" else "of: {split: ...}"

@@ -1,4 +1,4 @@
-"""A strategy read into its one form (`form.py`): which node asked for what, and what cannot be."""
+"""Read a strategy into its one form (`form.py`), and refuse what cannot be."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +28,12 @@ def read_form(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """Return the form of a strategy over `devices` devices (so many, or so many of each kind) in
-    nodes of `per_node` (0: of unlike size); None when `faults` grew."""
+    """Return the form of a strategy over `devices` devices, or None after adding to `faults`.
+
+    devices: number of devices, or the number of each kind.
+    per_node: devices of each node (0: nodes are of unlike size).
+    hardware: name of the hardware, for messages.
+    """
     before = len(faults)
     outer, inner = _outer(strategy.graph, faults)
     pipeline = inner[0] if inner and isinstance(inner[0], Pipeline) else None
@@ -37,17 +41,17 @@ def read_form(
     if pipeline and isinstance(pipeline.stages, int) and pipeline.stages > total:
         faults.append(too_many_stages(pipeline, total, hardware))
         return None
-    listed: list[OpenStage | None]
+    open_stages: list[OpenStage | None]
     if not inner:
-        listed = [OpenStage(outer[-1].path, 1, 1, None, None)]
+        open_stages = [OpenStage(outer[-1].path, 1, 1, None, None)]
     elif pipeline is None:
-        listed = [_stage(inner, faults)]
+        open_stages = [_stage(inner, faults)]
     elif isinstance(pipeline.stages, int):
         one = OpenStage(f"{pipeline.path}.stages", None, 1, None, None)
-        listed = [one for _ in range(pipeline.stages)]
+        open_stages = [one for _ in range(pipeline.stages)]
     else:
-        listed = [_stage((node,), faults) for node in pipeline.stages]
-    stages = [stage for stage in listed if stage is not None]
+        open_stages = [_stage((node,), faults) for node in pipeline.stages]
+    stages = [stage for stage in open_stages if stage is not None]
     copies = (node for s in stages for node in (s.copy, s.body) if node)
     keeper = _keeper([*outer, *copies], pipeline, faults)
     if len(faults) > before:
@@ -59,7 +63,7 @@ def read_form(
         form = settled(outer, stages, total, per_node, hardware, faults)
     if form is None:
         return None
-    if pipeline is None:  # copies of the whole are copies of the whole, whoever asked for them
+    if pipeline is None:  # copies of a lone stage are copies of the whole
         (stage,) = form.stages
         both = form.copies * stage.copies
         filled = _filled_node(outer, stages[0])
@@ -72,8 +76,7 @@ def read_form(
 def _outer(
     nodes: tuple[Node, ...], faults: list[Fault]
 ) -> tuple[list[Replicate], tuple[Node, ...]]:
-    """Return the replicates around everything, and what they copy; nothing where that is the
-    model."""
+    """Return the replicates around everything, and the nodes that they copy (none: the model)."""
     outer: list[Replicate] = []
     while len(nodes) == 1:
         (node,) = nodes
@@ -86,15 +89,18 @@ def _outer(
 
 
 def _filled_node(outer: Sequence[Replicate], stage: OpenStage) -> str | None:
-    """Return the path of the node of a lone stage whose open degree takes the devices."""
+    """Return the path of the node of a lone stage whose open degree takes the devices, or None."""
     if stage.body is not None:
         return stage.body.path if stage.shards is None else None
     return next((node.path for node in outer if node.degree is None), None)
 
 
 def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
-    """Return the form of one stage: (stage of) (replicate of) split, or a replicate beside
-    splits of modules; each of which may be missing."""
+    """Return one stage, or None after adding to `faults`.
+
+    A stage is (stage of) (replicate of) a split, or a replicate beside splits of modules. Each of
+    these may be missing.
+    """
     path, around = nodes[0].path, Stage("")
     if isinstance(nodes[0], Stage):
         around, nodes = nodes[0], nodes[0].of
@@ -140,14 +146,17 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
 
 
 def _are_splits(nodes: Sequence[Node]) -> bool:
+    """Return whether all nodes are splits."""
     return all(isinstance(node, Split) for node in nodes)
 
 
 def _is_beside_copies(
     body: Replicate, split: Split, said: Replicate | Split, path: str, faults: list[Fault]
 ) -> bool:
-    """Return whether a split beside `body` is one that is executed, on as many devices as `said`
-    says; else a fault says why not."""
+    """Return whether a split beside `body` can be executed, on as many devices as `said` says.
+
+    Where it cannot, a fault says why.
+    """
     if body.of or split.of:
         rule = "is not a replicate of all beside splits of modules, over the same devices"
         remedy = "use [{replicate: {}}, {split: {modules: head}}]"
@@ -169,11 +178,12 @@ def _is_beside_copies(
 
 
 def _divisors(number: int) -> list[int]:
-    """Return what a split's degree may be beside so many copies."""
+    """Return the degrees that a split may have beside `number` copies."""
     return [x for x in range(2, number + 1) if number % x == 0]
 
 
 def _colocated(nodes: tuple[Node, ...]) -> Fault:
+    """Return the fault of nodes that share devices in a way that is not executed."""
     path = nodes[0].path.rpartition("[")[0]
     rule = "has parts that share devices, which are executed as a replicate, then splits of modules"
     remedy = "use strategy=hybrid_split_dp, or one node"
@@ -181,6 +191,7 @@ def _colocated(nodes: tuple[Node, ...]) -> Fault:
 
 
 def _refuse_modules(node: Replicate, faults: list[Fault]) -> None:
+    """Add a fault where a replicate names modules, as nothing then covers the rest of the model."""
     if node.modules != ("*",):
         rule = "names a part of the model, and nothing in the strategy covers the rest"
         remedy = 'use "*", or a list with a node for the rest'
@@ -190,8 +201,11 @@ def _refuse_modules(node: Replicate, faults: list[Fault]) -> None:
 def _keeper(
     copies: list[Replicate], pipeline: Pipeline | None, faults: list[Fault]
 ) -> Replicate | None:
-    """Return the replicate that says how copies keep what they have in common: one set of engines
-    has one way."""
+    """Return the replicate that says how copies keep what they have in common.
+
+    Returns None without copies. All copies keep alike, as one set of engines has one way: another
+    way is a fault. In a pipeline, a ZeRO stage above 1 is a fault.
+    """
     ways = [(c.zero, c.offload_optimizer, c.offload_parameters) for c in copies]
     asked = [c for c, way in zip(copies, ways, strict=True) if way != (0, "none", "none")]
     first = asked[0] if asked else (copies[0] if copies else None)
@@ -212,6 +226,8 @@ def _keeper(
 
 
 def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fault]) -> None:
+    """Add a fault for a split or a ZeRO stage with no effect, and for a split head not in the last
+    stage."""
     devices = form.copies * form.width
     for stage in form.stages[:-1]:
         if stage.body and any("head" in split.modules for split in stage.splits):

@@ -31,22 +31,22 @@ class Size:
 
 Shape = tuple[Size, ...]
 
-# The targets of parameters, of which those that are frozen are not trained, and of all that a model
-# holds.
+# The targets of parameters (`frozen` ones are not trained), and of everything that a model holds.
 WEIGHTS = ("parameter", "frozen")
 HELD = (*WEIGHTS, "buffer")
 
-# Instead of the place of an input: the operation's own value, and what is no operation's value,
-# such as statistics and masks.
+# Used in place of an input's index: the operation's own value, and a tensor that is no operation's
+# value, such as statistics and masks.
 OWN, INSIDE = -1, -2
 
-# What sees to its weight's gradient itself where a step has several backwards: leaves it for later,
-# or adds it to what there is (runtime/kernels/matmul.py, runtime/kernels/weight_gradients.py).
+# Operations that handle their weight's gradient themselves where a step has several backwards: they
+# defer it, or add it to the existing one (runtime/kernels/matmul.py,
+# runtime/kernels/weight_gradients.py).
 PRODUCTS = ("aten.linear.default", "aten.addmm.default")
 LOOKUP = "aten.embedding.default"
 
-# What autocast runs in 16 bits, on CPUs and GPUs alike, casting every floating-point operand; the
-# last is models/grouped_product.py's.
+# Operations that autocast runs in 16 bits, on CPUs and GPUs alike, casting every floating-point
+# operand; the last is models/grouped_product.py's.
 LOWERED = ("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d",
            "scaled_dot_product_attention", "grouped_mm")  # fmt: skip
 
@@ -58,8 +58,8 @@ class Ref:
     name: str
 
 
-# What an operation is called with: other values, constants, and lists of them. Tensors' dtypes
-# and devices are given as their names.
+# An argument of an operation: another value, a constant, or a list of them. Dtypes and devices of
+# tensors are given as their names.
 Argument = Ref | Size | int | float | bool | str | None | tuple["Argument", ...]
 
 
@@ -67,17 +67,25 @@ Argument = Ref | Size | int | float | bool | str | None | tuple["Argument", ...]
 class Operation:
     """One node of the exported graph.
 
-    `target` is the ATen overload (`aten.linear.default`), or `input`, `parameter`, `frozen` (a
-    parameter that is not trained), `buffer`, `graph` (one that a higher-order operation runs) or
-    `output`; of what the model holds, `path` is its name there. `module` is the path of the module
-    whose forward it belongs to. `shape` is None for values that are not tensors.
-    `flops` are the forward's, per sample. `saved` is what it has autograd keep for its backward:
-    which of `inputs` by its place, its own value (`OWN`) or what it makes on the way to it
-    (`INSIDE`), and how many bytes, per sample in fp32. `memory` is the place of the input in whose
-    memory its value lies, `OWN` where it has memory of its own. `after` are operations that
-    changed in place what it reads, under another name than the one it reads it by. `random` says
-    that it draws random numbers, which a dropout of 0 does not. `writes` are the buffers that it
-    writes into.
+    name: the name of the operation and of its value.
+    target: the ATen overload (`aten.linear.default`), or `input`, `parameter`, `frozen` (a
+        parameter that is not trained), `buffer`, `graph` (one that a higher-order operation runs)
+        or `output`.
+    args: the positional arguments.
+    kwargs: the keyword arguments, as pairs of name and argument.
+    shape: the extents of the value; None where it is no tensor.
+    dtype: the name of the value's dtype (`float32`).
+    module: the path of the module whose forward the operation belongs to.
+    path: the name in the model of a parameter or buffer.
+    flops: FLOPs of the forward, per sample.
+    saved: tensors that the operation has autograd keep for its backward, as pairs of a place and
+        bytes, per sample in fp32. A place is an index of `inputs`, `OWN` for the operation's own
+        value, or `INSIDE` for an intermediate value.
+    memory: the index of the input in whose memory the value lies; `OWN` where it has its own.
+    after: the operations that changed what this one reads in place, under another name than the one
+        it reads.
+    random: whether it draws random numbers, which a dropout of 0 does not.
+    writes: the names of the buffers, or other attributes of the model, that it writes into.
     """
 
     name: str
@@ -97,12 +105,12 @@ class Operation:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values it reads, in order, each once."""
-        found: dict[str, None] = {}
+        """Return the names of the values that the operation reads, in order, each once."""
+        names: dict[str, None] = {}
 
         def visit(argument: Argument) -> None:
             if isinstance(argument, Ref):
-                found.setdefault(argument.name)
+                names.setdefault(argument.name)
             elif isinstance(argument, tuple):
                 for part in argument:
                     visit(part)
@@ -110,29 +118,34 @@ class Operation:
         visit(self.args)
         for _, argument in self.kwargs:
             visit(argument)
-        return tuple(found)
+        return tuple(names)
 
 
 def block_of(module: str) -> str:
-    """Return the block a module belongs to: its path up to the last number (`encoder.layers.3`),
-    which is how lists of equal blocks are written; without one, the module itself."""
+    """Return the path of the block that a module belongs to.
+
+    It is the module's path up to the last number (`encoder.layers.3`), which is how lists of equal
+    blocks are written. A path without a number is returned whole.
+    """
     parts = module.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbered[-1] + 1]) if numbered else module
 
 
 def is_repeated(block: str) -> bool:
-    """Return whether a block is one of a list, as those of deep models are."""
+    """Return whether a block is an entry of a list of blocks, as in deep models."""
     return any(part.isdecimal() for part in block.split("."))
 
 
 def kind_of(operation: Operation) -> str:
-    """Return the name of an ATen operation without its overload (`linear`), or nothing."""
+    """Return the name of an ATen operation without its overload (`linear`); '' for any other
+    target."""
     return operation.target.partition(".")[2].partition(".")[0]
 
 
 def value_bytes(operation: Operation, samples: float = 1) -> float:
-    """Return the bytes of a value for so many samples; a value without a batch counts whole."""
+    """Return the bytes of an operation's value for `samples` samples. A value without a batch
+    counts whole, and one that is no tensor has 0."""
     if operation.shape is None:
         return 0.0
     total = float(DTYPE_BYTES.get(operation.dtype, 4))
@@ -152,47 +165,52 @@ class OperationGraph:
 
     @cached_property
     def by_name(self) -> dict[str, Operation]:
+        """Return every operation by its name."""
         return {operation.name: operation for operation in self.operations}
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
-        """For each value, the operations that read it, in order."""
-        found: dict[str, list[str]] = {operation.name: [] for operation in self.operations}
+        """Return, for each value, the names of the operations that read it, in order."""
+        readers: dict[str, list[str]] = {operation.name: [] for operation in self.operations}
         for operation in self.operations:
             for name in operation.inputs:
-                found[name].append(operation.name)
-        return {name: tuple(users) for name, users in found.items()}
+                readers[name].append(operation.name)
+        return {name: tuple(users) for name, users in readers.items()}
 
     @cached_property
     def num_bytes(self) -> dict[str, float]:
-        """Bytes of every value per sample; of what is no tensor, those of the tensors in it."""
-        found: dict[str, float] = {}
+        """Return the bytes of every value, per sample. A value that is no tensor has those of the
+        tensors in it."""
+        sizes: dict[str, float] = {}
         for operation in reversed(self.operations):
-            found[operation.name] = value_bytes(operation)
+            sizes[operation.name] = value_bytes(operation)
             if operation.shape is None:
                 users = (self[name] for name in self.users[operation.name])
-                found[operation.name] = sum(
-                    found[user.name]
+                sizes[operation.name] = sum(
+                    sizes[user.name]
                     for user in users
                     if user.memory != OWN and user.inputs[user.memory] == operation.name
                 )
-        return found
+        return sizes
 
     @cached_property
     def made_of_parameters(self) -> frozenset[str]:
-        """Parameters, and all that is computed of them."""
+        """Return the names of the trained parameters and of all values computed from them."""
         parameters = {op.name for op in self.operations if op.target == "parameter"}
         return frozenset(self.descendants(parameters))
 
     @cached_property
     def lowered_readers(self) -> dict[str, tuple[bool, bool]]:
-        """For every parameter, by its path: whether some operation reads it that autocast lowers to
-        16 bits, and whether some other does. A view of a parameter is the parameter."""
-        found: dict[str, tuple[bool, bool]] = {}
+        """Return two flags for every weight, frozen ones included, by its path.
+
+        The first says whether an operation reads the weight that autocast lowers to 16 bits, the
+        second whether any other operation reads it. A view of a weight counts as the weight.
+        """
+        readers: dict[str, tuple[bool, bool]] = {}
         for operation in self.operations:
             if operation.target not in WEIGHTS:
                 continue
-            lowered, other = found.get(operation.path, (False, False))
+            lowered, other = readers.get(operation.path, (False, False))
             views = [operation.name]
             while views:
                 view = views.pop()
@@ -203,20 +221,23 @@ class OperationGraph:
                         lowered = True
                     else:
                         other = True
-            found[operation.path] = (lowered, other)
-        return found
+            readers[operation.path] = (lowered, other)
+        return readers
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """The values that have a gradient: parameters, and what is computed of them and is
-        floating, or no tensor."""
-        found: set[str] = set()
+        """Return the names of the values that have a gradient.
+
+        They are the trained parameters, and the values computed from them that are floating-point
+        or no tensor.
+        """
+        with_gradient: set[str] = set()
         for operation in self.operations:
-            reached = any(name in found for name in operation.inputs)
+            reached = any(name in with_gradient for name in operation.inputs)
             has_one = operation.shape is None or "float" in operation.dtype
             if operation.target == "parameter" or (reached and has_one):
-                found.add(operation.name)
-        return frozenset(found)
+                with_gradient.add(operation.name)
+        return frozenset(with_gradient)
 
     def __getitem__(self, name: str) -> Operation:
         return self.by_name[name]
@@ -226,21 +247,21 @@ class OperationGraph:
 
     @cached_property
     def updates(self) -> tuple[str, ...]:
-        """The operations that write into a buffer, in the order they run."""
+        """Return the names of the operations that write into a buffer, in the order they run."""
         return tuple(
             operation.name
             for operation in self.operations
-            if operation.target != "aten.detach_.default"  # said to write, and changes no value
+            if operation.target != "aten.detach_.default"  # marked as a write, changes no value
             and any(self[name].target == "buffer" for name in operation.writes)
         )
 
     @cached_property
     def changed_buffers(self) -> dict[str, frozenset[str]]:
-        """For every buffer that the forward writes into, by its path: the operations that read or
-        write it, under its own name or that of a view."""
+        """Return, for every buffer that the forward writes into, by its path, the operations that
+        read or write it, under its own name or that of a view."""
         written = (self[name] for update in self.updates for name in self[update].writes)
         touching: dict[str, set[str]] = {x.path: set() for x in written if x.target == "buffer"}
-        path_of: dict[str, str] = {}  # of the values that lie in the memory of such a buffer
+        path_of: dict[str, str] = {}  # by the name of a value in such a buffer's memory
         for operation in self.operations if touching else ():
             if operation.target == "buffer" and operation.path in touching:
                 path_of[operation.name] = operation.path
@@ -252,26 +273,32 @@ class OperationGraph:
         return {path: frozenset(names) for path, names in touching.items()}
 
     def ancestors(self, names: set[str]) -> set[str]:
-        """Everything `names` are computed from, themselves included."""
-        found = set(names)
+        """Return the names of all values that `names` are computed from, `names` included."""
+        reached = set(names)
         for operation in reversed(self.operations):
-            if operation.name in found:
-                found.update(operation.inputs)
-                found.update(operation.after)
-        return found
+            if operation.name in reached:
+                reached.update(operation.inputs)
+                reached.update(operation.after)
+        return reached
 
     def descendants(self, names: set[str]) -> set[str]:
-        """Everything computed from `names`, themselves included."""
-        found = set(names)
+        """Return the names of all values computed from `names`, `names` included."""
+        reached = set(names)
         for operation in self.operations:
-            if any(name in found for name in (*operation.inputs, *operation.after)):
-                found.add(operation.name)
-        return found
+            if any(name in reached for name in (*operation.inputs, *operation.after)):
+                reached.add(operation.name)
+        return reached
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A learned tensor. `aliases` are the further names of a tied one."""
+    """A learned tensor.
+
+    path: its name in the model.
+    shape: its extents.
+    bytes_per_element: bytes of an element.
+    aliases: the further names of a tied parameter.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -280,6 +307,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
+        """Return the number of elements."""
         product = 1
         for extent in self.shape:
             product *= extent
@@ -288,9 +316,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class InputField:
-    """One named tensor of a sample: its shape without the batch, dtype, and the exclusive upper
-    bound of its integers (0: unknown or not integers). `lower_bound` is their least where one is
-    known to be negative, else 0."""
+    """One named tensor of a sample.
+
+    shape: the extents without the batch.
+    dtype: the name of the dtype.
+    upper_bound: the exclusive upper bound of its integers; 0 where it is unknown or they are none.
+    lower_bound: the smallest of its integers where that is known to be negative, else 0.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -300,13 +332,18 @@ class InputField:
 
     @property
     def is_integer(self) -> bool:
+        """Return whether the field's dtype is an integer one."""
         return self.dtype.startswith(("int", "uint"))
 
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits that `model.loss=cross_entropy` reads: their shape after the batch, and where the
-    classes are, 1 or -1 (counted with the batch). `is_open`: both were possible by shape."""
+    """The logits that `model.loss=cross_entropy` reads.
+
+    shape: the extents after the batch.
+    class_dim: the dimension of the classes, 1 or -1, counted with the batch.
+    is_open: whether both dimensions were possible by shape.
+    """
 
     shape: tuple[int, ...]
     class_dim: int
@@ -314,25 +351,37 @@ class Logits:
 
     @property
     def num_classes(self) -> int:
+        """Return the number of classes."""
         return self.shape[self.class_dim if self.class_dim < 0 else self.class_dim - 1]
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What a model is and what it costs, measured without its weights.
+    """Size and cost of a model, measured without its weights.
 
-    `parameters` are trained, and `frozen` are the others, which have no gradient.
-    `graph` is None when the model cannot be exported; `export_error` then says why, and only
-    strategies that run the model as it is can use it. `forward_flops` and `activation_bytes` are
-    per sample in fp32 (2 FLOPs a multiply-add; bytes autograd keeps between forward and
-    backward). `batch_sizes` are the smallest and the largest batch (0: any) that the graph is of.
-    `own_draws` says what the forward draws random numbers from, beside torch's default generator
-    ('': nothing). What a forward runs `varies` that looks at the values of a batch, draws by itself
-    or changes from call to call. `unused_parameters` get no gradient, whatever the batch; where the
-    forward varies, `perhaps_unused` got none from one batch, and may from another.
-    `unequal_parts` says what a batch and its parts were found to differ in when they were compared
-    ('': nothing, or not compared), `unequal_remedy` what the user can do. `logits` are None where
-    the model computes its own loss.
+    parameters: the trained parameters.
+    inputs: the tensors of a sample.
+    forward_flops: FLOPs of a forward, per sample (2 a multiply-add).
+    activation_bytes: bytes that autograd keeps between forward and backward, per sample in fp32.
+    buffer_bytes: bytes of the model's buffers.
+    graph: the operations; None where the model cannot be exported. Only strategies that run the
+        model as it is can use it then.
+    export_error: the reason why the model cannot be exported.
+    batch_norm_modules: the paths of its BatchNorms.
+    unused_parameters: the parameters that get no gradient, whatever the batch.
+    perhaps_unused: where the forward varies, the parameters that got no gradient from one batch and
+        may get one from another.
+    unequal_parts: the difference between a batch and its parts that a comparison found; '' where
+        there is none, or nothing was compared.
+    unequal_remedy: what the user can do about `unequal_parts`.
+    frozen: the parameters that are not trained and have no gradient.
+    varies: whether the operations of a forward vary, because it looks at the values of a batch,
+        draws by itself or changes from call to call.
+    own_draws: the sources of random numbers of the forward beside torch's default generator; '' for
+        none.
+    logits: the logits of `model.loss=cross_entropy`; None where the model computes its own loss.
+    batch_sizes: the smallest and the largest batch that the graph is valid for; a largest of 0 is
+        any.
     """
 
     name: str
@@ -356,57 +405,65 @@ class ModelProfile:
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:
-        """Trained parameters by every name they have, aliases included."""
+        """Return the trained parameters by every name they have, aliases included."""
         return _by_path(self.parameters)
 
     @cached_property
     def weight_by_path(self) -> dict[str, Parameter]:
-        """The same, of frozen ones too."""
+        """Return the trained and the frozen parameters by every name they have, aliases
+        included."""
         return _by_path((*self.parameters, *self.frozen))
 
     def weights_read(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the path of every weight among the values `names` of the graph; a tied one has the
-        same path under each of its names."""
+        """Return the path of every weight among the values `names` of the graph, by the value's
+        name. A tied weight has the same path under each of its names."""
         assert self.graph is not None
-        listed = (self.graph[name] for name in names)
-        return {x.name: self.weight_by_path[x.path].path for x in listed if x.target in WEIGHTS}
+        operations = (self.graph[name] for name in names)
+        return {x.name: self.weight_by_path[x.path].path for x in operations if x.target in WEIGHTS}
 
     @cached_property
     def weight_elements(self) -> dict[str, int]:
-        """The elements of every weight, by path."""
+        """Return the number of elements of every weight, frozen ones included, by its path."""
         return {p.path: p.elements for p in (*self.parameters, *self.frozen)}
 
     @cached_property
     def narrow(self) -> frozenset[str]:
-        """The paths of the parameters that nothing reads but what autocast lowers to 16 bits, so
-        that their 16-bit values are as good; none of a model whose operations are not known."""
+        """Return the paths of the weights that only operations read which autocast lowers to 16
+        bits.
+
+        A 16-bit value of such a weight is as good as one in fp32. A model without a graph has none.
+        """
         return frozenset(path for path, read in self._readers.items() if read == (True, False))
 
     @cached_property
     def cast(self) -> frozenset[str]:
-        """The paths of the parameters of which autocast makes 16-bit copies where they are whole;
-        all of a model whose operations are not known."""
+        """Return the paths of the weights of which autocast makes 16-bit copies where the weights
+        are fp32. A model without a graph has all."""
         if self.graph is None:
-            return frozenset(each.path for each in (*self.parameters, *self.frozen))
+            return frozenset(weight.path for weight in (*self.parameters, *self.frozen))
         return frozenset(path for path, read in self._readers.items() if read[0])
 
     @cached_property
     def _readers(self) -> dict[str, tuple[bool, bool]]:
-        found: dict[str, tuple[bool, bool]] = {}
+        """Return the flags of `OperationGraph.lowered_readers` by canonical path, joined over the
+        names of a tied weight."""
+        readers: dict[str, tuple[bool, bool]] = {}
         for name, read in (self.graph.lowered_readers if self.graph else {}).items():
             if name in self.weight_by_path:
                 path = self.weight_by_path[name].path
-                before = found.get(path, (False, False))
-                found[path] = (before[0] or read[0], before[1] or read[1])
-        return found
+                before = readers.get(path, (False, False))
+                readers[path] = (before[0] or read[0], before[1] or read[1])
+        return readers
 
     @property
     def parameter_elements(self) -> int:
+        """Return the number of elements of all trained parameters."""
         return sum(parameter.elements for parameter in self.parameters)
 
     @cached_property
     def frozen_bytes(self) -> int:
-        return sum(each.elements * each.bytes_per_element for each in self.frozen)
+        """Return the bytes of all frozen parameters."""
+        return sum(weight.elements * weight.bytes_per_element for weight in self.frozen)
 
 
 def _by_path(parameters: Iterable[Parameter]) -> dict[str, Parameter]:

@@ -1,8 +1,8 @@
-"""A ModelProfile as JSON and back, exactly: what is read equals what was written.
+"""A ModelProfile as JSON and back, exactly: the profile that is read equals the one written.
 
-Its first line is the checksum of the rest, so that a file that was damaged is none. An operation is
-a list of its fields, in their order; of its arguments, an object is what JSON has no word for, and
-a list a tuple.
+The first line is the checksum of the rest, so that a damaged file is not read as a profile. An
+operation is a list of its fields, in their order. In its arguments, an object stands for a value
+that JSON has no type for, and a list for a tuple.
 """
 
 import json
@@ -25,7 +25,7 @@ from whale_train.strategies.graph.operation_graph import (
 
 
 def profile_to_json(profile: ModelProfile) -> str:
-    """Return the profile as JSON, in one line, after one with its checksum."""
+    """Return the profile as two lines: the checksum, and the JSON."""
     mapping = {
         "name": profile.name,
         "parameters": _listed(profile.parameters),
@@ -51,7 +51,8 @@ def profile_to_json(profile: ModelProfile) -> str:
 
 
 def profile_from_json(text: str) -> ModelProfile:
-    """Raises ValueError for what `profile_to_json` did not write."""
+    """Return the profile that `profile_to_json` wrote as `text`. Raises ValueError for any other
+    text."""
     checksum, _, content = text.partition("\n")
     if checksum != _checksum(content):
         raise ValueError("is no profile, or another than was written (its checksum is another)")
@@ -86,9 +87,9 @@ def _listed(parameters: Iterable[Parameter]) -> list[Any]:
     return [[p.path, p.shape, p.bytes_per_element, p.aliases] for p in parameters]
 
 
-def _parameters(listed: list[Any]) -> tuple[Parameter, ...]:
+def _parameters(rows: list[Any]) -> tuple[Parameter, ...]:
     return tuple(
-        Parameter(path, tuple(shape), size, tuple(aliases)) for path, shape, size, aliases in listed
+        Parameter(path, tuple(shape), size, tuple(aliases)) for path, shape, size, aliases in rows
     )
 
 

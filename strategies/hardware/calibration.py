@@ -1,7 +1,7 @@
-"""What was measured of a machine's devices and links, and a cluster with these figures in it.
+"""Figures that were measured of a machine's devices and links, and a cluster that has them.
 
-Owns the figures and their file's form; measuring is `runtime/calibrate/calibrate.py`'s, keeping the
-files `launcher/planning/devices/calibrations.py`'s.
+Owns the figures and the form of their file. Measuring is `runtime/calibrate/calibrate.py`'s;
+keeping the files is `launcher/planning/devices/calibrations.py`'s.
 """
 
 import json
@@ -28,8 +28,8 @@ _PASSES = ("forward", "backward")
 _ROOFLINE = ("overhead_s", "flops_s", "bytes_s")
 _LINK = ("name", "bandwidth_bytes_s", "latency_s")
 _UNSAID = "unsaid"  # the checksum of a file that somebody edited
-_SMALLEST = 1e-6  # of a rate: what is less is no device's
-_UNBOUND = 1e30  # what a fit writes for a rate whose limit nothing reached
+_SMALLEST = 1e-6  # the lowest rate of a device
+_UNBOUND = 1e30  # the rate that a fit writes where no measurement reached its limit
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 Kernels = Mapping[str, Mapping[str, Kernel]]  # by precision and kind
@@ -37,9 +37,16 @@ Kernels = Mapping[str, Mapping[str, Kernel]]  # by precision and kind
 
 @dataclass(frozen=True)
 class Calibration:
-    """`device` is the catalogue's name; `threads` those of a process that is one (0: a GPU),
-    `ranks` how many measured at once. `link` joins them, `shared_memory` those of a shard
-    group, and stages; None where one rank alone measured."""
+    """Figures that were measured of one kind of device.
+
+    device: the name in the catalogue.
+    threads: the threads of a process that is the device; 0 for a GPU.
+    ranks: the number of ranks that measured at once.
+    kernels: the rooflines, by precision and kind of operation.
+    link: the link between the ranks; None where one rank alone measured.
+    shared_memory: the link between the ranks of a shard group, and between stages; None where one
+        rank alone measured.
+    """
 
     device: str
     threads: int
@@ -50,18 +57,22 @@ class Calibration:
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """Return the name of the calibration's file."""
         return f"{self.device}-{self.threads}-threads" if self.threads else self.device
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return what its file has, with the checksum of the figures."""
+        """Return the content of the calibration's file, with the checksum of the figures."""
         mapping = asdict(self)
         return {**mapping, CHECKSUM: checksum(mapping)}
 
     @classmethod
     def from_mapping(cls, mapping: Any) -> "Calibration":
-        """Return what `to_mapping` gave; a file that somebody edited has no checksum. Raises
-        ValueError for anything else, and for figures that are none."""
+        """Return the calibration that `mapping`, the content of a file, holds.
+
+        A file that somebody edited has no checksum. Raises ValueError for a mapping that
+        `to_mapping` does not give, for figures out of range, and for a checksum that is not that of
+        the figures.
+        """
         fields = _fields(mapping, "the file", _REQUIRED, {CHECKSUM: _UNSAID})
         written = fields.pop(CHECKSUM)
         kernels = {
@@ -77,7 +88,7 @@ class Calibration:
         unknown = [x for x in kernels if x not in PRECISIONS]
         if unknown:
             raise ValueError(f"kernels has {unknown[0]}, which is no precision")
-        found = cls(
+        calibration = cls(
             _name(fields["device"], "device"), _count(fields["threads"], "threads", 0),
             _count(fields["ranks"], "ranks", 1), kernels,
             *(_link(fields[x], x) for x in ("link", "shared_memory")),
@@ -85,11 +96,12 @@ class Calibration:
         if written != _UNSAID and written != checksum(fields):
             rule = f"its {CHECKSUM} is not that of its figures"
             raise ValueError(f"{rule}: damaged, or edited, and then without that line")
-        return found
+        return calibration
 
 
 def checksum(mapping: Mapping[str, Any]) -> str:
-    """Return the checksum of a calibration's figures, whatever the order they are written in."""
+    """Return the checksum of a calibration's figures, which does not depend on the order of the
+    keys."""
     content = {key: value for key, value in mapping.items() if key != CHECKSUM}
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -138,9 +150,9 @@ def _figure(value: Any, what: str, smallest: float, largest: float = 1e24) -> fl
     return float(value)
 
 
-def _count(value: Any, what: str, least: int) -> int:
-    if type(value) is not int or not least <= value <= 100_000:
-        raise ValueError(f"{what} is no whole number from {least} to 100000")
+def _count(value: Any, what: str, smallest: int) -> int:
+    if type(value) is not int or not smallest <= value <= 100_000:
+        raise ValueError(f"{what} is no whole number from {smallest} to 100000")
     return value
 
 
@@ -156,19 +168,20 @@ def is_measured(cluster: Cluster, precision: str) -> bool:
 
 
 def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> Cluster:
-    """`cluster` with what is `known` of its devices; its CPU processes have `threads` each."""
-    found = {x.device: x for x in known if x.threads == (threads if x.threads else 0)}
+    """Return `cluster` with the figures of the calibrations `known`. Its CPU processes have
+    `threads` threads each."""
+    calibrations = {x.device: x for x in known if x.threads == (threads if x.threads else 0)}
     devices: dict[int, Device] = {}
     for number, device in {id(device): device for device in cluster.devices}.items():
-        there = found.get(device.name)
+        there = calibrations.get(device.name)
         devices[number] = replace(device, kernels=there.kernels if there else device.kernels)
-    of_cpu = found.get(CPU_PROCESS) if cluster.on_cpu else None
+    of_cpu = calibrations.get(CPU_PROCESS) if cluster.on_cpu else None
     nodes = []
     for node in cluster.nodes:
-        there = found.get(node.devices[0].name)
+        there = calibrations.get(node.devices[0].name)
         link = there.link if there and there.link else node.link
-        listed = tuple(devices[id(device)] for device in node.devices)
-        nodes.append(replace(node, devices=listed, link=link))
+        node_devices = tuple(devices[id(device)] for device in node.devices)
+        nodes.append(replace(node, devices=node_devices, link=link))
     memory = of_cpu.shared_memory if of_cpu else cluster.shared_memory
     return replace(cluster, nodes=tuple(nodes), shared_memory=memory)
 
@@ -176,9 +189,13 @@ def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> 
 def on_cores(
     cluster: Cluster, known: Sequence[Calibration], cores: int, threads_of: Callable[[int], int]
 ) -> Cluster:
-    """Return the CPU processes of `cluster` with what is `known` of them and the processors they
-    share, which are `cores` by the threads that each has of so many; and so fewer of them, where
-    these have other threads."""
+    """Return the CPU processes of `cluster` on `cores` cores, with the figures of the calibrations
+    `known`.
+
+    `threads_of` gives the threads of each of so many processes. The processes share `cores` /
+    threads processors. A smaller number of processes that would have other threads each is a
+    cluster of its own in `fewer`.
+    """
 
     def of(count: int) -> Cluster:
         threads = threads_of(count)
@@ -193,10 +210,15 @@ def on_cores(
 def stand_ins(
     cluster: Cluster, measured: Calibration, paces: Sequence[float] | None, processors: float
 ) -> Cluster:
-    """Return the CPU processes that stand for the devices of `cluster`, as `measured`: each takes
-    `paces` seconds for a second of computing (None: as fast as it can, `processors` of them at
-    once). All are on one host, whatever nodes they stand for; those that keep a pace share no
-    memory."""
+    """Return the CPU processes that stand for the devices of `cluster`, with the figures
+    `measured`.
+
+    paces: the seconds that each process takes for a second of computing. None: each runs as fast as
+        it can, with `processors` of them computing at once.
+
+    All processes are on one host, whatever nodes they stand for. Those that keep a pace share no
+    memory.
+    """
     first = Device(CPU_PROCESS, {}, 0.0, 1.0, measured.kernels)
     slowed = {pace: _slowed(first, pace) for pace in set(paces or (1.0,))}
     devices = tuple(slowed[pace] for pace in paces or (1.0,) * len(cluster.devices))
@@ -208,6 +230,8 @@ def stand_ins(
 
 
 def _slowed(device: Device, pace: float) -> Device:
+    """Return `device` with all measured rooflines `pace` times as slow."""
+
     def slower(roofline: Roofline) -> Roofline:
         return Roofline(
             pace * roofline.overhead_s, roofline.flops_s / pace, roofline.bytes_s / pace

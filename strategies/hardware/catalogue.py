@@ -1,10 +1,10 @@
-"""Devices, links and hosts by name: what an inventory may mention without spelling out its figures.
+"""Devices, links and hosts by name, which an inventory may use without spelling out their figures.
 
-Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"): `fp32`
-is the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and
-`bf16` are the tensor cores with fp32 accumulation, as in training. A precision without units of
-its own is absent. What is reached of peaks is beside them. Memory is the printed size in powers of
-ten, the smaller reading. Bandwidth of a link is one direction, bytes/s: vendors print NVLink's two
+Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"): `fp32` is
+the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and `bf16`
+are the tensor cores with fp32 accumulation, as in training. A precision without units of its own is
+absent. The reached parts of the peaks are beside them. Memory is the printed size in powers of ten,
+the smaller reading. Bandwidth of a link is one direction, bytes/s: vendors print NVLink's two
 directions together.
 """
 

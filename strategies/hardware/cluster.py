@@ -14,22 +14,32 @@ CPU_PROCESS = "cpu_process"  # the catalogue's name of a device that is a proces
 
 @dataclass(frozen=True)
 class Roofline:
-    """What operations of one kind reach: `overhead_s` each, then arithmetic at `flops_s` FLOP/s and
-    memory traffic at `bytes_s` bytes/s. After Williams et al., "Roofline" (CACM 2009), whose two
-    times hide under each other; within one operation they hardly do, so they are added. Traffic is
-    counted in fp32 (`op_work.py`)."""
+    """Rates that operations of one kind reach on a device.
+
+    overhead_s: seconds of overhead of each operation.
+    flops_s: FLOP/s of arithmetic.
+    bytes_s: bytes/s of memory traffic, which is counted in fp32 (`op_work.py`).
+
+    After Williams et al., "Roofline" (CACM 2009), whose two times hide under each other. Within one
+    operation they hardly do, so they are added.
+    """
 
     overhead_s: float
     flops_s: float
     bytes_s: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
+        """Return the seconds of one operation of `flops` FLOPs that moves `num_bytes`."""
         return self.overhead_s + flops / self.flops_s + num_bytes / self.bytes_s
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The rooflines of a kind of operation: of its forward, and of all its backward does."""
+    """Rooflines of a kind of operation.
+
+    forward: the roofline of its forward.
+    backward: the roofline of its whole backward.
+    """
 
     forward: Roofline
     backward: Roofline
@@ -37,8 +47,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class HostShare:
-    """What one device has of its host, in bytes/s: of the memory, for the optimizer of what is kept
-    there, and of the link between the two, one way."""
+    """Bandwidths that one device has of its host.
+
+    memory_bytes_s: bytes/s of the host's memory, for the optimizer of state that is kept there.
+    link_bytes_s: bytes/s, one way, of the link between the device and the host.
+    """
 
     memory_bytes_s: float
     link_bytes_s: float
@@ -46,10 +59,16 @@ class HostShare:
 
 @dataclass(frozen=True)
 class Reached:
-    """What operations reach of a device's peaks, as parts of them, until it is calibrated: large
-    `products` and fused `attention` (None: what it reaches of such a device's) of its FLOP/s, what
-    reads and writes of its memory `bandwidth`; and what starting one takes. The defaults are what
-    the cost model of meta-pytorch's autoparallel assumes of every GPU."""
+    """Parts of a device's peaks that operations reach, until the device is calibrated.
+
+    products: the part of the FLOP/s that large products reach.
+    attention: the part of the FLOP/s that fused attention reaches; None where nothing was published
+        for the device, which takes the value of devices like it.
+    bandwidth: the part of the memory bandwidth that reads and writes reach.
+    overhead_s: seconds to start an operation.
+
+    The defaults are what the cost model of meta-pytorch's autoparallel assumes of every GPU.
+    """
 
     products: float = 0.7
     attention: float | None = None
@@ -59,13 +78,19 @@ class Reached:
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of accelerator (or one CPU process).
+    """One kind of accelerator, or one CPU process.
 
-    `flops` maps a precision (`fp32`, `bf16`, `fp16`) to peak dense FLOP/s; a precision the device
-    has no unit for is absent. `kernels` are what was measured on it (`mode=calibrate`): by
-    precision, then by kind of operation; for all else it has `reached` so much of its peaks.
-    `host` is absent where the inventory does not say. `reserved_bytes` of its memory are no
-    tensor's: CUDA's context, the workspaces of its libraries, NCCL's buffers.
+    name: the name in the catalogue, or the inventory's.
+    flops: peak dense FLOP/s by precision (`fp32`, `bf16`, `fp16`). A precision the device has no
+        unit for is absent.
+    memory_bytes: bytes of its memory.
+    memory_bandwidth_bytes_s: peak bytes/s of its memory.
+    kernels: the rooflines that were measured on it (`mode=calibrate`), by precision and kind of
+        operation.
+    host: its share of its host; None where the inventory does not say.
+    reached: the parts of its peaks that operations reach which were not measured.
+    reserved_bytes: bytes of its memory that no tensor gets: CUDA's context, the workspaces of its
+        libraries, NCCL's buffers.
     """
 
     name: str
@@ -79,15 +104,20 @@ class Device:
 
     @property
     def room_bytes(self) -> float:
-        """What tensors may take of its memory."""
+        """Return the bytes of the device's memory that tensors may take."""
         return self.memory_bytes - self.reserved_bytes
 
 
 @dataclass(frozen=True)
 class Link:
-    """An alpha-beta link: `latency_s` a message plus bytes / `bandwidth_bytes_s`, one way. `busy`
-    is the part of a transfer's time for which the devices it joins cannot compute, as processors
-    cannot that copy the bytes themselves."""
+    """An alpha-beta link: a message takes `latency_s` plus its bytes / `bandwidth_bytes_s`, one
+    way.
+
+    bandwidth_bytes_s: bytes/s in one direction.
+    latency_s: seconds of a message without bytes.
+    busy: the part of a transfer's time for which the devices that the link joins cannot compute, as
+        processors cannot that copy the bytes themselves.
+    """
 
     name: str
     bandwidth_bytes_s: float
@@ -97,7 +127,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What holds devices: its memory, and the link that each of them has to it."""
+    """A machine that holds devices.
+
+    memory_bytes: bytes of its memory.
+    memory_bandwidth_bytes_s: bytes/s of its memory.
+    link: the link that each of its devices has to it.
+    """
 
     name: str
     memory_bytes: float
@@ -107,8 +142,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Node:
-    """A host: its devices in order, the link that joins them, and what is known of itself. `at`
-    names the host that it is, where one was found to be it."""
+    """A host as the inventory has it.
+
+    devices: its devices, in order.
+    link: the link that joins them.
+    host: the figures of the host itself; None where they are unknown.
+    at: the name of the host that was found to be this node; '' for none.
+    """
 
     devices: tuple[Device, ...]
     link: Link
@@ -118,10 +158,18 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All nodes of an inventory, and the network that joins them. Where its devices are processes
-    of one host, `processors` are what they share to compute on, and `shared_memory` joins those of
-    a shard group, and stages; `fewer` are so many of them alone, where each then has other
-    threads."""
+    """All nodes of an inventory, and the network that joins them.
+
+    name: the inventory's name.
+    nodes: the nodes, in the order of ranks.
+    network: the link between nodes.
+    processors: the number of processors that the devices share to compute on, where these are
+        processes of one host.
+    shared_memory: the link between the processes of a shard group, and between stages, where they
+        are on one host.
+    fewer: from a number of devices to the cluster of so many alone, where each then has other
+        threads.
+    """
 
     name: str
     nodes: tuple[Node, ...]
@@ -132,28 +180,32 @@ class Cluster:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """The device of each rank."""
+        """Return the device of each rank."""
         return tuple(device for node in self.nodes for device in node.devices)
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """The node of each rank."""
+        """Return the index of each rank's node."""
         return tuple(i for i, node in enumerate(self.nodes) for _ in node.devices)
 
     @cached_property
     def on_cpu(self) -> bool:
-        """Whether all its devices are CPU processes."""
+        """Return whether all devices are CPU processes."""
         return all(device.name == CPU_PROCESS for device in self.devices)
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
-        """The number of devices of each kind."""
+        """Return the number of devices of each kind, by the device's name."""
         return Counter(device.name for device in self.devices)
 
     def in_tf32(self) -> "Cluster":
-        """Return the cluster with the FLOP/s in fp32 of devices whose tensor cores compute that in
-        TF32: half of bf16's, which came with the same generation (NVIDIA's whitepapers of GA100,
-        GA102, AD102, GH100 and RTX Blackwell)."""
+        """Return the cluster with the fp32 FLOP/s of devices whose tensor cores compute fp32 in
+        TF32.
+
+        That rate is half of bf16's, which came with the same generation (NVIDIA's whitepapers of
+        GA100, GA102, AD102, GH100 and RTX Blackwell). A device whose own fp32 rate is higher, or
+        that has no bf16, keeps its own.
+        """
 
         def of(device: Device) -> Device:
             rate = max(device.flops.get("fp32", 0.0), device.flops.get("bf16", 0.0) / 2)
@@ -167,16 +219,21 @@ class Cluster:
         return replace(self, nodes=nodes)
 
     def chosen(self, devices: "int | Mapping[str, int] | None") -> "Cluster":
-        """Return the devices that a strategy's `devices:` names: all (None), the first so many in
-        rank order, or so many of each kind. There have to be as many."""
+        """Return the cluster of the devices that a strategy's `devices:` names.
+
+        None is all devices, a number the first so many in rank order, and a mapping so many of each
+        kind. The cluster has to have as many.
+        """
         if devices is None:
             return self
         return self.first(devices) if isinstance(devices, int) else self.of_kinds(devices)
 
     def of_kinds(self, counts: Mapping[str, int]) -> "Cluster":
-        """Return `counts` devices of each kind, as they are where the others stay idle, and number
-        their ranks kind by kind, in the order of `counts`. Nodes with most devices of a kind come
-        first, so that neither the choice nor the order depends on that of the inventory."""
+        """Return the cluster of `counts` devices of each kind, while the other devices stay idle.
+
+        Ranks are numbered kind by kind, in the order of `counts`. Nodes with most devices of a kind
+        come first, so that neither the choice nor the order depends on that of the inventory.
+        """
         if len(self.kinds) == 1 and self.fewer:  # processes with other threads where they are fewer
             return self.first(sum(counts.values()))
         places = {kind: place for place, kind in enumerate(counts)}
@@ -192,8 +249,8 @@ class Cluster:
         return replace(self, nodes=tuple(nodes), fewer={})
 
     def first(self, count: int) -> "Cluster":
-        """Return the first `count` devices, in rank order, as they are where the others stay
-        idle."""
+        """Return the cluster of the first `count` devices in rank order, while the other devices
+        stay idle."""
         if count in self.fewer:
             return self.fewer[count]
         nodes, left = [], count
@@ -201,12 +258,14 @@ class Cluster:
             if left > 0:
                 nodes.append(replace(node, devices=node.devices[:left]))
                 left -= len(node.devices)
-        fewer = {number: each for number, each in self.fewer.items() if number < count}
+        fewer = {number: cluster for number, cluster in self.fewer.items() if number < count}
         return replace(self, nodes=tuple(nodes), fewer=fewer)
 
 
 def _precedence(node: Node, places: Mapping[str, int]) -> tuple[object, ...]:
-    """Return the sort key of a node: by the first of its kinds in `places`, the fullest first."""
+    """Return the sort key of a node: nodes of the first kind in `places` come first, the fullest of
+    them before the others. Among equals, the one with the faster link comes first, then the one
+    with more devices."""
     kinds = Counter(device.name for device in node.devices if device.name in places)
     first = min((places[kind] for kind in kinds), default=len(places))
     full = sorted((places[kind], -number) for kind, number in kinds.items())

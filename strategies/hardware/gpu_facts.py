@@ -1,7 +1,7 @@
-"""What a driver says of GPUs, and the devices and links of a cluster that these are.
+"""GPUs as their driver reports them, and the devices and links of a cluster that they are.
 
-A card of the catalogue is known by its name and memory. Another has the figures that follow from
-its properties: units x clock, as the catalogue's own do (`tests/unit/test_catalogue.py`).
+A card of the catalogue is identified by its name and memory. Another has the figures that follow
+from its properties: units x clock, as the catalogue's own do (`tests/unit/test_catalogue.py`).
 """
 
 import re
@@ -11,17 +11,25 @@ from dataclasses import dataclass, field
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS, RESERVED_BYTES
 from whale_train.strategies.hardware.cluster import Device, Link
 
-SWITCH = "switch"  # what NVLinks lead to that is no GPU
+SWITCH = "switch"  # the peer of an NVLink that leads to no GPU
 
 
 @dataclass(frozen=True)
 class GpuFacts:
     """A GPU, or a MIG slice of one.
 
-    `bus` is its PCI address, `capability` CUDA's compute capability, `units` its fp32 units and
-    `clock_hz` their highest clock, `memory_bytes_s` the peak of its memory, `pcie_generation` and
-    `pcie_lanes` its PCIe link (0: not said). `nvlinks` are how many NVLinks are up, by the bus they
-    lead to, or SWITCH. A slice has `part` of its card.
+    name: the driver's name of the card.
+    uuid: the driver's identifier.
+    bus: the PCI address.
+    memory_bytes: bytes of its memory.
+    capability: CUDA's compute capability.
+    units: the number of fp32 units of the card; 0 where it is not known.
+    clock_hz: the highest clock of the units; 0 where it is not known.
+    memory_bytes_s: the peak bytes/s of the card's memory; 0 where it is not known.
+    pcie_generation: the generation of the PCIe link; 0 where it is not known.
+    pcie_lanes: the lanes of the PCIe link; 0 where they are not known.
+    nvlinks: the number of NVLinks that are up, by the bus they lead to, or SWITCH.
+    part: the part of its card that a slice has; 1 for a whole card.
     """
 
     name: str
@@ -61,14 +69,14 @@ _CARDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"GH200 480GB", ("gh200_96gb",)),
     (r"B200", ("b200_180gb",)),
 )
-# Bytes that a driver finds, of the catalogue's: printed sizes are in powers of ten where chips are
-# of powers of two, and error correction takes a sixteenth of some.
+# Range of a driver's bytes / the catalogue's: printed sizes are in powers of ten where chips are of
+# powers of two, and error correction takes a sixteenth of some.
 _MEMORY = (0.97, 1.10)
 
 
 def device_of(gpu: GpuFacts) -> Device:
-    """Return the device of the catalogue that a GPU is, or one with the figures of its
-    properties."""
+    """Return the catalogue's device for a GPU, or a device with the figures of its properties where
+    the catalogue has none."""
     for name in _editions(gpu) if gpu.part == 1 else ():
         low, high = (bound * DEVICES[name].memory_bytes for bound in _MEMORY)
         if low <= gpu.memory_bytes <= high:
@@ -88,9 +96,16 @@ def _editions(gpu: GpuFacts) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Architecture:
-    """Of a streaming multiprocessor: its fp32 `units`, and the FLOP a cycle of its tensor cores in
-    16 bits, dense and accumulated in fp32 (0: it has none), half of them in GeForce cards where
-    `is_halved`. Without tensor cores, fp16 is `packed` twice into a unit, or not worth having."""
+    """Figures of a streaming multiprocessor.
+
+    units: its fp32 units.
+    tensor: FLOP a cycle of its tensor cores in 16 bits, dense and accumulated in fp32; 0 without
+        tensor cores.
+    has_bf16: whether the tensor cores compute in bf16.
+    is_halved: whether GeForce cards have half of `tensor`.
+    packed: without tensor cores, whether fp16 is packed twice into a unit. If not, fp16 is not
+        worth having.
+    """
 
     units: int
     tensor: int
@@ -117,9 +132,12 @@ _ARCHITECTURES: Mapping[tuple[int, int], _Architecture] = {
 
 
 def _by_properties(gpu: GpuFacts) -> Device:
-    """Return a device of the peaks that units and clocks make: what is not said is taken for a
-    small card's, as a plan needs figures for it, and measuring (`mode=calibrate`) replaces them."""
-    known = [each for each in _ARCHITECTURES if each <= gpu.capability]
+    """Return a device with the peaks that units and clocks give.
+
+    An unknown property is taken for a small card's, as a plan needs figures for it. Measuring
+    (`mode=calibrate`) replaces them.
+    """
+    known = [capability for capability in _ARCHITECTURES if capability <= gpu.capability]
     of = _ARCHITECTURES[max(known, default=min(_ARCHITECTURES))]
     units = (gpu.units or 2048) * gpu.part
     clock = gpu.clock_hz or 1.5e9
@@ -137,7 +155,7 @@ def _by_properties(gpu: GpuFacts) -> Device:
 
 
 def _slug(gpu: GpuFacts) -> str:
-    """Return a name in the catalogue's manner: `quadro_rtx_8000_48gb`."""
+    """Return a name for a GPU in the catalogue's manner: `quadro_rtx_8000_48gb`."""
     plain = re.sub(r"^(NVIDIA|Tesla) |\b\d+ ?GB\b|GeForce ", "", gpu.name)
     plain = re.sub(r"\W+", "_", re.sub(r"^Tesla ", "", plain)).strip("_").lower()
     return f"{plain}{'_slice' if gpu.part < 1 else ''}_{round(gpu.memory_bytes / 2**30)}gb"
@@ -159,9 +177,12 @@ _PCIE = {3: "pcie3_x16", 4: "pcie4_x16", 5: "pcie5_x16"}
 
 
 def link_of(gpus: Sequence[GpuFacts]) -> Link:
-    """Return what joins the GPUs of a host: NVLink where it leads from each to every other, perhaps
-    over some of them, else the PCIe of the one that has least of it. A collective's ring takes the
-    former as it takes a switch; of pairs that are bridged it does not."""
+    """Return the link that joins the GPUs of a host.
+
+    It is NVLink where NVLinks lead from each GPU to every other, perhaps over some of them. Else it
+    is the slowest PCIe link of the GPUs. A collective's ring takes such a path as it takes a
+    switch; it cannot where GPUs are bridged in pairs alone.
+    """
     if not _are_joined(gpus):
         return min((_pcie(gpu) for gpu in gpus), key=lambda link: link.bandwidth_bytes_s)
     rate = min(sum(gpu.nvlinks.values()) * _nvlink_bytes_s(gpu) for gpu in gpus)
@@ -171,12 +192,12 @@ def link_of(gpus: Sequence[GpuFacts]) -> Link:
 
 
 def _nvlink_bytes_s(gpu: GpuFacts) -> float:
-    known = [each for each in _NVLINK_BYTES_S if each <= gpu.capability]
+    known = [capability for capability in _NVLINK_BYTES_S if capability <= gpu.capability]
     return _NVLINK_BYTES_S[max(known, default=(6, 0))]
 
 
 def _are_joined(gpus: Sequence[GpuFacts]) -> bool:
-    """Return whether they are several, and NVLinks lead from any of them to any other."""
+    """Return whether the GPUs are several, and NVLinks lead from any of them to any other."""
     cards = {gpu.bus: gpu for gpu in gpus}
     if len(cards) < max(2, len(gpus)):  # slices of a card have no NVLink
         return False
@@ -193,7 +214,8 @@ def _are_joined(gpus: Sequence[GpuFacts]) -> bool:
 
 
 def _pcie(gpu: GpuFacts) -> Link:
-    """Return a card's PCIe link; of an unknown one, the slowest of the catalogue's."""
+    """Return a card's PCIe link. A generation that is unknown or outside of the catalogue's counts
+    as the nearest of these."""
     link = LINKS[_PCIE[min(max(gpu.pcie_generation, 3), 5)]]
     if gpu.pcie_lanes in (0, 16):
         return link

@@ -1,8 +1,8 @@
-"""Reads a hardware inventory: from the mapping a user writes to a Cluster.
+"""The reader of a hardware inventory: from the mapping a user writes to a Cluster.
 
-Three forms: `nodes:` with `network:` (any cluster), `kind: cpu` (equal CPU processes on one
-host) and `kind: local` (what this machine has). Nothing here looks at the machine: its facts
-are passed in. All faults are collected and none is raised.
+Three forms: `nodes:` with `network:` (any cluster), `kind: cpu` (equal CPU processes on one host)
+and `kind: local` (the devices of this machine). Nothing here looks at the machine: its facts are
+passed in. All faults are collected and none is raised.
 """
 
 import math
@@ -29,9 +29,9 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 
-MOST_DEVICES = 32_768  # of an inventory; a plan has a line for each
+MOST_DEVICES = 32_768  # the most in an inventory; a plan has a line for each
 
-# Figures outside are no machine's, and divided by each other no numbers either.
+# The range of figures. Those outside are no machine's, and quotients of them may overflow.
 _SMALLEST, _LARGEST = 1e-6, 1e24
 
 # What to write for a key that is missing.
@@ -55,8 +55,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """This machine: CPU cores, bytes of memory for ranks, GPUs in order, and the link that
-    joins them (None when it is not known)."""
+    """This machine.
+
+    cores: the number of CPU cores.
+    memory_bytes: bytes of memory for ranks.
+    gpus: the GPUs, in order.
+    gpu_link: the link that joins the GPUs; None where it is not known.
+    """
 
     cores: int
     memory_bytes: int
@@ -77,19 +82,19 @@ class _NodeEntry:
 def read_inventory(
     mapping: Mapping[str, object], name: str, faults: list[Fault], machine: MachineFacts
 ) -> Cluster | None:
-    """Return the cluster that `mapping` (the config's `hardware`) describes, called `name`.
+    """Return the cluster that `mapping` (the config's `hardware`) describes, called `name`; None
+    where there is a fault.
 
-    CPU processes named from the catalogue share `machine`'s memory equally. A cluster of one
-    node needs no `network`; its link then stands in for it. Appends every fault found to
-    `faults`; None when there is any.
+    Appends every fault of `mapping` to `faults`. CPU processes named from the catalogue share
+    `machine`'s memory equally. A cluster of one node needs no `network`; its link stands in for it.
     """
-    found: list[Fault] = []
+    new_faults: list[Fault] = []
     if "kind" in mapping:
-        cluster = _short_form(mapping, name, machine, found)
+        cluster = _short_form(mapping, name, machine, new_faults)
     else:
-        cluster = _long_form(mapping, name, machine, found)
-    faults += found
-    return None if found else cluster
+        cluster = _long_form(mapping, name, machine, new_faults)
+    faults += new_faults
+    return None if new_faults else cluster
 
 
 def _short_form(
@@ -176,7 +181,8 @@ def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | No
 def _cluster(
     name: str, entries: Iterable[_NodeEntry], network: Link, machine: MachineFacts
 ) -> Cluster:
-    """Nodes in order; the machine's memory divided among the catalogue's CPU processes."""
+    """Return the cluster of `entries`, in order. The machine's memory is divided among the CPU
+    processes that are the catalogue's."""
     entries = list(entries)
     nominal = DEVICES[CPU_PROCESS]
     processes = sum(entry.count * entry.devices.count(nominal) for entry in entries)
@@ -197,16 +203,17 @@ def _cluster(
 
 
 def _devices(value: object, key: str, faults: list[Fault]) -> tuple[Device, ...] | None:
-    """Return the device that all of a node are, or, of a list, each."""
+    """Return the devices that the value of a node's `device` names: one that stands for all, or one
+    for each entry of a list. None where one of them is faulty."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         device = _device(value, key, faults)
         return None if device is None else (device,)
     if not value:
         faults.append(Fault(key, "[]", "names no device", f"write {_EXAMPLES['device']}"))
         return None
-    found = [_device(each, f"{key}[{number}]", faults) for number, each in enumerate(value)]
-    known = tuple(device for device in found if device is not None)
-    return known if len(known) == len(found) else None
+    devices = [_device(entry, f"{key}[{number}]", faults) for number, entry in enumerate(value)]
+    known = tuple(device for device in devices if device is not None)
+    return known if len(known) == len(devices) else None
 
 
 def _device(value: object, key: str, faults: list[Fault]) -> Device | None:
@@ -293,7 +300,7 @@ def _field(
     read: Callable[[object, str, list[Fault]], _Value | None],
     faults: list[Fault],
 ) -> _Value | None:
-    """Return the field `name` as `read` understands it; None when it is missing or wrong."""
+    """Return the field `name` as `read` understands it; None where it is missing or wrong."""
     return read(fields[name], f"{key}.{name}", faults) if name in fields else None
 
 
@@ -305,7 +312,8 @@ def _mapping(
     optional: Sequence[str],
     faults: list[Fault],
 ) -> Mapping[str, object]:
-    """`value` as a mapping whose keys were checked; empty when it is none."""
+    """Return `value` with its keys checked, or an empty mapping and a fault where it is no
+    mapping."""
     if not isinstance(value, Mapping):
         keys = ", ".join((*required, *optional))
         remedy = f"write a mapping with the keys {keys}"
@@ -398,5 +406,5 @@ def _number(value: object, key: str, faults: list[Fault]) -> float | None:
 
 
 def _text(value: object) -> str:
-    """Return a value as the user wrote it, near enough."""
+    """Return a value as the user wrote it, approximately."""
     return "null" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""A cluster as the inventory that a user would write of it."""
+"""The inventory that a user would write for a given cluster."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -9,7 +9,7 @@ from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 
 
 def inventory_of(cluster: Cluster) -> dict[str, Any]:
-    """Return the mapping that `read_inventory` makes the cluster of."""
+    """Return the mapping from which `read_inventory` makes `cluster`."""
     nodes = [
         ({"count": len(list(equal))} | written)
         for written, equal in groupby(map(_node, cluster.nodes))

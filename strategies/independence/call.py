@@ -23,7 +23,7 @@ from whale_train.strategies.independence.states import (
 
 @dataclass(frozen=True)
 class Refused:
-    """A rule's proof that samples meet, and why."""
+    """A rule's proof that samples meet in an operation. `because` completes "the operation ..."."""
 
     because: str
 
@@ -35,8 +35,13 @@ StateRule = Callable[["Call"], Answer]
 
 @dataclass(frozen=True)
 class Call:
-    """`operation` of `graph`; `states` are those of all values before it. `batch_norms` are the
-    modules whose statistics the runtime takes over the whole batch."""
+    """An operation whose state a rule derives.
+
+    graph: the graph of the operation.
+    operation: the operation.
+    states: the states of all values before it, by name.
+    batch_norms: the modules whose statistics the runtime takes over the whole batch.
+    """
 
     graph: OperationGraph
     operation: Operation
@@ -45,40 +50,46 @@ class Call:
 
     @property
     def shape(self) -> Shape:
+        """Return the shape of the result; () where it is no tensor."""
         return self.operation.shape or ()
 
     @property
     def kind(self) -> str:
-        """The operation's name without its namespace: `add.Tensor`."""
+        """Return the operation's name without its namespace: `add.Tensor`."""
         return self.operation.target.removeprefix("aten.")
 
     def argument(self, position: int, name: str = "", default: Argument = None) -> Argument:
-        """Return the argument at `position`, or by keyword, or `default`."""
+        """Return the argument at `position`, or given as the keyword `name`, or `default`."""
         if position < len(self.operation.args):
             return self.operation.args[position]
         return dict(self.operation.kwargs).get(name, default)
 
     def name(self, position: int) -> str:
-        """Return the name of the value that is the argument at `position`, or ''."""
+        """Return the name of the value that is the argument at `position`; '' where it is no
+        value."""
         value = self.argument(position)
         return value.name if isinstance(value, Ref) else ""
 
     def state(self, position: int) -> State:
-        """Return the state of the argument at `position`; numbers are constants."""
+        """Return the state of the argument at `position`. A number is a constant."""
         name = self.name(position)
         return self.states[name] if name else FIXED
 
     def state_of(self, argument: Argument) -> State:
+        """Return the state of `argument`. A number is a constant."""
         return self.states[argument.name] if isinstance(argument, Ref) else FIXED
 
     def shape_of(self, name: str) -> Shape:
+        """Return the shape of the value `name`; () where it is no tensor."""
         return self.graph[name].shape or ()
 
     def rank_of(self, position: int) -> int:
+        """Return the number of dimensions of the argument at `position`."""
         return len(self.shape_of(self.name(position)))
 
     def dim(self, position: int, name: str = "dim", default: int = 0, of: int = 0) -> int | None:
-        """Return a dimension given as an argument, counted from the front of input `of`."""
+        """Return a dimension that is given as an argument, counted from the front of input `of`;
+        None where the argument is no integer."""
         value = self.argument(position, name, default)
         if not isinstance(value, int) or isinstance(value, bool):
             return None
@@ -86,14 +97,15 @@ class Call:
         return value % rank if rank else 0
 
     def dims(self, position: int, name: str = "dim") -> tuple[int, ...] | None:
-        """Return dimensions given as an argument; all of them where none are given."""
+        """Return the dimensions that are given as an argument, counted from the front of the first
+        input. They are all dimensions where none are given, and None where one is no integer."""
         value, rank = self.argument(position, name), self.rank_of(0)
         if value is None or value == ():
             return tuple(range(rank))
-        listed = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(x, int) for x in listed):
+        given = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(x, int) for x in given):
             return None
-        return tuple(x % rank for x in listed if isinstance(x, int)) if rank else ()
+        return tuple(x % rank for x in given if isinstance(x, int)) if rank else ()
 
     def tensors(self) -> dict[str, State]:
         """Return the states of all inputs, by name."""
@@ -104,34 +116,38 @@ class Call:
         return [x for x in self.operation.args if isinstance(x, int | float)]
 
     def shifted(self, name: str) -> State:
-        """Return an input's state with its sample dimension counted in a result that the input is
-        broadcast to."""
+        """Return the state of input `name` with its sample dimension counted in the result, to
+        which the input is broadcast."""
         state = self.states[name]
         if isinstance(state, PerSample | RowPosition):
             return replace(state, dim=state.dim + len(self.shape) - len(self.shape_of(name)))
         return state
 
     def rows(self) -> PerSample | Refused | None:
-        """Return how the rows of a result lie that is made of rows of the same samples alone, by
-        broadcasting; None where an input is neither rows nor a constant."""
-        found = []
+        """Return the rows of a result that is broadcast from rows of the same samples and
+        constants.
+
+        Refused where rows of different samples would be side by side. None where an input is
+        anything else, where rows depend on the batch's size, or where no input has rows.
+        """
+        states = []
         for name in self.operation.inputs:
             state = self.shifted(name)
             if isinstance(state, PerSample):
                 if state.degree:
                     return None
-                found.append(state)
+                states.append(state)
             elif state != FIXED:
                 return None
-        if not found:
+        if not states:
             return None
-        one = beside(found)
+        one = beside(states)
         return one if one is not None else Refused("puts different samples beside each other")
 
 
 def factors_before(shape: Shape, dim: int) -> int | None:
-    """Return the number of elements that the dimensions before `dim` count through; None where
-    that follows the batch."""
+    """Return the number of elements that the dimensions before `dim` count through; None where one
+    of them follows the batch."""
     product = 1
     for size in shape[:dim]:
         if size.per_sample:
@@ -141,10 +157,12 @@ def factors_before(shape: Shape, dim: int) -> int | None:
 
 
 def is_whole_batch(size: Size) -> bool:
+    """Return whether an extent is exactly the batch's size."""
     return size == Size(0, 1)
 
 
 def only_batch_dim(shape: Shape) -> int | None:
-    """Return the one dimension of `shape` that follows the batch, in proportion; else None."""
+    """Return the one dimension of `shape` that follows the batch, in proportion to it; None where
+    there is no such dimension, or several."""
     dims = batch_dims(shape)
     return dims[0] if len(dims) == 1 and not shape[dims[0]].fixed else None

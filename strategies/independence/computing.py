@@ -1,7 +1,8 @@
 """Rules for operations that compute: elementwise, reductions, along a dimension.
 
-Each says how the result depends on the samples of the batch, given how its inputs do. A rule
-answers `Refused` where it proves that samples meet, and None where it cannot say.
+To type an operation is to derive, from the states of its inputs, how its result depends on the
+samples of the batch. A rule returns `Refused` where it proves that samples meet, and None where it
+cannot say.
 """
 
 from dataclasses import replace
@@ -37,7 +38,8 @@ def elementwise(call: Call) -> Answer:
 
 
 def copying(call: Call) -> Answer:
-    """Type what changes no value, or its sign alone. A conversion to integers rounds."""
+    """Type an operation that changes no value, or its sign alone. A conversion to integers or to
+    bool rounds."""
     state = call.state(0)
     rounds = "int" in call.operation.dtype and "float" in call.graph[call.name(0)].dtype
     if isinstance(state, Permutation | RowPosition):
@@ -55,9 +57,9 @@ def adding(call: Call) -> Answer:
     states = [call.shifted(name) for name in call.operation.inputs if not _is_zero(call, name)]
     if any(call.numbers()) or not states:
         states.append(FIXED)
-    found = added(states)
-    if found is not None:
-        return found
+    total = added(states)
+    if total is not None:
+        return total
     pooled = any(isinstance(x, Pooled) for x in states)
     if pooled and any(isinstance(x, PerSample) for x in states):
         return Refused(BESIDE)
@@ -67,7 +69,7 @@ def adding(call: Call) -> Answer:
 
 
 def _is_zero(call: Call, name: str) -> bool:
-    """Return whether a value is made as zeros, as what sums begin with are."""
+    """Return whether a value is made as zeros, as the first term of a sum often is."""
     of = call.graph[name]
     return of.target == "aten.zeros.default" and not batch_dims(of.shape or ())
 
@@ -75,24 +77,25 @@ def _is_zero(call: Call, name: str) -> bool:
 def multiplying(call: Call) -> Answer:
     """Type a product."""
     states = [call.shifted(x.name) for x in call.operation.args if isinstance(x, Ref)]
-    found = multiplied(states, [1] * len(states))
-    return found if found is not None else elementwise(call)
+    product = multiplied(states, [1] * len(states))
+    return product if product is not None else elementwise(call)
 
 
 def dividing(call: Call) -> Answer:
     """Type a quotient."""
     powers = [1 if i == 0 else -1 for i, x in enumerate(call.operation.args) if isinstance(x, Ref)]
     states = [call.shifted(x.name) for x in call.operation.args if isinstance(x, Ref)]
-    found = multiplied(states, powers)
-    if found is not None:
-        return found
+    quotient = multiplied(states, powers)
+    if quotient is not None:
+        return quotient
     if isinstance(states[-1], Pooled) and powers[-1] == -1:
         return Refused("divides by a statistic of the whole batch")
     return elementwise(call)
 
 
 def dividing_numbers(call: Call) -> Answer:
-    """Type rounding division: of row numbers by the entries of a row, or of anything else."""
+    """Type a rounding division. Row numbers that are divided by the entries of a row give numbers
+    of rows."""
     state, by = call.state(0), call.argument(1)
     if isinstance(state, Permutation) and isinstance(by, int) and not state.inverse:
         return replace(state, unit=state.unit * by)
@@ -100,16 +103,16 @@ def dividing_numbers(call: Call) -> Answer:
 
 
 def broadcast_rows(call: Call) -> Answer:
-    """Type inputs broadcast to each other, whatever is then made of them."""
+    """Type inputs that are broadcast to each other, whatever is computed of them."""
     rank = max(len(call.shape_of(name)) for name in call.operation.inputs)
-    found: list[State] = []
+    rows: list[State] = []
     for name in call.operation.inputs:
         state = call.states[name]
         if isinstance(state, PerSample) and not state.degree:
-            found.append(replace(state, dim=state.dim + rank - len(call.shape_of(name))))
+            rows.append(replace(state, dim=state.dim + rank - len(call.shape_of(name))))
         elif state != FIXED:
             return None
-    one = added(found or [FIXED])
+    one = added(rows or [FIXED])
     return one if one is not None else Refused("compares different samples with each other")
 
 
@@ -117,7 +120,8 @@ def broadcast_rows(call: Call) -> Answer:
 
 
 def _left(call: Call, dims: tuple[int, ...], state: PerSample) -> PerSample:
-    """Return `state` after a reduction of other dimensions."""
+    """Return `state` after a reduction of dimensions `dims`, which are not the samples'
+    dimension."""
     if call.operation.shape is None:  # a tuple: `only_batch_dim` of its items says where
         return state
     if len(call.shape) == call.rank_of(0):
@@ -147,7 +151,8 @@ def averaging(call: Call) -> Answer:
 
 
 def counting(call: Call) -> Answer:
-    """Type how many of all elements are of each kind: additive, whatever the order of rows."""
+    """Type a count of the elements of each kind. Counts of parts add up, whatever the order of
+    rows."""
     state = call.state(0)
     dims = call.dims(1) if call.kind.startswith("count_nonzero") else (0,)
     if isinstance(state, PerSample) and not state.degree:
@@ -156,7 +161,7 @@ def counting(call: Call) -> Answer:
 
 
 def histogram(call: Call) -> Answer:
-    """Type counts between fixed ends; the ends are the data's own where both are 0."""
+    """Type counts between two fixed ends. Where both ends are equal, they are the data's own."""
     low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
     if low == high:
         return Refused("counts between the least and the largest value of the batch")
@@ -175,12 +180,12 @@ def _other_reduction(call: Call, dims: tuple[int, ...] | None) -> Answer:
 
 
 def reducing(call: Call) -> Answer:
-    """Type any other reduction over the dimensions that are the second argument."""
+    """Type any other reduction, over the dimensions that the second argument gives."""
     return _other_reduction(call, call.dims(1))
 
 
 def norm(call: Call) -> Answer:
-    """Type a norm, whose second argument is its order."""
+    """Type a norm. Its second argument is the order, its third the dimensions."""
     return _other_reduction(call, call.dims(2))
 
 
@@ -201,35 +206,35 @@ def _along(call: Call, dims: tuple[int, ...] | None, *, linear: bool = False) ->
 
 
 def along(call: Call) -> Answer:
-    """Type what works along one dimension, the second argument."""
+    """Type an operation along one dimension, the second argument."""
     return _along(call, call.dims(1))
 
 
 def along_last(call: Call) -> Answer:
-    """Type what works along one dimension, the second argument, or the last."""
+    """Type an operation along one dimension: the second argument, or the last dimension."""
     dim = call.dim(1, default=-1)
     return _along(call, None if dim is None else (dim,))
 
 
 def along_third(call: Call) -> Answer:
-    """Type what works along one dimension, the third argument, or the last."""
+    """Type an operation along one dimension: the third argument, or the last dimension."""
     dim = call.dim(2, default=-1)
     return _along(call, None if dim is None else (dim,))
 
 
 def running_sum(call: Call) -> Answer:
-    """Type a cumulative sum, or another linear function along a dimension."""
+    """Type a cumulative sum, or another linear function along dimensions, the second argument."""
     return _along(call, call.dims(1), linear=True)
 
 
 def rolling(call: Call) -> Answer:
-    """Type values moved along the dimensions that are the third argument."""
+    """Type values that are rolled along the dimensions that are the third argument."""
     return _along(call, call.dims(2, "dims"), linear=True)
 
 
 def sorting(call: Call) -> Answer:
-    """Type rows sorted: of the whole batch where there is no other dimension, as mixtures of
-    experts sort what they hand out."""
+    """Type a sort of rows. A value without another dimension is sorted over the whole batch, as
+    mixtures of experts sort the tokens that they hand out."""
     state, dim = call.state(0), call.dim(1, default=-1)
     if isinstance(state, Permutation) and call.kind.startswith("argsort") and state.unit == 1:
         return replace(state, inverse=not state.inverse)
@@ -245,7 +250,7 @@ def sorting(call: Call) -> Answer:
 
 
 def last_dims(call: Call) -> Answer:
-    """Type what normalises over the last dimensions, as many as its second argument lists."""
+    """Type a normalisation over the last dimensions, as many as the second argument lists."""
     shape = call.argument(1, "normalized_shape")
     state, count = call.state(0), len(shape) if isinstance(shape, tuple) else 1
     if any(call.states[x] != FIXED for x in call.operation.inputs[1:]):
@@ -255,13 +260,14 @@ def last_dims(call: Call) -> Answer:
 
 
 def triangle(call: Call) -> Answer:
-    """Type what works on the matrices of the last two dimensions."""
+    """Type a linear operation on the matrices of the last two dimensions."""
     rank = call.rank_of(0)
     return _along(call, (rank - 2, rank - 1), linear=True)
 
 
 def per_image(call: Call) -> Answer:
-    """Type what works on the channels and places of each sample, dimension 0 being the samples'."""
+    """Type an operation on the channels and places of each sample, where dimension 0 is the
+    samples'."""
     state = call.state(0)
     if any(call.states[x] != FIXED for x in call.operation.inputs if x != call.name(0)):
         return None
@@ -271,7 +277,9 @@ def per_image(call: Call) -> Answer:
 
 
 def batch_norm(call: Call) -> Answer:
-    """Type the runtime takes the statistics of torch's own modules over the whole batch."""
+    """Type a BatchNorm. The runtime takes the statistics of torch's own modules over the whole
+    batch, so that these count as an operation on each sample. Any other that trains makes samples
+    meet."""
     training = call.argument(5, "training")
     state = call.state(0)
     if not training or call.operation.module in call.batch_norms:
@@ -282,7 +290,7 @@ def batch_norm(call: Call) -> Answer:
 
 
 def recurrent(call: Call) -> Answer:
-    """Type an LSTM, a GRU or a plain RNN: its outputs, and its states behind them."""
+    """Type an LSTM, a GRU or a plain RNN: its outputs, and its last states."""
     batch_first = call.operation.args[-1]
     state, rank = call.state(0), call.rank_of(0)
     others = [call.states[x] for x in call.operation.inputs[1:]]

@@ -1,4 +1,4 @@
-"""Rules for what takes or writes entries at places that other values say."""
+"""Rules for operations that read or write entries at places which other values give."""
 
 from dataclasses import replace
 
@@ -18,16 +18,16 @@ from whale_train.strategies.independence.states import (
 
 
 def index(call: Call) -> Answer:
-    """Type entries at places that tensors say, dimension by dimension."""
-    listed = call.argument(1)
-    if not isinstance(listed, tuple) or not call.name(0):
+    """Type entries at places that tensors give, dimension by dimension."""
+    picks = call.argument(1)
+    if not isinstance(picks, tuple) or not call.name(0):
         return None
-    state, indices = call.state(0), [x for x in listed if isinstance(x, Ref)]
-    if len(indices) == 1 and listed[0] == indices[0]:
-        found = _reordered(call, state, call.states[indices[0].name])
-        if found is not None:
-            return found
-    places = [i for i, x in enumerate(listed) if isinstance(x, Ref)]
+    state, indices = call.state(0), [x for x in picks if isinstance(x, Ref)]
+    if len(indices) == 1 and picks[0] == indices[0]:
+        reordered = _reordered(call, state, call.states[indices[0].name])
+        if reordered is not None:
+            return reordered
+    places = [i for i, x in enumerate(picks) if isinstance(x, Ref)]
     if not places or places != list(range(places[0], places[-1] + 1)):
         return None  # the indexed dimensions come first, then
     if any(call.graph[x.name].dtype == "bool" for x in indices):
@@ -66,7 +66,8 @@ def index(call: Call) -> Answer:
 
 
 def _reordered(call: Call, state: State, by: State) -> Answer:
-    """Return all rows of a value in another order, where `by` is one."""
+    """Return the state of all rows of a value in the order `by`; None where `by` is no order of
+    them."""
     if not isinstance(by, Permutation) or not isinstance(state, PerSample) or state.dim:
         return None
     extent, rows = call.shape_of(call.name(0))[0], call.shape[0]
@@ -77,9 +78,10 @@ def _reordered(call: Call, state: State, by: State) -> Answer:
 
 
 def index_put(call: Call) -> Answer:
-    """Type values written at places: an order's inverse, where rows' numbers are written."""
-    listed = call.argument(1)
-    by = listed[0] if isinstance(listed, tuple) and len(listed) == 1 else None
+    """Type values that are written at places. Row numbers 0, 1, ... that are written at an order's
+    places give its inverse."""
+    picks = call.argument(1)
+    by = picks[0] if isinstance(picks, tuple) and len(picks) == 1 else None
     places = call.state_of(by) if isinstance(by, Ref) else None
     numbers = call.graph[call.name(2)].target if call.name(2) else ""
     if isinstance(places, Permutation) and places.unit == 1 and not places.inverse:
@@ -90,7 +92,8 @@ def index_put(call: Call) -> Answer:
 
 
 def gather(call: Call) -> Answer:
-    """Type entries of a dimension picked, or written, where a tensor of equal rank says."""
+    """Type entries of a dimension that are read or written at the places that a tensor of equal
+    rank gives."""
     dim, rows = call.dim(1), call.rows()
     if isinstance(rows, PerSample) and rows.dim == dim:
         return Refused("takes samples of the batch by number")
@@ -101,7 +104,7 @@ def gather(call: Call) -> Answer:
 
 
 def index_select(call: Call) -> Answer:
-    """Type entries of a dimension at places that a vector says."""
+    """Type entries of a dimension at the places that a vector gives."""
     state, dim = call.state(0), call.dim(1)
     if call.state(2) != FIXED or not isinstance(state, PerSample):
         return None
@@ -109,32 +112,32 @@ def index_select(call: Call) -> Answer:
 
 
 def scattered(call: Call) -> Answer:
-    """Type one entry, or a range, of a dimension replaced by another value."""
+    """Type a value in which another replaces one entry, or a range, of a dimension."""
     state, source = call.state(0), call.state(1)
     narrower = call.rank_of(1) < call.rank_of(0)
     dim = call.dim(2)
     if isinstance(source, PerSample) and narrower and dim is not None:
         source = replace(source, dim=source.dim + (dim <= source.dim))
-    found = added([state, source])
-    if isinstance(found, PerSample):
-        if found.dim != dim:
-            return found
-        return Refused(SOME) if narrower or call.shape_of(call.name(1)) != call.shape else found
-    if isinstance(found, Pooled | Fixed):
-        return found
+    merged = added([state, source])
+    if isinstance(merged, PerSample):
+        if merged.dim != dim:
+            return merged
+        return Refused(SOME) if narrower or call.shape_of(call.name(1)) != call.shape else merged
+    if isinstance(merged, Pooled | Fixed):
+        return merged
     rows = isinstance(state, PerSample) and isinstance(source, PerSample)
     return Refused("puts different samples beside each other") if rows else None
 
 
 def one_hot(call: Call) -> Answer:
-    """Type a row of zeros and a one for every number."""
+    """Type rows of zeros and a one, one row for every number."""
     state = call.state(0)
     return state if isinstance(state, PerSample) and not state.degree else None
 
 
 def searchsorted(call: Call) -> Answer:
-    """Type how many of the batch's entries, sorted, come before each of some numbers: a sum over
-    the samples."""
+    """Type the number of the batch's entries, sorted, that come before each of some constants. It
+    is a sum over the samples."""
     entries = call.state(0)
     counted = isinstance(entries, PerSample) and entries.order and len(call.shape_of(call.name(0)))
     return Pooled(0) if counted == 1 and call.state(1) == FIXED else None

@@ -1,4 +1,4 @@
-"""The judgement over a whole graph: what a loss is of its batch's samples, and where they meet."""
+"""The judgement of a graph: how its loss depends on a batch's samples, and where these meet."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,16 +24,17 @@ LossKind = Literal["mean", "sum", "meets", "unknown"]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the loss of a batch is, given the losses of its parts.
+    """Relation of the loss of a batch to the losses of its parts.
 
-    `mean`: their mean, weighted by samples; `sum`: their sum; `meets`: neither, because of what
-    `operation` does; `unknown`: nobody has said what `operation` does with samples (None: there is
-    no graph to look at). `because` completes "the operation ...". `counts` writes into a buffer
-    in every call, the same on every copy.
-
-    Where samples meet in nothing but sums over the batch, `sums` are these, with their degrees
-    (see `states`): copies that tell each other theirs have the loss of the batch as the mean of
-    their losses.
+    kind: `mean`: the mean of the parts' losses, weighted by samples. `sum`: their sum. `meets`:
+        neither, because of `operation`. `unknown`: no rule decides `operation`.
+    operation: the operation that `kind` is about. None where there is none, or no graph to look at.
+    because: completes "the operation ...".
+    counts: an operation that writes into a buffer in every call, the same on every replica; else
+        None.
+    sums: where samples meet in nothing but sums over the batch, these sums with their degrees (see
+        `states`). Replicas that exchange their parts of them have the loss of the batch as the mean
+        of their losses.
     """
 
     kind: LossKind
@@ -44,8 +45,8 @@ class Judgement:
 
 
 def states_of(graph: OperationGraph, batch_norms: Collection[str] = ()) -> dict[str, State]:
-    """Return the state of every value of `graph`. `batch_norms` are the paths of the modules whose
-    statistics the runtime takes over the whole batch."""
+    """Return the state of every value of `graph`, by name. `batch_norms` are the paths of the
+    modules whose statistics the runtime takes over the whole batch."""
     states: dict[str, State] = {}
     known = frozenset(batch_norms)
     for operation in graph:
@@ -54,26 +55,26 @@ def states_of(graph: OperationGraph, batch_norms: Collection[str] = ()) -> dict[
 
 
 def judge(graph: OperationGraph, batch_norms: Collection[str] = ()) -> Judgement:
-    """Return what the loss, the last value of `graph`, is of the samples of a batch.
+    """Return the relation of the loss, the last value of `graph`, to the samples of a batch.
 
-    A buffer that the forward writes is looked at as well: copies keep one each, which must stay
-    equal.
+    The buffers that the forward writes are judged as well: replicas keep one each, and these must
+    stay equal. `batch_norms` are as in `states_of`.
     """
     states = states_of(graph, batch_norms)
-    found = _of_loss(graph, states)
-    if found.kind in ("mean", "sum"):
-        found = _of_buffers(graph, states, batch_norms, found)
-    if found.kind == "meets":
-        return replace(found, sums=_sums(graph, batch_norms))
-    return found
+    judgement = _of_loss(graph, states)
+    if judgement.kind in ("mean", "sum"):
+        judgement = _of_buffers(graph, states, batch_norms, judgement)
+    if judgement.kind == "meets":
+        return replace(judgement, sums=_sums(graph, batch_norms))
+    return judgement
 
 
 def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, int]:
-    """Return the sums over the batch, with their degrees, that every copy must have of all of it
-    for the loss to be the mean of the copies' losses; nothing where that is not enough.
+    """Return the sums over the batch, with their degrees, that replicas must exchange for the loss
+    to be the mean of the replicas' losses; nothing where that is not enough.
 
-    A sum is exchanged where something is made of it that a sum of the parts' is not. What was made
-    of it before that is then made of the whole batch's as well.
+    A sum is exchanged where an operation that is not linear in it reads it. Values that were
+    computed from the sum before that are then computed from the whole batch's sum as well.
     """
     known, sums = frozenset(batch_norms), dict[str, int]()
     states: dict[str, State] = {}
@@ -84,7 +85,7 @@ def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, i
         name, state = operation.name, _state(Call(graph, operation, states, known))
         if name in sums and isinstance(state, Pooled):
             state = FIXED
-        else:  # it may be made of what is exchanged since
+        else:  # its inputs may be exchanged since it was added
             sums.pop(name, None)
         states[name] = state
 
@@ -99,21 +100,22 @@ def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, i
             sums[name] = degree
             for again in graph.operations[place[name] : number + 1]:
                 settle(again)
-    found = _of_loss(graph, states)
-    if found.kind == "mean":
-        found = _of_buffers(graph, states, batch_norms, found)
-    return sums if found.kind == "mean" else {}
+    judgement = _of_loss(graph, states)
+    if judgement.kind == "mean":
+        judgement = _of_buffers(graph, states, batch_norms, judgement)
+    return sums if judgement.kind == "mean" else {}
 
 
 def _exchanged_degree(state: State) -> int | None:
-    """Return the degree of a sum over the batch whose parts are known when they are made (of a mean
-    over targets they are not: it is made one over the whole batch's); else None."""
+    """Return the degree of a sum over the batch whose parts are known when they are made; None for
+    any other state. The parts of a mean over targets are not known: the runtime makes it one over
+    the whole batch's targets."""
     return state.degree if isinstance(state, Pooled) and not state.targets else None
 
 
 def _first_made(graph: OperationGraph, states: Mapping[str, State], name: str) -> str:
-    """Return the value that `name` is another form of, as a sum over the batch: a count, where it
-    was converted, which is added up exactly."""
+    """Return the value, a sum over the batch, that `name` is another form of. A count that was
+    converted is such a form: the count itself is added up exactly."""
     while name:
         operation, degree = graph[name], _exchanged_degree(states[name])
         made = [x for x in operation.inputs if _exchanged_degree(states[x]) == degree]
@@ -152,11 +154,11 @@ def _of_buffers(
     batch_norms: Collection[str],
     judgement: Judgement,
 ) -> Judgement:
-    """Return `judgement` with the buffers looked at: one may be given something else on every
-    copy, or change with every call."""
+    """Return `judgement` after a look at the buffers. A buffer may be given different values on the
+    replicas, or change with every call."""
     for operation in graph:
         if not operation.writes or operation.target == "aten.detach_.default":
-            continue  # `detach_` is said to write, and changes no value
+            continue  # `detach_` is marked as a write, and changes no value
         state = states[operation.name]
         if operation.module in batch_norms:
             continue
@@ -200,7 +202,8 @@ def _state(call: Call) -> State:
 
 
 def _checked(call: Call, answer: State | None) -> State:
-    """Return a rule's answer where the result's shape bears it out."""
+    """Return a rule's answer where the result's shape agrees with it, else the state of an
+    undecided operation."""
     shape = call.operation.shape
     if answer is None:
         return _undecided(call)
@@ -217,7 +220,11 @@ def _checked(call: Call, answer: State | None) -> State:
 
 
 def _undecided(call: Call) -> State:
-    """Two dimensions that follow the batch hold something of every two samples."""
+    """Return the state of an operation that no rule decides.
+
+    It is unknown, unless two dimensions of the result follow the batch: these hold something of
+        every two samples, so that samples meet.
+    """
     operation = call.operation
     if len(batch_dims(operation.shape or ())) > 1:
         return Meets(operation.name, "makes something of every two samples of the batch")

@@ -1,4 +1,4 @@
-"""Rules for torch's losses, which reduce what they make of each sample as an argument says."""
+"""Rules for torch's losses, which reduce the losses of samples as an argument says."""
 
 from dataclasses import replace
 
@@ -18,13 +18,15 @@ def _loss(call: Call, reduction: object, rows: State | Refused | None) -> Answer
 
 
 def elementwise_loss(call: Call, position: int) -> Answer:
-    """Type a loss of elements of inputs broadcast to each other; its reduction is at `position`."""
+    """Type a loss of the elements of inputs that are broadcast to each other. Its reduction is the
+    argument at `position`."""
     rows = broadcast_rows(call)
     return _loss(call, call.argument(position, "reduction", 1), rows)
 
 
 def row_loss(call: Call, position: int) -> Answer:
-    """Type a loss of rows, dimension 0 being the samples'; its reduction is at `position`."""
+    """Type a loss of rows, where dimension 0 is the samples'. Its reduction is the argument at
+    `position`."""
     states = [call.states[name] for name in call.operation.inputs]
     rows = [x for x in states if isinstance(x, PerSample)]
     others = any(x != FIXED and not isinstance(x, PerSample) for x in states)
@@ -37,8 +39,8 @@ def row_loss(call: Call, position: int) -> Answer:
 
 
 def target_mean(call: Call) -> Answer:
-    """Type a cross-entropy or negative log-likelihood. The runtime makes a mean over targets one
-    over the targets of the whole batch."""
+    """Type a cross-entropy or a negative log-likelihood. Where it is a mean over targets, the
+    runtime makes it one over the targets of the whole batch."""
     logits, targets = call.state(0), call.state(1)
     reduction = call.argument(3, "reduction", 1)
     weight = call.argument(2, "weight")

@@ -1,4 +1,4 @@
-"""Rules for what a forward makes of nothing but shapes and numbers."""
+"""Rules for values that a forward makes of nothing but shapes and numbers."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from whale_train.strategies.independence.states import (
     equal_rows,
 )
 
-# The argument that a value is filled with.
+# The position of the argument that a value is filled with.
 _FILLED = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1, "scalar_tensor": 0}
 
 
 def fresh(call: Call) -> Answer:
-    """Type a value of a given shape, the same everywhere: a number that may follow the batch's
-    size."""
+    """Type a value of a given shape that is the same number everywhere. The number may follow the
+    batch's size."""
     kind = call.kind.partition(".")[0].rstrip("_")
     position = _FILLED.get(kind)
     name = "s" if kind == "scalar_tensor" else "value" if kind == "fill" else "fill_value"
@@ -30,8 +30,8 @@ def fresh(call: Call) -> Answer:
 
 
 def drawn(call: Call) -> Answer:
-    """Type random numbers: independent ones, beside which any rows fit, or such as the values of
-    other rows say."""
+    """Type random numbers. Independent ones fit beside any rows; others are drawn for the values of
+    given rows."""
     of_values = call.kind.startswith(("bernoulli", "multinomial", "normal", "poisson"))
     if of_values and any(state != FIXED for state in call.tensors().values()):
         return elementwise(call)
@@ -39,7 +39,8 @@ def drawn(call: Call) -> Answer:
 
 
 def arange(call: Call) -> Answer:
-    """Type numbers from 0 up: the places of samples, where there are as many."""
+    """Type numbers from 0 up. They are the places of the samples where there are as many as
+    samples."""
     if call.shape and call.shape[0].per_sample:
         return RowPosition(0) if call.kind == "arange.default" and not call.shape[0].fixed else None
     return FIXED

@@ -1,4 +1,4 @@
-"""Rules for views of values, and for parts of them put together and taken apart."""
+"""Rules for views of values, and for operations that take values apart and put them together."""
 
 from dataclasses import replace
 
@@ -29,8 +29,8 @@ _TORN = "tears the samples of the batch apart"
 
 
 def whole(call: Call, state: State) -> Answer:
-    """Return the answer for an input without a sample dimension of its own: rows for samples are
-    one row of the input, repeated."""
+    """Return the answer for an input without a sample dimension of its own, where the result may
+    have one. The result's rows are then one row of the input, repeated."""
     if isinstance(state, Fixed):
         made = equal_rows(call.shape)
         if not batch_dims(call.shape):
@@ -45,8 +45,8 @@ def whole(call: Call, state: State) -> Answer:
 
 
 def _extent_before(call: Call, dim: int) -> Size:
-    """Return the extent that the input has along what is `dim` of a result which it is broadcast
-    to: 1 for a new dimension."""
+    """Return the extent of an input along the dimension that becomes `dim` of the result it is
+    broadcast to; 1 for a new dimension."""
     shape = call.shape_of(call.name(0))
     own = dim - len(call.shape) + len(shape)
     return shape[own] if own >= 0 else Size(1)
@@ -91,7 +91,7 @@ def _permuted(call: Call, order: list[int]) -> Answer:
 
 
 def transpose(call: Call) -> Answer:
-    """Type two dimensions swapped: the last two of a matrix where none are named."""
+    """Type two dimensions that are swapped: the last two of a matrix where none are named."""
     rank = call.rank_of(0)
     first, second = call.dim(1, "dim0", max(rank - 2, 0)), call.dim(2, "dim1", max(rank - 1, 0))
     if first is None or second is None:
@@ -103,7 +103,7 @@ def transpose(call: Call) -> Answer:
 
 
 def reverse(call: Call) -> Answer:
-    """Type all dimensions in reverse."""
+    """Type all dimensions in reverse order."""
     return _permuted(call, list(reversed(range(call.rank_of(0)))))
 
 
@@ -114,7 +114,7 @@ def permute(call: Call) -> Answer:
 
 
 def movedim(call: Call) -> Answer:
-    """Type some dimensions moved to other places."""
+    """Type dimensions that are moved to other places."""
     source, target = call.dims(1, "source"), call.dims(2, "destination")
     if source is None or target is None:
         return None
@@ -125,7 +125,7 @@ def movedim(call: Call) -> Answer:
 
 
 def squeeze(call: Call) -> Answer:
-    """Type dimensions of extent 1 taken away or put in."""
+    """Type dimensions of extent 1 that are taken away or added."""
     state = call.state(0)
     dim = only_batch_dim(call.shape)
     if isinstance(state, PerSample | RowPosition):
@@ -134,7 +134,7 @@ def squeeze(call: Call) -> Answer:
 
 
 def expand(call: Call) -> Answer:
-    """Type dimensions of extent 1 repeated, and new ones before."""
+    """Type dimensions of extent 1 that are repeated, with new ones in front."""
     shifted = call.shifted(call.name(0))
     if isinstance(shifted, PerSample | RowPosition):
         return shifted if len(batch_dims(call.shape)) == 1 else None
@@ -142,7 +142,7 @@ def expand(call: Call) -> Answer:
 
 
 def repeat(call: Call) -> Answer:
-    """Type the whole value several times, along every dimension."""
+    """Type a whole value that is repeated along every dimension."""
     state = call.shifted(call.name(0))
     if isinstance(state, Fixed):
         dim = only_batch_dim(call.shape)
@@ -159,7 +159,7 @@ def repeat(call: Call) -> Answer:
 
 
 def repeat_interleave(call: Call) -> Answer:
-    """Type every entry of a dimension several times, one after another."""
+    """Type the entries of a dimension, each repeated several times in a row."""
     state = call.state(0)
     if isinstance(state, Fixed) and len(call.shape) == call.rank_of(0):
         dim = only_batch_dim(call.shape)
@@ -195,8 +195,11 @@ def narrow(call: Call) -> Answer:
 
 
 def _every(call: Call, state: PerSample, step: Argument, had: Size, now: Size) -> Answer:
-    """Return the state of every `step`-th entry of the sample dimension: as many of each sample,
-    where the entries that a sample has together are a multiple of it."""
+    """Return the state of every `step`-th entry of the sample dimension.
+
+    Every sample keeps as many entries, where the number of entries that a sample has in a row is a
+    multiple of `step`. Else some samples are taken, which is refused.
+    """
     start = call.argument(2, "start") or 0
     if not isinstance(step, int) or not isinstance(start, int) or not 0 <= start < step:
         return None
@@ -207,8 +210,8 @@ def _every(call: Call, state: PerSample, step: Argument, had: Size, now: Size) -
 
 
 def _pieces(call: Call, state: PerSample, had: Size, now: Size) -> Answer:
-    """Return the state of one of several equal pieces, end to end, of the sample dimension: each
-    has all samples where the dimension counts through whole batches."""
+    """Return the state of one of several equal pieces, end to end, of the sample dimension. Each
+    piece has all samples where the dimension counts through whole batches. Else it is refused."""
     if state.uniform:
         return state if not now.fixed and now.per_sample else None
     whole = had.per_sample // state.before  # elements per sample between two whole batches
@@ -218,7 +221,8 @@ def _pieces(call: Call, state: PerSample, had: Size, now: Size) -> Answer:
 
 
 def split(call: Call) -> Answer:
-    """Type pieces of a dimension, one after another: a tuple, whose items `item` looks at."""
+    """Type pieces of a dimension, one after another, as a tuple. `item` types the parts of the
+    tuple."""
     state, dim = call.state(0), call.dim(2)
     if isinstance(state, PerSample) and state.dim != dim:
         return state
@@ -226,7 +230,7 @@ def split(call: Call) -> Answer:
 
 
 def item(call: Call) -> Answer:
-    """Type one of the values that an operation made together."""
+    """Type one of the values that an operation gives together."""
     state, number = call.state(0), call.argument(1)
     source = call.graph[call.name(0)]
     if isinstance(state, PerSample) and state.order == source.name:
@@ -245,7 +249,7 @@ def item(call: Call) -> Answer:
 
 
 def select(call: Call) -> Answer:
-    """Type one entry of a dimension, which goes."""
+    """Type one entry of a dimension, without that dimension."""
     state, dim = call.state(0), call.dim(1)
     if not isinstance(state, PerSample):
         return whole(call, state)
@@ -255,7 +259,7 @@ def select(call: Call) -> Answer:
 
 
 def unbind(call: Call) -> Answer:
-    """Type all entries of a dimension, which goes."""
+    """Type all entries of a dimension as a tuple, without that dimension."""
     state, dim = call.state(0), call.dim(1)
     if isinstance(state, PerSample) and state.dim == dim:
         return Refused(SOME)
@@ -263,11 +267,11 @@ def unbind(call: Call) -> Answer:
 
 
 def cat(call: Call) -> Answer:
-    """Type values end to end along a dimension."""
-    listed = call.argument(0)
-    if not isinstance(listed, tuple):
+    """Type values that are joined end to end along a dimension."""
+    parts = call.argument(0)
+    if not isinstance(parts, tuple):
         return None
-    names = [x.name for x in listed if isinstance(x, Ref)]
+    names = [x.name for x in parts if isinstance(x, Ref)]
     dim = call.argument(1, "dim", 0)
     rank = len(call.shape)
     if not isinstance(dim, int) or not rank:
@@ -284,16 +288,16 @@ def cat(call: Call) -> Answer:
 
 
 def stack(call: Call) -> Answer:
-    """Type values beside each other in a new dimension."""
-    listed = call.argument(0)
-    if not isinstance(listed, tuple):
+    """Type values that are joined along a new dimension."""
+    parts = call.argument(0)
+    if not isinstance(parts, tuple):
         return None
     dim = call.argument(1, "dim", 0)
     if not isinstance(dim, int):
         return None
     dim %= len(call.shape)
     states: list[State] = []
-    for x in listed:
+    for x in parts:
         state = call.state_of(x)
         if isinstance(state, PerSample) and dim <= state.dim:
             state = replace(state, dim=state.dim + 1)
@@ -302,9 +306,9 @@ def stack(call: Call) -> Answer:
 
 
 def _together(call: Call, states: list[State]) -> Answer:
-    found = added(states)
-    if found is not None:
-        return found
+    joined = added(states)
+    if joined is not None:
+        return joined
     rows = any(isinstance(x, PerSample) for x in states)
     if all(isinstance(x, PerSample) for x in states):
         return Refused("puts different samples beside each other")
@@ -314,7 +318,7 @@ def _together(call: Call, states: list[State]) -> Answer:
 
 
 def pad(call: Call) -> Answer:
-    """Type a number put before and after the entries of the last dimensions."""
+    """Type a value that is padded before and after the entries of the last dimensions."""
     state, amounts = call.state(0), call.argument(1)
     if not isinstance(amounts, tuple):
         return None

@@ -42,10 +42,10 @@ def _product(call: Call, first: int, second: int) -> Answer:
         return Pooled(degree) if same and len(rows) == 2 else None
     if any(summed):
         return Refused("sums over the samples of the batch beside those of another input")
-    found = multiplied(list(rows), [1] * len(rows))
-    if found is None:
+    product = multiplied(list(rows), [1] * len(rows))
+    if product is None:
         return Refused("multiplies different samples with each other")
-    return replace(found, degree=degree) if isinstance(found, PerSample) else None
+    return replace(product, degree=degree) if isinstance(product, PerSample) else None
 
 
 def matmul(call: Call) -> Answer:
@@ -54,12 +54,12 @@ def matmul(call: Call) -> Answer:
 
 
 def added_product(call: Call) -> Answer:
-    """Type a matrix product of the second and third argument, added to the first."""
+    """Type a matrix product of the second and the third argument, added to the first."""
     made = _product(call, 1, 2)
     if made is None or isinstance(made, Refused):
         return made
-    found = added([call.shifted(call.name(0)), made])
-    return found if found is not None else Refused(STATISTIC)
+    total = added([call.shifted(call.name(0)), made])
+    return total if total is not None else Refused(STATISTIC)
 
 
 def linear(call: Call) -> Answer:
@@ -120,8 +120,8 @@ def attention(call: Call) -> Answer:
 
 
 def grouped_product(call: Call) -> Answer:
-    """Type the rows that each expert takes times that expert's weight: rows sorted by expert, the
-    ends of experts counted from the same rows."""
+    """Type the rows of each expert times that expert's weight. The rows are sorted by expert, and
+    the ends of the experts' rows are counted from the same rows."""
     state, offsets = call.state(0), call.argument(2, "offs")
     if not isinstance(state, PerSample) or state.degree or not state.order:
         return None
@@ -142,7 +142,7 @@ def grouped_product(call: Call) -> Answer:
 
 
 def lookup(call: Call) -> Answer:
-    """Type rows of a table, by number."""
+    """Type rows of a table that are looked up by number."""
     table, numbers = call.state(0), call.state(1)
     if call.argument(3, "scale_grad_by_freq"):
         return Refused("divides gradients by how often the batch looks up each row")
@@ -152,7 +152,7 @@ def lookup(call: Call) -> Answer:
 
 
 def renormed(call: Call) -> Answer:
-    """Type a table whose rows are scaled in place where the batch looks them up."""
+    """Type a table whose rows are rescaled in place where the batch looks them up."""
     if call.state(0) == FIXED and isinstance(call.state(1), PerSample):
         return Refused("rescales the rows of a table that the batch looks up")
     return None

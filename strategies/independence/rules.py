@@ -1,7 +1,7 @@
-"""The table of which rule stands for which operation; a line a family.
+"""The table of rules: the rule of every operation, one line a family.
 
-A name stands for all overloads of an operation and for its form in place; one with a dot for that
-overload alone.
+A name stands for all overloads of an operation and for its form in place. A name with a dot stands
+for that overload alone.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ def _written(call: Call) -> Answer:
 
 
 def _order(call: Call) -> Answer:
-    """Type a random order."""
+    """Type a random permutation of numbers."""
     return (
         Refused("draws an order of the samples") if any(s.per_sample for s in call.shape) else FIXED
     )
@@ -155,24 +155,24 @@ _FAMILIES: tuple[tuple[StateRule, str], ...] = (
 # fmt: on
 
 
-def _names(listed: str) -> list[str]:
-    # Functions of Python have names with blanks.
-    found = []
+def _names(family: str) -> list[str]:
+    # The names of Python's functions have blanks, which do not separate names.
+    names = []
     for word in (
-        listed.replace("<built-in function ", "<built-in~function~")
+        family.replace("<built-in function ", "<built-in~function~")
         .replace("<function ", "<function~")
         .split()
     ):
-        found.append(word.replace("~", " "))
-    return found
+        names.append(word.replace("~", " "))
+    return names
 
 
 RULES: dict[str, StateRule] = {name: rule for rule, listed in _FAMILIES for name in _names(listed)}
 
 
 def rule_of(target: str) -> StateRule | None:
-    """Return the rule of an operation, by its overload's name or else its own; None for one that
-    has none."""
+    """Return the rule of the operation `target`: of its overload's name, or else of its own; None
+    where there is none."""
     kind = target.removeprefix("aten.")
     if kind in RULES:
         return RULES[kind]

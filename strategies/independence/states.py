@@ -1,15 +1,15 @@
-"""How a value of the graph depends on the samples of a batch: the states and their algebra.
+"""Dependence of a graph's values on the samples of a batch: the states and their algebra.
 
 Let a batch of n samples be cut into parts of n_r samples. A state says how the value computed from
 the whole batch follows from the values computed from the parts. `degree` counts factors of the
-batch's size: what is n^degree times something that does not know n.
+batch's size: a value of degree k is n^k times one that does not depend on n.
 
 | state | the whole batch's value |
 |---|---|
 | Fixed(k) | n^k times a constant |
 | PerSample(dim, k) | the parts' values, each over n_r^k, end to end along `dim`, times n^k |
 | Pooled(k) | the sum of the parts' values, each over n_r^k, times n^k: 0 is a sum, -1 a mean |
-| Position | the place of every sample in its batch |
+| RowPosition | the place of every sample in its batch |
 | Permutation | an order of all samples' rows, by some value of theirs |
 | Meets | proven to be none of these |
 | Unknown | nothing is known of it |
@@ -22,15 +22,20 @@ from whale_train.strategies.graph.operation_graph import Shape
 
 @dataclass(frozen=True)
 class Fixed:
+    """A constant times the batch's size to the power of `degree`."""
+
     degree: int = 0
 
 
 @dataclass(frozen=True)
 class PerSample:
-    """One entry per sample along `dim`, which runs over `before` x batch x something.
+    """Rows that belong to single samples.
 
-    `uniform` rows are all equal, so that they fit beside any others. `order` names the operation
-    that sorted the rows; rows without one are as the batch has them.
+    dim: the dimension of the rows, whose extent is `before` x batch x the rows of a sample.
+    before: the number of whole batches that `dim` counts through.
+    degree: the power of the batch's size that is a factor of the rows.
+    uniform: whether all rows are equal, so that they fit beside any others.
+    order: the operation that sorted the rows; '' for rows in the batch's order.
     """
 
     dim: int
@@ -42,8 +47,12 @@ class PerSample:
 
 @dataclass(frozen=True)
 class Pooled:
-    """`targets`: a mean over targets has a part in it, which the runtime makes one over the whole
-    batch's (`runtime/loss/global_mean.py`): of parts that are weighted as means are."""
+    """A sum over the samples of the batch, times the batch's size to the power of `degree`.
+
+    degree: 0 for a sum, -1 for a mean.
+    targets: whether a mean over targets has a part in it. The runtime makes it one over the whole
+        batch's targets (`runtime/loss/global_mean.py`), where the parts are weighted as means are.
+    """
 
     degree: int = 0
     targets: bool = False
@@ -51,13 +60,20 @@ class Pooled:
 
 @dataclass(frozen=True)
 class RowPosition:
+    """The place of every sample in its batch, along `dim`."""
+
     dim: int
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """Row numbers in the order that the operation `order` found; or, `inverse`, every row's place
-    in that order. A row number divided by `unit` is the number of a row of `unit` entries."""
+    """Numbers of rows in a sorted order of their entries.
+
+    order: the operation that sorted the entries.
+    unit: the number of sorted entries that each row has. An entry's number divided by `unit` is the
+        number of its row.
+    inverse: whether the value is instead every entry's place in the order.
+    """
 
     order: str
     unit: int = 1
@@ -66,7 +82,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Meets:
-    """Samples met in the operation `name`, which `because` says."""
+    """Proof that samples meet in the operation `name`. `because` completes "the operation ..."."""
 
     name: str
     because: str
@@ -74,7 +90,7 @@ class Meets:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Nobody has said what the operation `name` does with the samples of a batch."""
+    """State of a value that depends on the operation `name`, which no rule decides."""
 
     name: str
 
@@ -84,13 +100,13 @@ FIXED = Fixed()
 
 
 def batch_dims(shape: Shape) -> list[int]:
-    """Return the dimensions of `shape` whose extent follows the batch."""
+    """Return the dimensions of `shape` that follow the batch."""
     return [dim for dim, size in enumerate(shape) if size.per_sample]
 
 
 def equal_rows(shape: Shape) -> State | None:
-    """Return the state of a value that is one constant everywhere; None with two dimensions, or
-    part of one, that follow the batch."""
+    """Return the state of a value that is one constant everywhere; None where two dimensions, or a
+    part of one, follow the batch."""
     dims = batch_dims(shape)
     if not dims:
         return FIXED
@@ -100,8 +116,8 @@ def equal_rows(shape: Shape) -> State | None:
 
 
 def beside(states: list[PerSample]) -> PerSample | None:
-    """Return the one layout of rows that all `states` have (their `dim` already that of the
-    result), or None where rows of different samples would lie beside each other."""
+    """Return the one layout of rows, of degree 0, that all `states` have; None where rows of
+    different samples would be side by side. The `dim` of `states` is already that of the result."""
     distinct = {replace(x, degree=0) for x in states if not x.uniform}
     if len({x.dim for x in states}) > 1 or len(distinct) > 1:
         return None
@@ -109,7 +125,8 @@ def beside(states: list[PerSample]) -> PerSample | None:
 
 
 def added(states: list[State]) -> State | None:
-    """Return the state of a sum of values in `states` of one shape; None where it has none."""
+    """Return the state of a sum of values in `states`, which have one shape; None where no state
+    describes it."""
     rows = [x for x in states if isinstance(x, PerSample)]
     if rows:
         degrees = {x.degree for x in states if isinstance(x, PerSample | Fixed)}
@@ -130,8 +147,8 @@ def added(states: list[State]) -> State | None:
 
 
 def multiplied(states: list[State], powers: list[int]) -> State | None:
-    """Return the state of the product of values in `states`, each to a power of 1 or -1; None
-    where it has none."""
+    """Return the state of the product of values in `states`, each to its power of 1 or -1; None
+    where no state describes it."""
     if not all(isinstance(x, Fixed | PerSample | Pooled) for x in states):
         return None
     known = [x for x in states if isinstance(x, Fixed | PerSample | Pooled)]

@@ -1,14 +1,14 @@
-"""Layouts are types, collectives are casts: how each value of the graph lies over a group.
+"""Layouts are types, collectives are casts: the layout of each value of the graph over a group.
 
-A value is replicated (R), a partial sum (P) or sharded (S). A rule per operation family says,
-from the layouts that come in, which layouts the operation wants and which one comes out. Where a
-value does not have the layout wanted, a cast is inserted; each cast is one collective with its
-adjoint (`runtime/comms/layout_collectives.py`). An operation without a rule is given whole tensors:
-an unknown model is slower, never wrong. After GSPMD (arXiv 2105.04663) and TAP (arXiv 2302.00247),
-on the graph of `torch.export`.
+A value is replicated (R), a partial sum (P) or sharded (S). A rule per operation family says, from
+the layouts that come in, which layouts the operation wants and which one comes out. Where a value
+does not have the layout wanted, a cast is inserted; each cast is one collective with its adjoint
+(`runtime/comms/layout_collectives.py`). An operation without a rule is given whole tensors: an
+unknown model is slower, never wrong. After GSPMD (arXiv 2105.04663) and TAP (arXiv 2302.00247), on
+the graph of `torch.export`.
 
-This file owns the propagation through a graph whose parameters are laid out already; finding how
-to lay them is `choose.py`'s. It knows neither torch nor devices.
+This file owns the propagation through a graph whose parameters have their layouts already. Choosing
+these is `choose.py`'s. It knows neither torch nor devices.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,11 +77,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes along which values are cut and the units of each: what is dealt out to ranks.
+    """The axes along which values are cut, and the units of each that are dealt out to ranks.
 
-    An axis starts as fine as its weight. Where two meet in one operation they become one, and a
-    view that keeps only a coarser cut leaves fewer units. None may have fewer than `fineness`
-    allows. Axes that are not in `units` are as they are given and meet no other.
+    units: the number of units of every axis. An axis that is absent keeps the cut that it is given
+        and is united with no other.
+    parents: from an axis to the one that it was united with.
+    fineness: decides whether an axis has units enough; none may have fewer.
+
+    An axis starts as fine as its weight. Where two axes meet in one operation they become one, and
+    a view that keeps only a coarser cut leaves fewer units.
     """
 
     units: Mapping[str, int] = field(default_factory=dict)
@@ -89,13 +93,13 @@ class Axes:
     fineness: Fineness = field(default_factory=lambda: Fineness(1), compare=False)
 
     def root(self, axis: str) -> str:
-        """Return the name that stands for all axes united with it."""
+        """Return the name that stands for `axis` and all axes united with it."""
         while axis in self.parents:
             axis = self.parents[axis]
         return axis
 
     def laid(self, layout: Layout) -> Layout:
-        """`layout` under its axis' one name."""
+        """Return `layout` with its axis under the name that stands for it."""
         if isinstance(layout, Shard) and layout.axis in self.parents:
             return Shard(layout.dim, self.root(layout.axis), layout.outer, layout.pieces)
         if isinstance(layout, Owned) and layout.axis in self.parents:
@@ -103,8 +107,8 @@ class Axes:
         return layout
 
     def after(self, typing: Typing) -> "Axes | None":
-        """Return the axes once an operation typed so has run; None where one would be too
-        coarse."""
+        """Return the axes after an operation with this `typing`; None where an axis would become
+        too coarse, or would have to change and has no units."""
         units, parents = self.units, self.parents
         for first, second in typing.unite:
             kept, gone = self.root(first), self.root(second)
@@ -134,7 +138,8 @@ class Axes:
         return Axes(units, parents, self.fineness)
 
     def added(self, layout: Shard) -> "Axes | None":
-        """Return the axes with that of a weight cut so, as fine as its pieces allow."""
+        """Return the axes with that of the weight cut `layout`, as fine as its pieces allow; None
+        where that is too coarse."""
         finest = coarsened(0, layout.pieces)
         if not self.fineness.allows(finest):
             return None
@@ -143,11 +148,18 @@ class Axes:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The whole region typed: each value's layout, the casts, and what was replaced. `gathered`
-    are the operations given whole tensors for want of a rule (samples brought together for the
-    region, such as labels, are the bridge into it and not counted). `random` are the operations
-    that draw random numbers: `shared`, the same on every rank, or each rank its `own`. `units` are
-    those of the axes that were given, as they are in the end."""
+    """The layouts of a region's values, and the changes that they ask of its operations.
+
+    layouts: the layout of every value.
+    casts: the changes of layout between operations.
+    becomes: from an operation to the distributed one that replaces it.
+    gathered: the operations that are given whole tensors for want of a rule. Samples that are
+        brought together for the region, such as labels, are not counted, as that is the bridge into
+        it.
+    random: from an operation that draws random numbers to `shared`, the same on every rank, or
+        `own`, each rank's.
+    units: the units of the axes that were given, after all operations.
+    """
 
     layouts: dict[str, Layout]
     casts: tuple[Cast, ...]
@@ -164,11 +176,13 @@ def assign(
     wanted: Mapping[str, Layout] | None = None,
     axes: Axes | None = None,
 ) -> Assignment:
-    """Type the operations of `region` (in graph order).
+    """Return the layouts of the operations of `region`, which are taken in graph order.
 
-    `given` are the layouts of parameters that are sharded and of values that come from outside;
-    any other parameter, buffer or constant is R. Values named in `wanted` are cast to that layout
-    for whoever takes them from the region (the cast's user is '').
+    given: the layouts of sharded parameters, and of values that come from outside. Any other
+        parameter, buffer or constant is R.
+    wanted: the layouts to which values are cast for whoever takes them from the region. The user of
+        such a cast is ''.
+    axes: the axes of `given`, where they may be united or coarsened.
     """
     axes = axes or Axes()
     gradients = differentiable(graph)
@@ -210,8 +224,11 @@ def typing_of(
     known: Mapping[str, Layout],
     gradients: frozenset[str],
 ) -> Typing | None:
-    """Return what the table says of an operation whose inputs are laid as `known`; None without a
-    rule that applies, and where a value would be changed in place that has another layout."""
+    """Return the rule table's typing of an operation whose inputs are laid as `known`.
+
+    None where no rule applies, and where samples are cut by replicas and the operation does not
+    keep them apart.
+    """
     if all(layout == R for layout in known.values()):
         return Typing({}, R)
     samples = any(isinstance(x, Shard) and x.axis == BATCH for x in known.values())
@@ -222,7 +239,7 @@ def typing_of(
 
 
 def whole(known: Mapping[str, Layout]) -> Typing:
-    """Whole tensors in, a whole tensor out."""
+    """Return the typing of an operation that takes whole tensors and gives a whole tensor."""
     return Typing(dict.fromkeys(known, R), R)
 
 
@@ -233,8 +250,8 @@ def casts_of(
     gradients: frozenset[str],
     axes: Axes,
 ) -> Iterator[Cast]:
-    """Yield the casts that bring values laid as `known` to what `user` wants. A value without a
-    gradient need not enter: nothing comes back."""
+    """Yield the casts that bring values laid as `known` to the layouts `wants` of `user`. A value
+    without a gradient need not be ENTERED, as no gradient comes back; it stays R."""
     for name, wish in wants.items():
         source, target = axes.laid(known[name]), axes.laid(wish)
         if target == ENTERED and name not in gradients:
@@ -244,16 +261,16 @@ def casts_of(
 
 
 def differentiable(graph: OperationGraph) -> frozenset[str]:
-    """Return the values that a gradient comes back to: floating point, and made from a
-    parameter."""
-    found = graph.made_of_parameters
+    """Return the values that a gradient comes back to: computed from a parameter, and
+    floating-point or no tensor."""
+    names = graph.made_of_parameters
     return frozenset(
-        name for name in found if "float" in graph[name].dtype or graph[name].shape is None
+        name for name in names if "float" in graph[name].dtype or graph[name].shape is None
     )
 
 
 def written_value(operation: Operation) -> str:
-    """Return the value that an operation changes in place ('' for none)."""
+    """Return the name of the value that an operation changes in place; '' for none."""
     name = operation.target.removeprefix("aten.").split(".")[0]
     in_place = operation.target.startswith("aten.") and name.endswith("_")
     first = operation.args[0] if operation.args else None
@@ -261,8 +278,8 @@ def written_value(operation: Operation) -> str:
 
 
 def cast_kind(source: Layout, target: Layout) -> str:
-    """Return the collective that turns one layout into another (design §7's table), or the two of
-    them that do it one after the other."""
+    """Return the name of the collective that turns one layout into another (design §7's table), or
+    of the two that do it one after the other."""
     match source, target:
         case Replicated(), Entered():
             return "enter"

@@ -1,6 +1,6 @@
-"""The rule table: which rule stands for which operation of the exported graph.
+"""The rule table: the layout rule of every operation of the exported graph, one line a family.
 
-One line a family. An operation without a rule is given whole tensors: slower, never wrong.
+An operation without a rule is given whole tensors: slower, never wrong.
 """
 
 from whale_train.strategies.layouts.rules.matmul import (
@@ -162,8 +162,8 @@ def _names(targets: str) -> list[str]:
 
 RULES: dict[str, Rule] = {name: rule for rule, targets in _FAMILIES for name in _names(targets)}
 
-# Samples that replicas hold (the batch axis) are kept apart only by these: whatever else reads
-# them is given the whole batch, where sharded work begins.
+# The operations that keep the samples of replicas (the batch axis) apart. Any other that reads them
+# is given the whole batch, where sharded work begins.
 CARRIES_SAMPLES = frozenset(
     f"aten.{target}"
     for target in _each(
@@ -178,12 +178,13 @@ CARRIES_SAMPLES = frozenset(
 
 
 def register_rule(target: str, rule: Rule) -> None:
-    """Give an operation of your own (`my_library.my_op.default`) a layout rule.
+    """Add a layout rule for an operation of your own (`my_library.my_op.default`).
 
     Call it in the module that defines the model: that is imported before anything is planned. The
-    rule reads a `Typed` and answers a `Typing`, or None where it cannot be kept apart, as those in
-    `strategies/rules/` do; at run time the operation is called as it is, on this rank's part of
-    what the rule asked for. Raises ValueError for an operation that has a rule.
+    rule reads a `Typed` and returns a `Typing`, or None where the operation cannot work on parts,
+    as the rules in `strategies/layouts/rules/` do. At run time the operation is called as it is, on
+    this rank's part of the inputs that the rule asked for. Raises ValueError for an operation that
+    has a rule.
     """
     if target in RULES:
         raise ValueError(f"{target} has a layout rule")

@@ -1,4 +1,4 @@
-"""Operations that a rank runs in one go, as the resolver decides them."""
+"""The operations that a rank runs in one go, as the resolver decides them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,10 +8,16 @@ from whale_train.strategies.layouts.propagation import Assignment
 
 @dataclass(frozen=True)
 class Segment:
-    """Operations that one TaskGraph runs in one go. `takes` come from other chunks, `gives` go to
-    other chunks (those of the last give the loss); `assignment` types them over the TaskGraph's
-    shard group (None where every rank simply has its own samples). Of `sums` over the batch, with
-    their degrees, copies tell each other their parts."""
+    """Operations that one TaskGraph runs in one go.
+
+    task_graph: the index of the TaskGraph.
+    operations: the names of the operations.
+    takes: the values that come from other chunks.
+    gives: the values that go to other chunks; the last chunk gives the loss.
+    assignment: the layouts over the TaskGraph's shard group; None where every rank simply has its
+        own samples.
+    sums: the sums over the batch, with their degrees, of which replicas exchange their parts.
+    """
 
     task_graph: int
     operations: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Whether every rank's part of every operation fits: a pass over shapes, before any rank starts.
+"""The check that every rank's part of every operation fits: a pass over shapes, before ranks start.
 
-The layouts of a region and the intervals dealt out along its axes give each member's local
-shapes. This file works them out again from the plan alone and compares them operation by
-operation; it assigns nothing.
+The layouts of a region and the intervals dealt out along its axes give each member's local shapes.
+This file works them out again from the plan alone and compares them operation by operation; it
+assigns nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,16 @@ from whale_train.strategies.layouts.types import flat_pieces, product
 def shape_check(
     graph: OperationGraph, assignment: Assignment, axes: Mapping[str, Sequence[Interval]]
 ) -> tuple[str, ...]:
-    """Return what does not fit, one sentence each, naming the operation and the member (the index
-    in its shard group); nothing when all do. `axes` are each axis' intervals, in units."""
-    found = [said for axis, intervals in axes.items() for said in _tiled(axis, intervals)]
+    """Return the operations whose shapes do not fit, one sentence each; nothing where all do.
+
+    A sentence names the operation and the member (the index in its shard group). `axes` are the
+    intervals of each axis, in units.
+    """
+    faults = [said for axis, intervals in axes.items() for said in _tiled(axis, intervals)]
     for name, layout in assignment.layouts.items():
-        found += _laid(graph[name], layout, axes)
-    if found:
-        return tuple(found)
+        faults += _laid(graph[name], layout, axes)
+    if faults:
+        return tuple(faults)
     arrives = {(cast.user, cast.value): cast.target for cast in assignment.casts}
     read = (to for (user, _), to in arrives.items() if user in assignment.layouts)
     laid = (*assignment.layouts.values(), *read)
@@ -48,27 +51,29 @@ def shape_check(
             for name in operation.inputs:
                 layout = arrives.get((operation.name, name), assignment.layouts.get(name, R))
                 shapes[name] = local_shape(graph[name], layout, axes, member)
-            mine = local_shape(operation, assignment.layouts[operation.name], axes, member)
-            if mine is not None and (said := _disagreement(operation, shapes, mine)):
+            result_shape = local_shape(operation, assignment.layouts[operation.name], axes, member)
+            if result_shape is not None and (
+                said := _disagreement(operation, shapes, result_shape)
+            ):
                 where = f"{operation.name} ({operation.target}) on member {member}"
-                found.append(f"{where}: {said}")
-    return tuple(found)
+                faults.append(f"{where}: {said}")
+    return tuple(faults)
 
 
 def _unlike(axes: Sequence[Sequence[Interval]]) -> list[int]:
-    """Return a member for each set of local shapes there is: what it has of every axis decides
-    them."""
-    found: dict[tuple[int, ...], int] = {}
+    """Return one member for each distinct set of local shapes. Members with intervals of the same
+    lengths on every axis have the same shapes."""
+    members: dict[tuple[int, ...], int] = {}
     for member in range(len(axes[0]) if axes else 1):
         held = tuple(stop - start for start, stop in (axis[member] for axis in axes))
-        found.setdefault(held, member)
-    return list(found.values())
+        members.setdefault(held, member)
+    return list(members.values())
 
 
 def local_shape(
     operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]], member: int
 ) -> Shape | None:
-    """Return the shape of a member's part of a value; None for what is no tensor."""
+    """Return the shape of a member's part of a value; None where the value is no tensor."""
     shape = operation.shape
     if shape is None or not isinstance(layout, Shard):
         return shape
@@ -79,6 +84,7 @@ def local_shape(
 
 
 def _tiled(axis: str, intervals: Sequence[Interval]) -> list[str]:
+    """Return a fault where the intervals of an axis do not lie end to end from 0."""
     ends = [stop for _, stop in intervals]
     if [start for start, _ in intervals] != [0, *ends[:-1]]:
         return [f"the intervals of {axis} leave a gap or overlap: {tuple(intervals)}"]
@@ -88,7 +94,8 @@ def _tiled(axis: str, intervals: Sequence[Interval]) -> list[str]:
 def _laid(
     operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]]
 ) -> list[str]:
-    """Return whether a value is cut along an axis there is, into parts of whole units."""
+    """Return a fault where a value is cut along an axis that has no intervals, or into pieces that
+    are not of whole units or do not add up to its extent."""
     shape = operation.shape
     if not isinstance(layout, Shard) or shape is None:
         return []
@@ -103,62 +110,72 @@ def _laid(
     return []
 
 
-def _disagreement(operation: Operation, shapes: Mapping[str, Shape | None], mine: Shape) -> str:
-    """Why these operands do not give a result of shape `mine`; '' when they do, or when the
-    operation is none of those whose shapes are known here."""
+def _disagreement(
+    operation: Operation, shapes: Mapping[str, Shape | None], result_shape: Shape
+) -> str:
+    """Return the reason why the operands do not give a result of `result_shape`. It is '' where
+    they do, and for operations whose shapes are not known here."""
     given = [shapes[x.name] for x in operation.args if isinstance(x, Ref)]
     operands = [shape for shape in given if shape is not None]
     rule = RULES.get(operation.target)
     if rule is pointwise and operands and operation.target != "aten.type_as.default":
         expected = _broadcast(operands)
-        return "" if expected == mine else f"{_text(operands)} give {_one(expected)}, {_not(mine)}"
-    if rule is reshape and operands and product(operands[0]) != product(mine):
-        return f"{_one(operands[0])} has not as many elements as {_one(mine)}"
-    if rule in (transpose, permute) and operands and sorted(operands[0]) != sorted(mine):
-        return f"{_one(operands[0])} is no permutation of {_one(mine)}"
+        return (
+            ""
+            if expected == result_shape
+            else f"{_text(operands)} give {_one(expected)}, {_not(result_shape)}"
+        )
+    if rule is reshape and operands and product(operands[0]) != product(result_shape):
+        return f"{_one(operands[0])} has not as many elements as {_one(result_shape)}"
+    if rule in (transpose, permute) and operands and sorted(operands[0]) != sorted(result_shape):
+        return f"{_one(operands[0])} is no permutation of {_one(result_shape)}"
     if rule in (linear, addmm, matmul):
-        return _product(operation, shapes, mine)
+        return _product(operation, shapes, result_shape)
     if rule is cat:
-        return _joined(operation, shapes, mine)
+        return _joined(operation, shapes, result_shape)
     return ""
 
 
-def _product(operation: Operation, shapes: Mapping[str, Shape | None], mine: Shape) -> str:
+def _product(operation: Operation, shapes: Mapping[str, Shape | None], result_shape: Shape) -> str:
     first = 1 if RULES.get(operation.target) is addmm else 0
     names = [x.name for x in operation.args[first : first + 2] if isinstance(x, Ref)]
     left, right = (shapes[name] or () for name in names)
     inner, outer = (-1, -2) if RULES.get(operation.target) is linear else (-2, -1)
     if left[-1] != right[inner]:
         return f"{_one(left)} and {_one(right)} share no inner dimension"
-    if mine[-1] != right[outer] or mine[-2:-1] != left[-2:-1]:
-        return f"{_one(left)} times {_one(right)} is not {_one(mine)}"
+    if result_shape[-1] != right[outer] or result_shape[-2:-1] != left[-2:-1]:
+        return f"{_one(left)} times {_one(right)} is not {_one(result_shape)}"
     return ""
 
 
-def _joined(operation: Operation, shapes: Mapping[str, Shape | None], mine: Shape) -> str:
+def _joined(operation: Operation, shapes: Mapping[str, Shape | None], result_shape: Shape) -> str:
     parts = operation.args[0]
     assert isinstance(parts, tuple)
-    found = [shapes[x.name] or () for x in parts if isinstance(x, Ref)]
+    operands = [shapes[x.name] or () for x in parts if isinstance(x, Ref)]
     dim = operation.args[1] if len(operation.args) > 1 else 0
     assert isinstance(dim, int)
-    whole = [shape for shape in found if len(shape) == len(mine)]  # an empty one goes with any
+    # An empty tensor of one dimension goes with any other.
+    whole = [shape for shape in operands if len(shape) == len(result_shape)]
     total = Size(sum(x[dim].fixed for x in whole), sum(x[dim].per_sample for x in whole))
-    fits = mine[dim] == total and all(
-        shape[i] == mine[i] for shape in whole for i in range(len(mine)) if i != dim % len(mine)
+    fits = result_shape[dim] == total and all(
+        shape[i] == result_shape[i]
+        for shape in whole
+        for i in range(len(result_shape))
+        if i != dim % len(result_shape)
     )
-    return "" if fits else f"{_text(whole)} end to end are not {_one(mine)}"
+    return "" if fits else f"{_text(whole)} end to end are not {_one(result_shape)}"
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    """Return the shape that all are broadcast to; None when they do not fit."""
+    """Return the shape that all `shapes` are broadcast to; None where they do not fit."""
     rank = max(len(shape) for shape in shapes)
-    found = []
+    extents = []
     for dim in range(-rank, 0):
         sizes = {shape[dim] for shape in shapes if len(shape) >= -dim} - {Size(1)}
         if len(sizes) > 1:
             return None
-        found.append(sizes.pop() if sizes else Size(1))
-    return tuple(found)
+        extents.append(sizes.pop() if sizes else Size(1))
+    return tuple(extents)
 
 
 def _one(shape: Shape | None) -> str:

@@ -1,8 +1,8 @@
-"""What a layout is: how one value of the graph lies over a group of ranks.
+"""Layouts: the types that say how one value of the graph lies over a group of ranks.
 
-A value is replicated (R), a partial sum (P) or sharded (S). This file owns those types, what a
-rule of the layout table reads and answers, and the arithmetic of pieces; which rule stands for
-which operation is `rule_table.py`'s, and typing a whole graph `propagation.py`'s.
+A value is replicated (R), a partial sum (P) or sharded (S). This file owns those types, the
+question and the answer of a rule of the layout table, and the arithmetic of pieces. The rule of
+each operation is in `rule_table.py`; typing a whole graph is `propagation.py`'s.
 """
 
 import sys
@@ -29,7 +29,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Entered:
-    """R whose gradient is a partial sum: what a sharded operation wants of a whole input."""
+    """R whose gradient is a partial sum: the layout of a whole input of a sharded operation."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,28 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class Owned(PartialSum):
-    """P of which every row (index of the first dimension) is zero on all ranks but one: the one
-    that holds the row's expert. `axis` cuts the experts, `rows` names the value that says where
-    each expert's rows end. Whatever leaves zeros zero may be done before the sum."""
+    """P whose every row (index of the first dimension) is zero on all ranks but the one that holds
+    the row's expert.
+
+    axis: the axis that cuts the experts.
+    rows: the name of the value that says where each expert's rows end.
+
+    An operation that leaves zeros zero may be done before the sum.
+    """
 
     axis: str
     rows: str
 
 
-# Casts between them and shards by expert: rows sent and sent back, and numbers of rows exchanged.
+# Kinds of casts between Routed rows and shards by expert: rows are sent to the experts, numbers of
+# rows are exchanged, and rows are sent back.
 DISPATCH, EXCHANGE, COMBINE = "dispatch", "exchange", "combine"
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What every member has of its own samples: rows sorted by the expert they are for. `ends`
-    names the value that says where each expert's rows end."""
+    """Rows of every member's own samples, sorted by the expert they are for. `ends` names the value
+    that says where each expert's rows end."""
 
     ends: str
 
@@ -92,22 +98,23 @@ def shard(dim: int, axis: str, pieces: Sequence[int], outer: int | Size = 1) -> 
 
 
 def times(outer: int | Size, factor: int) -> int | Size:
-    """`outer` counted `factor` times."""
+    """Return `outer` multiplied by `factor`."""
     if isinstance(outer, Size):
         return Size(outer.fixed * factor, outer.per_sample * factor)
     return outer * factor
 
 
 def flat_pieces(layout: Shard) -> tuple[int, ...] | None:
-    """Return all pieces of the dimension in order; None where the batch decides how many, or the
-    axis how large."""
+    """Return all pieces of the dimension in order; None where the batch decides their number, or
+    the axis their extent."""
     if isinstance(layout.outer, Size) or not layout.pieces:
         return None
     return layout.pieces * layout.outer
 
 
 def local_pieces(layout: Shard, intervals: Sequence[Interval], index: int) -> tuple[int, ...]:
-    """Return the extents of one repetition's pieces that member `index` holds."""
+    """Return the extents of the pieces of one repetition that member `index` holds. `intervals` are
+    the axis', in units."""
     units, (start, stop) = intervals[-1][1], intervals[index]
     return tuple(
         stop * extent // units - start * extent // units for extent in layout.pieces or (units,)
@@ -115,7 +122,7 @@ def local_pieces(layout: Shard, intervals: Sequence[Interval], index: int) -> tu
 
 
 def local_extent(layout: Shard, intervals: Sequence[Interval], index: int) -> Size:
-    """Return how long the cut dimension is on member `index`; `intervals` are the axis', in
+    """Return the extent of the cut dimension on member `index`. `intervals` are the axis', in
     units."""
     extent = sum(local_pieces(layout, intervals, index))
     outer = times(layout.outer, extent)
@@ -123,20 +130,24 @@ def local_extent(layout: Shard, intervals: Sequence[Interval], index: int) -> Si
 
 
 def coarsened(units: int, extents: Iterable[int]) -> int:
-    """Return the units of an axis that every one of `extents` is to be cut along."""
+    """Return the units of an axis of `units` that has to be cut along every one of `extents`: their
+    greatest common divisor."""
     return gcd(units, *extents)
 
 
 class Fineness:
-    """Answers whether an axis has units enough for a group of `members`, each of whom gets one, and
-    records for which other sizes of group all its answers would have been the same (`alike`)."""
+    """The test whether an axis has units enough for a group of `members`, each of which gets at
+    least one.
+
+    It records for which other sizes of group all its answers would have been the same (`alike`).
+    """
 
     def __init__(self, members: int) -> None:
         self.members = members
-        self._coarse, self._fine = 0, sys.maxsize  # the most that were too few, the fewest enough
+        self._coarse, self._fine = 0, sys.maxsize  # the most units too few, the fewest enough
 
     def allows(self, units: int) -> bool:
-        """Return whether every member gets one of `units`."""
+        """Return whether every member gets at least one of `units`."""
         if units >= self.members:
             self._fine = min(self._fine, units)
             return True
@@ -145,13 +156,20 @@ class Fineness:
 
     @property
     def alike(self) -> range:
-        """The sizes of groups for which every answer was the same."""
+        """Return the sizes of groups for which every answer would have been the same."""
         return range(self._coarse + 1, self._fine + 1)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A change of layout of `value` on its way into `user`; `kind` names the collective."""
+    """A change of layout on the way into an operation.
+
+    user: the operation that reads the value; '' for whoever takes it from the region.
+    value: the name of the value.
+    kind: the name of the collective.
+    source: the layout that the value has.
+    target: the layout that the user reads.
+    """
 
     user: str
     value: str
@@ -162,12 +180,15 @@ class Cast:
 
 @dataclass(frozen=True)
 class Typing:
-    """What a rule answers: the layouts it wants its inputs in, and the one that comes out.
+    """Answer of a rule.
 
-    An input it does not name is taken as it is. `becomes` names the distributed operation that
-    takes its place, where there is one. `unite` are pairs of axes that must be cut alike from here
-    on, `coarsen` pairs of an axis and an extent that its units must divide. A value that is a list
-    of tensors has the layout of what it takes apart.
+    wants: the layouts that the operation wants its inputs in. An input that is absent is taken as
+        it is.
+    gives: the layout of the result. A list of tensors has the layout of the tensor it was taken
+        from.
+    becomes: the distributed operation that replaces this one; '' for none.
+    unite: pairs of axes that must be cut alike from here on.
+    coarsen: pairs of an axis and an extent that its units must divide.
     """
 
     wants: Mapping[str, Layout]
@@ -179,8 +200,13 @@ class Typing:
 
 @dataclass(frozen=True)
 class Typed:
-    """An operation with what a rule may look at: its inputs' layouts, everyone's shapes, and
-    which values have a gradient."""
+    """An operation, with everything that a rule may look at.
+
+    operation: the operation.
+    layouts: the layouts of its inputs, by name.
+    graph: the graph, for the shapes of values.
+    gradients: the values that have a gradient.
+    """
 
     operation: Operation
     layouts: Mapping[str, Layout]
@@ -188,19 +214,22 @@ class Typed:
     gradients: frozenset[str] = frozenset()
 
     def value(self, position: int, name: str = "") -> str:
-        """Return the name of the value given as an argument ('' for none)."""
+        """Return the name of the value that is the argument at `position` or the keyword `name`; ''
+        for none."""
         argument = self.argument(position, None, name)
         return argument.name if isinstance(argument, Ref) else ""
 
     def layout(self, position: int, name: str = "") -> Layout:
+        """Return the layout of the argument at `position` or the keyword `name`; R for none."""
         value = self.value(position, name)
         return self.layouts[value] if value else R
 
     def shape(self, position: int, name: str = "") -> Shape:
+        """Return the shape of the argument at `position` or the keyword `name`."""
         return self.graph[self.value(position, name)].shape or ()
 
     def argument(self, position: int, default: Argument = None, name: str = "") -> Argument:
-        """Return an argument by its position, or by `name` where it was given so."""
+        """Return the argument at `position`, or given as the keyword `name`, or `default`."""
         args = self.operation.args
         if position < len(args):
             return args[position]
@@ -208,17 +237,18 @@ class Typed:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The inputs that are tensors, and their shapes."""
-        found = {name: self.graph[name].shape for name in self.layouts}
-        return {name: shape for name, shape in found.items() if shape is not None}
+        """Return the shapes of the inputs that are tensors, by name."""
+        shapes = {name: self.graph[name].shape for name in self.layouts}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
 
     @property
     def rank(self) -> int:
+        """Return the number of dimensions of the result."""
         return len(self.operation.shape or ())
 
     @property
     def only(self) -> Layout:
-        """The layout of the first argument, the one that most operations are about."""
+        """Return the layout of the first argument, the one that most operations are about."""
         return self.layout(0)
 
 
@@ -226,13 +256,14 @@ Rule = Callable[[Typed], Typing | None]
 
 
 def dimension(argument: Argument, rank: int) -> int:
-    """Return a dimension as export gives it, counted from the front."""
+    """Return a dimension of a tensor of `rank` dimensions, counted from the front."""
     assert isinstance(argument, int), argument
     return argument % max(rank, 1)
 
 
 def dimensions(argument: Argument, rank: int) -> tuple[int, ...]:
-    """Return one dimension, a list of them, or all (None and the empty list)."""
+    """Return the dimensions that `argument` gives, counted from the front: one, a list, or all of
+    `rank` (None and the empty list)."""
     if isinstance(argument, int) and not isinstance(argument, bool):
         return (argument % max(rank, 1),)
     if isinstance(argument, tuple) and argument:
@@ -241,13 +272,13 @@ def dimensions(argument: Argument, rank: int) -> tuple[int, ...]:
 
 
 def product(sizes: Iterable[Size]) -> tuple[int, int]:
-    """Return a product of sizes as (coefficient, power of the batch), which is how views
-    compare."""
-    listed = list(sizes)
-    power = sum(1 for size in listed if size.per_sample)
-    return prod(size.per_sample or size.fixed for size in listed), power
+    """Return the product of sizes as (coefficient, power of the batch), the form in which views are
+    compared."""
+    factors = list(sizes)
+    power = sum(1 for size in factors if size.per_sample)
+    return prod(size.per_sample or size.fixed for size in factors), power
 
 
 def elements(shape: Shape, batch: int) -> int:
-    """Return how many elements a tensor has, for `batch` samples."""
+    """Return the number of elements of a tensor for `batch` samples."""
     return prod(size.at(batch) for size in shape)

@@ -1,4 +1,4 @@
-"""What is kept on hosts instead of devices, and whether these have the memory for it."""
+"""State that is kept on hosts instead of devices, and the check that it fits their memory."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
@@ -15,9 +15,13 @@ from whale_train.strategies.plan.training import Training
 def kept_on_hosts(
     node: Replicate | None, of_ranks: Callable[[], Sequence[float]], cluster: Cluster
 ) -> Sequence[float]:
-    """Return the bytes that every host of `cluster` keeps of its ranks, if `node` offloads anything
-    of theirs: so many `of_ranks`. A CPU process's memory is the host's, and counted as its own.
-    Raises PlanError where it is more than some host has."""
+    """Return the bytes that every host of `cluster` keeps for its ranks; () where `node` offloads
+    nothing, and on CPUs, where the memory of a process is its host's and counts as the process'
+    own.
+
+    `of_ranks` gives the offloaded bytes of every rank. Raises PlanError where a host would keep
+    more than its memory.
+    """
     if node is None or cluster.on_cpu or not offloaded(node):
         return ()
     kept = [0.0] * len(cluster.nodes)
@@ -39,7 +43,7 @@ def kept_on_hosts(
 def offload_decisions(
     node: Replicate | None, kept: Sequence[float], cluster: Cluster
 ) -> Iterator[Decision]:
-    """Yield how much the hosts keep, as `kept_on_hosts` has it."""
+    """Yield the note of the bytes that hosts keep. `kept` is the result of `kept_on_hosts`."""
     if node is None or not kept:
         return
     reason = f"{' and '.join(offloaded(node))} on the hosts: {in_bytes(sum(kept))} in all"
@@ -52,20 +56,24 @@ def offload_decisions(
 
 
 def offloaded(node: Replicate) -> Sequence[str]:
-    """Return what of parameters and optimizer is on the hosts."""
+    """Return the names of the state that `node` keeps on the hosts: `optimizer`, `parameters`, both
+    or none."""
     return [w for w in ("optimizer", "parameters") if getattr(node, f"offload_{w}") == "cpu"]
 
 
 def host_bytes(zero: int, there: Collection[str], training: Training) -> float:
-    """Return the bytes on the host of a parameter whose copies are partitioned, if its `optimizer`
-    is `there`: fp32 values for that, its states and, from ZeRO 2 on, the gradient; and if its
-    `parameters` are, the weight. Without ZeRO it is streamed, and has the gradient there, and
-    beside its fp32 values those of 16 bits, if it is read so."""
-    found, streamed = 0.0, not zero and "parameters" in there
+    """Return the bytes on the host of one element of a parameter. `there` names the state that is
+    offloaded, as `offloaded` does.
+
+    The `optimizer` has an fp32 value, its states and, from ZeRO 2 on, the gradient there.
+    `parameters` have the weight there. Without ZeRO (`zero` 0) parameters are streamed: the
+    gradient is there as well and, unless training is in fp32, a 16-bit value beside the fp32 one.
+    """
+    num_bytes, streamed = 0.0, not zero and "parameters" in there
     if "optimizer" in there:
-        found += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 or streamed else 0)
+        num_bytes += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 or streamed else 0)
     if streamed:
-        return found + (0.0 if training.precision == "fp32" else 2.0)
+        return num_bytes + (0.0 if training.precision == "fp32" else 2.0)
     if "parameters" in there:
-        found += precision_bytes(training.precision, zero, apart=True).weights
-    return found
+        num_bytes += precision_bytes(training.precision, zero, apart=True).weights
+    return num_bytes

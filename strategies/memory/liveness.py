@@ -1,9 +1,9 @@
-"""What is alive while a part of the model runs forward and backward, by its operations.
+"""Bytes that are alive while a part of the model runs forward and backward, by its operations.
 
-Bytes beside the weights and the optimizer's: the values autograd keeps (`saved_tensors.py`), the
-gradients on their way back, what an operation has at hand only while it runs, and the gradients of
-weights, which come as values go. So a peak is not the sum of all there ever is, but that of one
-moment.
+These are bytes beside the weights and the optimizer's state: the values autograd keeps
+(`saved_tensors.py`), the gradients on their way back, what an operation has at hand only while it
+runs, and the gradients of weights, which come as values go. So a peak is not the sum of everything
+that ever exists, but that of one moment.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,11 @@ from whale_train.strategies.graph.saved_tensors import View, kept, memory_of, sa
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at one time: bytes of the gradients of weights, bytes of a sample's values."""
+    """Bytes that are alive at one time.
+
+    gradients: bytes of the gradients of weights.
+    values: bytes of a sample's values and of their gradients.
+    """
 
     gradients: float
     values: float
@@ -34,12 +38,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Passing:
-    """What one forward and backward of some operations hold.
+    """Bytes that one forward and backward of some operations hold.
 
-    `kept` bytes of a sample from forward to backward. `deferred`, where weight gradients are left
-    for later, from there to their computation. The worst moments of the forward, of a backward
-    that makes the weights' gradients, and of one that adds to them; `gradients` is what all of
-    these come to.
+    kept: bytes of a sample from the forward to the backward.
+    deferred: where weight gradients are deferred, bytes of a sample from the backward to their
+        computation.
+    gradients: bytes of the gradients of all weights.
+    forward: the worst moments of the forward.
+    first: the worst moments of a backward that makes the weights' gradients.
+    again: the worst moments of a backward that adds to existing gradients.
     """
 
     kept: float
@@ -58,24 +65,29 @@ def passing(
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
 ) -> Passing:
-    """Return the moments of a forward and a backward of `operations`, in their order. `weights` are
-    the bytes of a gradient by the operation that reads the parameter; those `in_place` are added to
-    where they are made. What it `takes` from other parts of the model and `gives` to them stays
-    from forward to backward whoever keeps it, and backward begins with the gradients of `gives`."""
+    """Return the moments of a forward and a backward of `operations`, in their order.
+
+    view: the values as the rank holds them.
+    weights: bytes of the gradient of each parameter, by the name of its operation.
+    takes, gives: values that come from other parts of the model, and that go to them. They stay
+        from forward to backward, whoever keeps them, and the backward begins with the gradients of
+        `gives`.
+    in_place: names of the weights whose gradients are added to where they are made.
+    """
     graph = view.graph
-    listed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
-    values = kept(view, (operation.name for operation in listed))
+    computed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
+    values = kept(view, (operation.name for operation in computed))
     for source in (memory_of(graph, name) for name in (*takes, *gives)):
         values.setdefault((source, OWN), view.num_bytes(source))
     run = _Run(view, weights, values, {memory_of(graph, name) for name in gives}, in_place)
-    read = dict.fromkeys(name for operation in listed for name in operation.inputs)
+    read = dict.fromkeys(name for operation in computed for name in operation.inputs)
     return Passing(
         sum(values.values()),
-        run.deferred(listed),
+        run.deferred(computed),
         sum(weights[name] for name in read if name in weights),
-        run.forward(listed),
-        run.backward(listed, is_first=True),
-        run.backward(listed, is_first=False),
+        run.forward(computed),
+        run.backward(computed, is_first=True),
+        run.backward(computed, is_first=False),
     )
 
 
@@ -87,15 +99,19 @@ def passing_again(
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
 ) -> Passing:
-    """Return the moments of `passing` where repeated blocks are computed again in the backward, of
-    which the forward keeps only what enters (`runtime/graph/block_modules.py`)."""
+    """Return the moments of a forward and a backward where repeated blocks are computed again in
+    the backward. The forward keeps only what enters such a block
+    (`runtime/graph/block_modules.py`).
+
+    The arguments are those of `passing`.
+    """
     graph = view.graph
-    listed = [name for name in operations if graph[name].target not in _GIVEN]
+    computed = [name for name in operations if graph[name].target not in _GIVEN]
     crossed = {memory_of(graph, name) for name in (*takes, *gives)}
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[Moment] = []
-    blocks: list[tuple[Passing, float]] = []  # with what is kept beside it
-    for block, names in _runs(graph, listed):
+    blocks: list[tuple[Passing, float]] = []  # with the bytes that are kept beside it
+    for block, names in _runs(graph, computed):
         inside = set(names)
         read = {memory_of(graph, x) for name in names for x in graph[name].inputs}
         left = {memory_of(graph, x) for x in names if not inside.issuperset(graph.users[x])}
@@ -106,7 +122,7 @@ def passing_again(
             enters = [x for x in read - inside if graph[x].target not in _GIVEN]
             values |= {(x, OWN): view.num_bytes(x) for x in enters}
             known = sum(num_bytes for key, num_bytes in own.items() if key in values)
-            before = sum(values.values()) - known  # what enters stays, and is not kept twice
+            before = sum(values.values()) - known  # values that enter stay, and are not kept twice
             forward += (Moment(0.0, before + m.values) for m in run.forward)
         else:
             forward += (Moment(0.0, before + m.values) for m in run.forward)
@@ -123,21 +139,26 @@ def passing_again(
     return Passing(sum(values.values()), deferred, done, _worst(forward), first, again)
 
 
-def _runs(graph: OperationGraph, listed: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Consecutive operations of one block, and the block."""
-    found = groupby(listed, key=lambda name: block_of(graph[name].module))
-    return [(block, list(names)) for block, names in found]
+def _runs(graph: OperationGraph, operations: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the runs of consecutive operations of one block, each after the path of the block."""
+    grouped = groupby(operations, key=lambda name: block_of(graph[name].module))
+    return [(block, list(names)) for block, names in grouped]
 
 
 _GIVEN = (*HELD, "input", "output", "graph")
-# What hands a gradient on as it is, to all it adds.
+# Operations that hand their gradient on as it is, to every value they add.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
 
 
 @dataclass
 class _Backward:
-    """How far a backward has come: bytes of the values still kept, of the gradients of values by
-    the operation in whose memory the value lies, and of all weights', of those `made`."""
+    """Progress of a backward.
+
+    values: bytes of the values still kept.
+    gradients: bytes of the gradients of values, by the operation in whose memory the value lies.
+    made: names of the weights whose gradients are made.
+    weights: bytes of the gradients of weights that are made.
+    """
 
     values: float
     gradients: dict[str, float] = field(default_factory=dict)
@@ -147,6 +168,15 @@ class _Backward:
 
 @dataclass(frozen=True)
 class _Run:
+    """A forward and backward of operations, whose moments its methods give.
+
+    view: the values as the rank holds them.
+    weights, in_place: as in `passing`.
+    values: bytes that autograd keeps, as `kept` gives them, with the values that are taken and
+        given.
+    gives: the operations in whose memory the values lie that go to other parts of the model.
+    """
+
     view: View
     weights: Mapping[str, float]
     values: Mapping[tuple[str, int], float]
@@ -154,18 +184,20 @@ class _Run:
     in_place: Container[str]
 
     def sources(self, operation: Operation) -> list[str]:
-        """Return in whose memory lies what it reads, but for weights and what needs no gradient."""
+        """Return the operations in whose memory an operation's inputs lie, but for weights and
+        inputs without a gradient."""
         graph = self.view.graph
         read = (x for x in operation.inputs if x in graph.trained)
         return [memory_of(graph, x) for x in read if graph[x].target != "parameter"]
 
-    def forward(self, listed: Sequence[Operation]) -> tuple[Moment, ...]:
-        """Return what is kept by then, and what an operation reads and makes that nobody keeps."""
-        own = {operation.name for operation in listed}
+    def forward(self, operations: Sequence[Operation]) -> tuple[Moment, ...]:
+        """Return the worst moment of the forward. An operation's moment has the values kept by
+        then, and those it reads and makes that nobody keeps."""
+        own = {operation.name for operation in operations}
         known = {key for key in self.values if key[0] not in own}  # entered, or made before
         worst, so_far = 0.0, sum(self.values[key] for key in known)
         made: set[str] = set()
-        for operation in listed:
+        for operation in operations:
             for key, num_bytes in saved_by(self.view, operation):
                 if key not in known:
                     known.add(key)
@@ -182,48 +214,56 @@ class _Run:
         return (Moment(0.0, worst),)
 
     def _put_together(self, operation: Operation) -> Iterator[tuple[str, float]]:
-        """Yield values that an operation reads otherwise than they lie, as `saved_by` names them,
-        and their bytes."""
+        """Yield the values that an operation reads gathered or cut, under their names in
+        `saved_by`, and their bytes."""
         for name in operation.inputs if self.view.read_as else ():
             if (operation.name, name) in self.view.read_as:
                 part = self.view.read_as[operation.name, name]
                 yield f"{name} as {part}", self.view.read_bytes(operation, name)
 
-    def deferred(self, listed: Sequence[Operation]) -> float:
-        """Return the inputs of products and lookups and the gradients of what they gave."""
-        found: dict[tuple[str, int], float] = {}
-        for operation in listed:
+    def deferred(self, operations: Sequence[Operation]) -> float:
+        """Return the bytes that deferred weight gradients need: the inputs of products and lookups,
+        and the gradients of their results."""
+        held: dict[tuple[str, int], float] = {}
+        for operation in operations:
             if operation.target in (*PRODUCTS, LOOKUP) and any(
                 x in self.weights for x in operation.inputs
             ):
-                found |= {(x, 0): self.view.num_bytes(x) for x in self.sources(operation)}
-                found[operation.name, 1] = self.view.num_bytes(operation.name)
-        return sum(found.values())
+                held |= {(x, 0): self.view.num_bytes(x) for x in self.sources(operation)}
+                held[operation.name, 1] = self.view.num_bytes(operation.name)
+        return sum(held.values())
 
-    def backward(self, listed: Sequence[Operation], is_first: bool) -> tuple[Moment, ...]:
-        """Return the moments of the backward, from the last operation to the first, each with its
-        gradient and those it makes; what it was the first to have kept is let go of after it."""
+    def backward(self, operations: Sequence[Operation], is_first: bool) -> tuple[Moment, ...]:
+        """Return the worst moments of the backward, from the last operation to the first.
+
+        An operation's moment has its own gradient and those it makes. A tensor is freed after the
+        backward of the operation that was the first to have it kept. `is_first` says that the
+        weights' gradients are made, not added to.
+        """
         trained = self.view.graph.trained
         given = {x: self.view.num_bytes(x) for x in self.gives if x in trained}
         state = _Backward(sum(self.values.values()), given)
         lets_go: dict[str, float] = {}
         known: set[tuple[str, int]] = {(x, OWN) for x in self.gives}
-        for operation in listed:
+        for operation in operations:
             for key, num_bytes in saved_by(self.view, operation):
                 if key not in known:
                     known.add(key)
                     lets_go[operation.name] = lets_go.get(operation.name, 0.0) + num_bytes
-        found = []
-        for operation in reversed(listed):
+        moments = []
+        for operation in reversed(operations):
             if operation.name in trained and operation.memory == OWN:
-                found.append(self._step(operation, state, is_first))
+                moments.append(self._step(operation, state, is_first))
             state.values -= lets_go.get(operation.name, 0.0)
-        return _worst(found)
+        return _worst(moments)
 
     def _step(self, operation: Operation, state: _Backward, is_first: bool) -> Moment:
-        """Return the moment of one operation's backward. It has its own gradient until those it
-        makes are there; what it made on the way has one as well. A gradient that is added to is
-        made anew, if not in place, and one that is put together of parts is there twice."""
+        """Return the moment of one operation's backward.
+
+        The operation has its own gradient until the gradients of its inputs are made. Its
+        intermediate values have a gradient as well. A gradient that is added to is made anew, if
+        not in place. One that is put together of parts exists twice.
+        """
         own = state.gradients.pop(operation.name, 0.0)
         within = sum(x for place, x in operation.saved if place == INSIDE)
         at_hand = within * self.view.inside(operation)
@@ -240,7 +280,7 @@ class _Run:
             if sources.count(source) > 1:
                 at_hand += size
             state.gradients[source] = size
-        # Their gradients, until these are cut or summed.
+        # The gradients of gathered or cut inputs, until they are cut or summed.
         at_hand += sum(num_bytes for _, num_bytes in self._put_together(operation))
         added = 0.0
         for name in operation.inputs:
@@ -255,8 +295,8 @@ class _Run:
 
 
 def _is_written_over(view: View, operation: Operation) -> bool:
-    """Return whether an operation's gradient is written where its forward kept what it made: that
-    of a cross-entropy whose classes are split (`runtime/kernels/vocab_parallel.py`)."""
+    """Return whether an operation writes its gradient over the values that its forward kept, as a
+    cross-entropy does whose classes are split (`runtime/kernels/vocab_parallel.py`)."""
     is_loss = operation.target == "aten.cross_entropy_loss.default"
     return is_loss and min(view.part_of(x) for x in operation.inputs) < 1
 
@@ -264,8 +304,8 @@ def _is_written_over(view: View, operation: Operation) -> bool:
 def _worst(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Return the moments on the Pareto front: no other needs as many bytes of gradients *and* of
     values."""
-    found: list[Moment] = []
+    front: list[Moment] = []
     for moment in sorted(moments, key=lambda m: (m.gradients, m.values), reverse=True):
-        if not found or moment.values > found[-1].values:
-            found.append(moment)
-    return tuple(found)
+        if not front or moment.values > front[-1].values:
+            front.append(moment)
+    return tuple(front)

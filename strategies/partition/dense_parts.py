@@ -1,15 +1,16 @@
 """Dense parts beside copies: MLPs, attention, tables, whose weights a shard group divides.
 
-Every member of a shard group runs the model for samples of its own. What a split would lay over the
-group (`choose_patterns`) runs on the samples of all of them, and all that a split would repeat on
-every member, on a member's own: where that one takes a whole value, rows are gathered (all-gather,
-and a reduce-scatter back), and where it gives one, parts are summed where their samples are
-(reduce-scatter, and an all-gather back). These are the bytes of sequence parallelism (Korthikanti
-et al. 2022, arXiv 2205.05198, section 4.2.2), along another dimension.
+Every member of a shard group runs the model for samples of its own. Operations that a split would
+lay over the group (`choose_patterns`) run on the samples of all members; those that a split would
+repeat on every member run on a member's own samples. Where an operation on all samples takes a
+whole value, rows are gathered (all-gather, and a reduce-scatter back). Where it gives one, partial
+sums are added where their samples are (reduce-scatter, and an all-gather back). These are the bytes
+of sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), along another
+dimension.
 
-What the layouts call whole (R) is, outside of the parts, a member's own rows (`Shard(dim, BATCH)`),
-or, of weights and what is made of them alone, a copy's (`ENTERED`): equal on all members, with a
-gradient that copies sum.
+A value that the layouts call whole (R) is, outside of the parts, a member's own rows (`Shard(dim,
+BATCH)`). A weight, or a value made of weights alone, is a copy there (`ENTERED`): equal on all
+members, with a gradient that copies sum.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -56,15 +57,22 @@ def dense_parts(
     states: Mapping[str, State],
     typed: Sharded,
 ) -> SplitParts:
-    """Return the parts of `operations` that `typed`, a split of all of them, lays over the group.
-    `gives` are the values that others want; `states` say how the graph's values hold samples.
-    Raises SplitRefused."""
+    """Return the parts of `operations` that a split of all of them lays over the group.
+
+    graph: the graph of the model.
+    operations: names of the operations of a stage.
+    gives: names of the values that other stages take.
+    states: ways in which the graph's values hold samples, by name.
+    typed: layouts of the split.
+
+    Raises SplitRefused where the parts cannot be told apart from the rest.
+    """
     return _Parts(graph, operations, gives, states, typed).found()
 
 
 def number_of(graph: OperationGraph, name: str) -> Size | None:
-    """Return a number of the graph that follows the batch, as `sym_size` reads it and products and
-    sums make it of others; None for any other value."""
+    """Return the size of a value that is a number following the batch; None for any other value.
+    Such numbers are read by `sym_size`, and made of others by products and sums."""
     operation = graph[name]
     if operation.shape is not None:
         return None
@@ -84,6 +92,7 @@ def number_of(graph: OperationGraph, name: str) -> Size | None:
 
 
 def _product(a: Size, b: Size) -> Size | None:
+    """Return the product of two sizes; None where it is not linear in the batch."""
     if a.per_sample and b.per_sample:
         return None
     mixed = a.fixed * b.per_sample + a.per_sample * b.fixed
@@ -99,7 +108,8 @@ _NUMBERS = {"<built-in function mul>": _product, "<built-in function add>": _sum
 
 @dataclass(frozen=True)
 class _Parts:
-    """What of `operations` is `inside` the parts, and the casts on the way in and out."""
+    """The parts of `operations` that a split `typed` lays over a shard group, with the casts on the
+    way in and out. The fields are the parameters of `dense_parts`."""
 
     graph: OperationGraph
     operations: Sequence[str]
@@ -108,6 +118,7 @@ class _Parts:
     typed: Sharded
 
     def found(self) -> SplitParts:
+        """Return the parts with the layouts of their values. Raises SplitRefused."""
         self._refuse_meetings()
         laid = self.typed.assignment
         assignment = replace(
@@ -120,9 +131,13 @@ class _Parts:
 
     @cached_property
     def inside(self) -> frozenset[str]:
-        """The operations that run on the samples of all members: what `typed` cuts, and, of what it
-        does not, what is made of numbers that are of all samples, or makes such, and has no rows
-        to pass between."""
+        """Return the operations that run on the samples of all members.
+
+        These are the operations on samples whose values `typed` cuts. Of the others, they are those
+        that read from inside, or give to it, a value without rows for each sample: such a value
+        cannot pass between the samples of all members and those of one. Numbers made of numbers
+        inside are inside too.
+        """
         laid, inside = self.typed.assignment, set[str]()
         for operation in self._listed:
             name = operation.name
@@ -136,7 +151,7 @@ class _Parts:
         return frozenset(inside)
 
     def _joins(self, operation: Operation, inside: Collection[str]) -> bool:
-        """Return whether an operation has to be inside for those that are."""
+        """Return True if an operation has to be inside because others are."""
         name = operation.name
         if self._is_number(name):
             return any(x in inside for x in operation.inputs)
@@ -151,20 +166,24 @@ class _Parts:
 
     @cached_property
     def _together(self) -> Collection[str]:
-        """The values that are what a split makes of them: those inside, and shards of weights and
-        what is made of these alone. Of all others every member has a copy, or its own rows."""
+        """Return the values with the layouts that the split gives them: those inside, and shards of
+        weights and values made of these alone. Of any other value every member has a copy, or its
+        own rows."""
         laid = self.typed.assignment.layouts.items()
         return self.inside | {x for x, layout in laid if layout != R and x not in self._samples}
 
     @cached_property
     def _listed(self) -> Sequence[Operation]:
+        """Return the operations of the stage, in order, without inputs, outputs, weights and
+        buffers."""
         chosen = set(self.operations)
         held = ("input", "graph", "output", *HELD)
         return [op for op in self.graph if op.name in chosen and op.target not in held]
 
     @cached_property
     def _samples(self) -> Collection[str]:
-        """The values that are made of the batch: all others are the same whatever it is."""
+        """Return the values that are made of the batch. All others are the same whatever the batch
+        is."""
         made = self.graph.descendants({op.name for op in self.graph if op.target == "input"})
         return {
             name
@@ -182,12 +201,13 @@ class _Parts:
         return differentiable(self.graph)
 
     def _is_number(self, name: str) -> bool:
+        """Return True if a value is a number: a size that `sym_size` reads, or a product or sum."""
         operation = self.graph[name]
         return operation.target == "aten.sym_size.int" or operation.target in _NUMBERS
 
     def _refuse_meetings(self) -> None:
-        """Raise SplitRefused where a part would do to the samples of all members what is done to
-        those of a copy."""
+        """Raise SplitRefused where a part would normalise, or change in place, the samples of all
+        members instead of those of a copy."""
         for operation in self._listed:
             name, changed = operation.name, written_value(operation)
             if changed and (name in self.inside) != (changed in self.inside):
@@ -198,6 +218,7 @@ class _Parts:
     # --- Casts ---
 
     def _casts(self) -> Iterator[Cast]:
+        """Yield the casts of the values that operations of the stage, and other stages, read."""
         known = {(cast.user, cast.value): cast for cast in self.typed.assignment.casts}
         readers = [(op.name, op.inputs) for op in self._listed]
         for user, values in (*readers, ("", tuple(self.gives))):
@@ -211,6 +232,8 @@ class _Parts:
                     yield from self._leaving(user, value, cast)
 
     def _entering(self, user: str, value: str, cast: Cast | None) -> Iterator[Cast]:
+        """Yield the cast of a value that an operation of the parts reads from outside of them, if
+        it needs one. `cast` is the cast that the split has for it."""
         if self._is_number(value):
             self._refuse_unknown_number(user, value)
             yield Cast(user, value, "gather", Shard(0, BATCH), R)
@@ -223,11 +246,13 @@ class _Parts:
             yield Cast(user, value, cast_kind(source, target), source, target)
 
     def _leaving(self, user: str, value: str, cast: Cast | None) -> Iterator[Cast]:
+        """Yield the cast of a value of the parts that is read outside of them ('' is another
+        stage), if it needs one. `cast` is the cast that the split has for it."""
         if self._is_number(value):
             self._refuse_unknown_number(user, value)
             yield Cast(user, value, "slice", R, Shard(0, BATCH))
             return
-        if value == self._loss and not user:  # of all samples, it is every member's
+        if value == self._loss and not user:  # the loss of all samples is equal on all members
             yield from (cast,) if cast is not None else ()
             return
         if cast is None and self._reads_no_element(user, value):
@@ -241,13 +266,14 @@ class _Parts:
 
     @cached_property
     def _summed(self) -> Collection[str]:
-        """Values whose sum is there for who reads it inside."""
+        """Return the values whose partial sums are added for a reader inside."""
         sums = ("reduce", "reduce_enter", "reduce_slice")
         casts = self.typed.assignment.casts
         return {x.value for x in casts if x.user in self._together and x.kind in sums}
 
     def _reads_no_element(self, user: str, value: str) -> bool:
-        """Return whether `value` only says what a new tensor is like."""
+        """Return True if an operation reads only the shape and dtype of `value`, as for a new
+        tensor like it."""
         operation = self.graph[user] if user else None
         if operation is None:
             return False
@@ -256,8 +282,9 @@ class _Parts:
         )
 
     def _rows(self, user: str, value: str) -> Shard | None:
-        """Return how the members' own rows make up a value that passes between all samples and
-        theirs; None for one that holds no sample's rows."""
+        """Return the layout of a value by the members' own rows, where it passes between all
+        samples and a member's; None for a value that holds no sample's rows. Raises SplitRefused
+        for a value that has no rows for each sample next to each other."""
         if value not in self._samples:
             return None
         cut = self._cut(value)
@@ -269,8 +296,8 @@ class _Parts:
         return cut
 
     def _cut(self, value: str) -> Shard | None:
-        """Return the dimension of a value that has the rows of each sample next to each other, in
-        the batch's order; None if there is none."""
+        """Return the layout of a value by samples, along the dimension that has the rows of each
+        sample next to each other in the batch's order; None if there is no such dimension."""
         shape, state = self.graph[value].shape, self.states.get(value)
         dims = batch_dims(shape) if shape is not None else []
         if shape is None or len(dims) != 1 or shape[dims[0]].fixed:
@@ -284,5 +311,6 @@ class _Parts:
         return None
 
     def _refuse_unknown_number(self, user: str, value: str) -> None:
+        """Raise SplitRefused for a number that does not follow the batch in a known way."""
         if number_of(self.graph, value) is None:
             raise SplitRefused(f"{user} reads {value}, a number that follows the batch")

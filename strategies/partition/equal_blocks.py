@@ -1,4 +1,4 @@
-"""Which slices of a model are the same but for names, as the blocks of deep models are.
+"""Slices of a model that are the same but for names, as the blocks of deep models are.
 
 What is found about one of them (patterns of weights, seconds, bytes) then holds of all (TAP's
 folding, arXiv 2302.00247). Owns what makes two slices alike, and the renaming of what was found.
@@ -30,7 +30,11 @@ from whale_train.strategies.tensor_parallel.region import block_of_parameter
 
 @dataclass(frozen=True)
 class Likeness:
-    """Of slices of `profile`, whose graph is `works`'."""
+    """Numbers for the slices of a model: slices that are equal but for names have the same number.
+
+    profile: the model.
+    works: the work of the operations of its graph.
+    """
 
     profile: ModelProfile
     works: Works
@@ -42,11 +46,11 @@ class Likeness:
         return self.works.graph
 
     def number(self, part: Slice, shared: Collection[str]) -> int:
-        """Return a number that all slices that are alike have; `shared` are the paths of parameters
-        that other stages hold as well."""
+        """Return a number that all slices that are equal but for names have in common. `shared` are
+        the paths of parameters that other stages hold as well."""
         position = {name: i for i, name in enumerate(part.operations)}
         position |= {name: -1 - i for i, name in enumerate(part.takes)}
-        graph, firsts = self.graph, dict[str, int]()  # of parameters, of blocks
+        graph, firsts = self.graph, dict[str, int]()  # first reader, by path and block
         rows: list[Hashable] = []
         run, block = 0, None
         for i, name in enumerate(part.operations):
@@ -81,8 +85,9 @@ class Likeness:
         return self._number(tuple(rows))
 
     def renamed(self, found: Sharded, of: Slice, to: Slice, axes: Mapping[str, str]) -> Sharded:
-        """Return what was `found` of a slice, of one that is like it, with the names `axes` for
-        axes that are not named after weights."""
+        """Return the layouts `found` of slice `of` with the names of slice `to`, which is equal but
+        for names. `axes` are new names for axes that are not named after weights, by their old
+        ones."""
         if of.operations == to.operations and not axes:
             return found
         names = dict(zip((*of.operations, *of.takes), (*to.operations, *to.takes), strict=True))
@@ -97,32 +102,33 @@ class Likeness:
 
     @cached_property
     def paths(self) -> Mapping[str, str]:
-        """The path by which a parameter or buffer is known, by every path it has."""
+        """Return the path by which a parameter or buffer is known, by every path it has."""
         held = {op.path: op.path for op in self.graph if op.target in HELD}
         return held | {name: p.path for name, p in self.profile.weight_by_path.items()}
 
     @cached_property
     def _blocks(self) -> Mapping[str, str]:
+        """Return the block of every operation, by name."""
         return {operation.name: block_of(operation.module) for operation in self.graph}
 
     @cached_property
     def _of_values(self) -> Sequence[Collection[str]]:
-        """Sets of values: whether one is in them is a part of what an operation is."""
+        """Return sets of values. Operations are equal only if these sets agree on their values."""
         graph = self.graph
         return (graph.trained, self.works.with_gradient, halves(graph), joined_norms(graph))
 
     @cached_property
     def cuts(self) -> Mapping[str, tuple[WeightSharding, ...]]:
-        """The ways to cut the weight that an operation reads."""
-        listed = {op.name: op.path for op in self.graph if op.target in WEIGHTS}
-        return {op.name: tuple(cuts_of(self.graph, op, listed)) for op in self.graph}
+        """Return the ways to cut the weight that an operation reads, by the operation's name."""
+        weight_paths = {op.name: op.path for op in self.graph if op.target in WEIGHTS}
+        return {op.name: tuple(cuts_of(self.graph, op, weight_paths)) for op in self.graph}
 
     def _own_number(self, operation: Operation) -> int:
-        """Return a number that operations have that do the same with their inputs, whichever these
-        are."""
+        """Return a number that all operations have in common that do the same with their inputs,
+        whichever these are."""
         name = operation.name
         if name not in self._own:
-            places = {each: str(i) for i, each in enumerate(operation.inputs)}
+            places = {source: str(i) for i, source in enumerate(operation.inputs)}
             cuts = [(c.pattern, replace(c.layout, axis="")) for c in self.cuts[name]]
             row = (
                 operation.target,
@@ -144,7 +150,7 @@ class Likeness:
 
 
 def _skeleton(argument: Argument, places: Mapping[str, str]) -> Argument:
-    """Return an argument with the places of inputs for their names."""
+    """Return an argument with the names of inputs replaced by their `places`."""
     if isinstance(argument, Ref):
         return Ref(places[argument.name])
     if isinstance(argument, tuple):
@@ -154,13 +160,18 @@ def _skeleton(argument: Argument, places: Mapping[str, str]) -> Argument:
 
 @dataclass(frozen=True)
 class _Renaming:
-    """Other names for values, other paths for parameters, and for the axes named after them."""
+    """New names for the layouts of a slice.
+
+    names: new names of values, by their old ones.
+    paths: new paths of parameters, and new names of axes, by their old ones.
+    """
 
     names: Mapping[str, str]
     paths: Mapping[str, str]
 
-    def sharded(self, found: Sharded) -> Sharded:
-        laid = found.assignment
+    def sharded(self, original: Sharded) -> Sharded:
+        """Return the layouts `original` with the new names."""
+        laid = original.assignment
         assignment = replace(
             laid,
             layouts={self.names[x]: self.layout(layout) for x, layout in laid.layouts.items()},
@@ -171,10 +182,10 @@ class _Renaming:
         )
         return Sharded(
             assignment,
-            {self.paths[x]: self.shard(cut) for x, cut in found.weights.items()},
-            {self.axis(x): units for x, units in found.axes.items()},
-            {self.paths[x]: pattern for x, pattern in found.patterns.items()},
-            found.groups,
+            {self.paths[x]: self.shard(cut) for x, cut in original.weights.items()},
+            {self.axis(x): units for x, units in original.axes.items()},
+            {self.paths[x]: pattern for x, pattern in original.patterns.items()},
+            original.groups,
         )
 
     def axis(self, name: str) -> str:

@@ -1,6 +1,6 @@
 """The head: a model's output projection, found in its graph and not configured.
 
-The head is a product with a trained weight after which no weight but an elementwise one (a bias, a
+The head is a product with a trained weight. After it, no weight but an elementwise one (a bias, a
 scale) is met on the way to the loss. Names of modules play no part in finding it.
 """
 
@@ -32,8 +32,14 @@ _COPIES = ("aten.to.dtype", "aten._to_copy.default", "aten.contiguous.default")
 
 @dataclass(frozen=True)
 class Head:
-    """An output projection: its operation, its weight's canonical path, the weight's dimension
-    that runs over the classes, how many there are, and the module it belongs to."""
+    """An output projection.
+
+    operation: name of its product in the graph.
+    weight: canonical path of its weight.
+    dim: dimension of the weight that runs over the classes.
+    classes: number of classes.
+    module: path of the module it belongs to.
+    """
 
     operation: str
     weight: str
@@ -43,7 +49,8 @@ class Head:
 
 
 def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
-    """Return all output projections, the one with the largest weight first."""
+    """Return all output projections of a model with a graph, the one with the largest weight
+    first."""
     graph = profile.graph
     assert graph is not None
     before = graph.ancestors({graph.operations[-1].inputs[0]})
@@ -57,7 +64,8 @@ def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
 
 
 def matching(heads: Sequence[Head], patterns: Sequence[str]) -> tuple[Head, ...]:
-    """Return the heads whose module one of `patterns` (paths or globs; `head` means any) names."""
+    """Return the heads whose module is named by one of `patterns` (paths or globs; `head` names
+    any)."""
     return tuple(
         head
         for head in heads
@@ -66,6 +74,8 @@ def matching(heads: Sequence[Head], patterns: Sequence[str]) -> tuple[Head, ...]
 
 
 def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> Head | None:
+    """Return the product `op` as a head; None where it is no product with a trained weight [rows,
+    columns] that it reads directly, or through a transpose, a cast or a copy."""
     if op.target not in PRODUCTS or not op.shape:
         return None
     position, dim = PRODUCTS[op.target]
@@ -86,7 +96,7 @@ def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> 
 def _takes_weight_as_more_than_scale(
     op: Operation, graph: OperationGraph, of_weights: Set[str]
 ) -> bool:
-    """Return whether `op` mixes elements with a weight: a product, convolution, norm or lookup."""
+    """Return True if `op` mixes elements with a weight: a product, convolution, norm or lookup."""
     if RULES.get(op.target) is pointwise:
         return False
     if op.target in PRODUCTS:  # its weight may come through a transpose

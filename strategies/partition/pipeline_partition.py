@@ -1,9 +1,10 @@
-"""Cutting the exported graph into the stages of a pipeline.
+"""The cut of the exported graph into the stages of a pipeline.
 
-What depends on a parameter runs on exactly one stage; what does not (masks, positions, rotary
-angles) is computed again wherever it is read, instead of being sent. Values cross from any stage
-to any later one, skip edges included. Where to cut is exact: the cut whose slowest stage is done
-first, by dynamic programming over the places where one block of modules ends and the next begins.
+Operations that depend on a parameter, or on random numbers, run on exactly one stage. Others
+(masks, positions, rotary angles) are computed again wherever they are read, instead of being sent.
+Values cross from any stage to any later one, skip edges included. The choice of the cut is exact:
+the cut whose slowest stage is done first, by dynamic programming over the places where one block of
+modules ends and the next begins.
 """
 
 from bisect import bisect_right
@@ -27,12 +28,21 @@ from whale_train.strategies.graph.saved_tensors import View, saved_by
 
 @dataclass(frozen=True)
 class Slice:
-    """What one stage runs of the graph, in order: its own operations, the parameters, buffers and
-    inputs they read, and what it computes again. `takes` come from earlier stages, `gives` go to
-    later ones; the last stage gives the loss. `parameters`, which are trained, and `frozen` weights
-    are canonical paths. Per sample: the forward's `flops`; `activation_bytes`, all that backward
-    wants; `entering_bytes`, what enters its blocks, which is kept where they are computed again,
-    one block's `block_bytes` at a time."""
+    """The part of the graph that one stage runs. Bytes and FLOP are per sample.
+
+    operations: in order, the stage's own operations, the parameters, buffers and inputs they read,
+        and the operations that the stage computes again.
+    takes: names of the values that come from earlier stages.
+    gives: names of the values that go to later stages; the last stage gives the loss.
+    parameters: canonical paths of the weights that are trained.
+    frozen: canonical paths of the weights that are not trained.
+    modules: paths of the blocks of the stage's own operations, in order.
+    flops: FLOP of the forward.
+    activation_bytes: bytes that the forward keeps for the backward.
+    entering_bytes: bytes that enter the slice's blocks, which are kept where blocks are recomputed.
+    block_bytes: bytes of the largest block, which are there one block at a time where blocks are
+        recomputed.
+    """
 
     operations: tuple[str, ...]
     takes: tuple[str, ...]
@@ -47,17 +57,22 @@ class Slice:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """All that were learned, here or before."""
+        """Return the paths of all weights, trained and frozen."""
         return (*self.parameters, *self.frozen)
 
 
 @dataclass(frozen=True)
 class Sequenced:
-    """The operations that depend on a parameter, in the order they run, and where between them a
-    stage may end. `places` are positions in `operations`, the first 0 and the last their number;
-    `flops[i]` is the work before place i, `weights[i]` how many operations before it read a
-    parameter, `bytes_crossing[i]` what is alive across it, `blocks[i]` the module whose operations
-    begin at place i."""
+    """The operations that depend on a parameter or on random numbers, in the order they run, and
+    the places between them where a stage may end.
+
+    operations: names of the operations.
+    places: positions in `operations`; the first is 0, the last the number of operations.
+    flops: FLOP of a sample's forward in the operations before each place.
+    weights: number of operations before each place that read a parameter.
+    bytes_crossing: bytes of a sample's values that are alive across each place.
+    blocks: path of the module whose operations begin at each place; '' at the last.
+    """
 
     operations: tuple[str, ...]
     places: tuple[int, ...]
@@ -68,38 +83,40 @@ class Sequenced:
 
 
 def sequenced(graph: OperationGraph) -> Sequenced:
-    """Return the operations a pipeline hands out, and its possible cuts."""
-    listed = _owned(graph)
-    position = {name: i for i, name in enumerate(listed)}
-    blocks = [block_of(graph[name].module) for name in listed]
+    """Return the operations of `graph` that a pipeline deals out to stages, and the places where it
+    may be cut."""
+    operations = _owned(graph)
+    position = {name: i for i, name in enumerate(operations)}
+    blocks = [block_of(graph[name].module) for name in operations]
     places = [0]
-    places += [i for i in range(1, len(listed)) if blocks[i] != blocks[i - 1]]
-    # A result that is no tensor is taken apart where it is made.
-    places = [i for i in places if graph[listed[i]].target != _GETITEM] if places else [0]
-    places.append(len(listed))
-    alive = [0.0] * (len(listed) + 1)  # by differences: a value lives from its maker to its users
+    places += [i for i in range(1, len(operations)) if blocks[i] != blocks[i - 1]]
+    # A tuple of tensors is not sent: the stage that makes it also takes it apart.
+    places = [i for i in places if graph[operations[i]].target != _GETITEM] if places else [0]
+    places.append(len(operations))
+    # By differences: a value lives from its maker to its users.
+    alive = [0.0] * (len(operations) + 1)
     for name, start in position.items():
         users = [position[user] for user in graph.users[name] if user in position]
         size = value_bytes(graph[name])
         if users and size:
             alive[start + 1] += size
-            alive[max(users) + 1 if max(users) + 1 <= len(listed) else len(listed)] -= size
+            alive[max(users) + 1 if max(users) + 1 <= len(operations) else len(operations)] -= size
     crossing, total = [], 0.0
     for change in alive:
         total += change
         crossing.append(total)
     before, weights = [0.0], [0]
-    for name in listed:
+    for name in operations:
         before.append(before[-1] + graph[name].flops)
         reads = any(graph[x].target == "parameter" for x in graph[name].inputs)
         weights.append(weights[-1] + reads)
     return Sequenced(
-        tuple(listed),
+        tuple(operations),
         tuple(places),
         tuple(before[i] for i in places),
         tuple(weights[i] for i in places),
         tuple(crossing[i] for i in places),
-        tuple(blocks[i] if i < len(listed) else "" for i in places),
+        tuple(blocks[i] if i < len(operations) else "" for i in places),
     )
 
 
@@ -107,7 +124,8 @@ _GETITEM = "<built-in function getitem>"
 
 
 def _owned(graph: OperationGraph) -> list[str]:
-    """Return what must run once: all that depends on a parameter, or on chance."""
+    """Return the names of the operations that must run once: all that depend on a parameter, or on
+    random numbers."""
     roots = {op.name for op in graph if op.target == "parameter" or op.random}
     parameters = {op.name for op in graph if op.target == "parameter"}
     depends = graph.descendants(roots) - parameters
@@ -120,13 +138,18 @@ def balanced(
     count: int,
     fixed: Mapping[int, int],
 ) -> tuple[int, ...] | None:
-    """Return the places (indices into `order.places`) where stages begin and the last one ends.
+    """Return the places (indices into `order.places`) where stages begin and the last one ends;
+    None when no cut gives every stage something to run.
 
-    `stage_time(stage, first, last)` is what stage `stage` takes for the operations between two
-    places; infinite where it must not hold them. `fixed` maps a position in `order.operations` to
-    the stage that must hold it. Minimises the slowest stage, then the bytes that cross. None when
-    no cut gives every stage something to run. O(stages x places^2), twice: which beginning of a cut
-    is best in bytes depends on the slowest stage of all, which is found first.
+    order: operations and places.
+    stage_time: time of stage `stage` for the operations between two places, as `stage_time(stage,
+        first, last)`, in any unit common to all; infinite where the stage must not hold them.
+    count: number of stages.
+    fixed: stage that must hold an operation, by position in `order.operations`.
+
+    The cut minimises the slowest stage, then the bytes that cross. O(stages x places^2), twice:
+    which beginning of a cut is best in bytes depends on the slowest stage of all, which is found
+    first.
     """
     places = len(order.places) - 1
     wanted = sorted(fixed.items())
@@ -145,30 +168,30 @@ def balanced(
 
 
 def _slowest_stage(stage_time: Callable[[int, int, int], float], places: int, count: int) -> float:
-    """Return the time of the slowest stage of the cut in which it is least; infinite where no cut
-    gives every stage something to run."""
-    best = [0.0, *([inf] * places)]  # of the stages so far, by the place where they end
+    """Return the lowest time that the slowest stage of a cut can have; infinite where no cut gives
+    every stage something to run."""
+    best = [0.0, *([inf] * places)]  # slowest of the stages so far, by the place where they end
     for stage in range(count):
-        found = [inf] * (places + 1)
+        slowest = [inf] * (places + 1)
         for last in _ends(stage, places, count):
             for first in range(last - 1, stage - 1, -1):
                 time = stage_time(stage, first, last)
-                if found[last] < time < inf:
+                if slowest[last] < time < inf:
                     break  # an earlier beginning only makes this stage longer
-                found[last] = min(found[last], max(best[first], time))
-        best = found
+                slowest[last] = min(slowest[last], max(best[first], time))
+        best = slowest
     return best[places]
 
 
 def _least_crossing(
     order: Sequenced, stage_time: Callable[[int, int, int], float], count: int, limit: float
 ) -> tuple[int, ...]:
-    """Return the places of the cut that sends the fewest bytes from stage to stage, of those
-    without a stage that takes longer than `limit`, of which there is one."""
+    """Return the places of the cut that sends the fewest bytes from stage to stage, of the cuts in
+    which no stage takes longer than `limit`. There must be such a cut."""
     places = len(order.places) - 1
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,)), *([None] * places)]
     for stage in range(count):
-        found: list[tuple[float, tuple[int, ...]] | None] = [None] * (places + 1)
+        cheapest: list[tuple[float, tuple[int, ...]] | None] = [None] * (places + 1)
         for last in _ends(stage, places, count):
             for first in range(last - 1, stage - 1, -1):
                 time, before = stage_time(stage, first, last), best[first]
@@ -177,18 +200,18 @@ def _least_crossing(
                 if before is None or time == inf:
                     continue
                 crossing = before[0] + order.bytes_crossing[first]
-                chosen = found[last]
+                chosen = cheapest[last]
                 if chosen is None or crossing < chosen[0]:
-                    found[last] = (crossing, (*before[1], last))
-        best = found
+                    cheapest[last] = (crossing, (*before[1], last))
+        best = cheapest
     cut = best[places]
     assert cut is not None
     return cut[1]
 
 
 def _ends(stage: int, places: int, count: int) -> Iterable[int]:
-    """Return the places where stage number `stage` of `count` may end: each stage before and after
-    it runs something."""
+    """Return the places where stage number `stage` of `count` may end, such that each stage before
+    and after it runs something."""
     return (places,) if stage == count - 1 else range(stage + 1, places + 1 - (count - stage - 1))
 
 
@@ -198,8 +221,12 @@ def stage_of_modules(
     asked: Sequence[tuple[str, tuple[str, ...] | None]],
     faults: list[Fault],
 ) -> dict[int, int]:
-    """Return which operations the strategy gives to which stage. `asked` holds, per stage, the path
-    of its node and its module patterns (None: whatever balances)."""
+    """Return the stage to which the strategy gives an operation, by position in `order.operations`.
+
+    `asked` holds, per stage, the path of its node and its module patterns (None: the balanced cut
+    decides). Patterns that name nothing, or what another stage has, and stages out of order add to
+    `faults`.
+    """
     fixed: dict[int, int] = {}
     for stage, (path, patterns) in enumerate(asked):
         for pattern in patterns or ():
@@ -227,21 +254,23 @@ def stage_of_modules(
         if stage < highest:
             path, patterns = asked[highest]
             rule = f"runs before what {asked[stage][0]} holds"
-            listed = ", ".join(patterns or ())
-            faults.append(Fault(f"{path}.modules", listed, rule, "list stages in forward order"))
+            named = ", ".join(patterns or ())
+            faults.append(Fault(f"{path}.modules", named, rule, "list stages in forward order"))
             break
         highest = stage
     return fixed
 
 
 def is_inside(module: str, pattern: str) -> bool:
-    """Return whether `module` is what `pattern` (a path or glob) names, or lies inside it."""
+    """Return True if `module` is named by `pattern` (a path or glob), or lies inside a module that
+    is."""
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tuple[Slice, ...]:
-    """Return the stages between consecutive `ends` (positions in `order.operations`)."""
+    """Return the slices of the stages between consecutive `ends` (positions in
+    `order.operations`)."""
     graph = profile.graph
     assert graph is not None
     canonical = {name: p.path for name, p in profile.weight_by_path.items()}
@@ -286,13 +315,14 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
 
 
 def modules_of(graph: OperationGraph, operations: Iterable[str]) -> tuple[str, ...]:
-    """Return the blocks that `operations` belong to, in order."""
+    """Return the paths of the blocks that `operations` belong to, in order."""
     return tuple(dict.fromkeys(block_of(graph[name].module) for name in operations))
 
 
 def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
-    """Return the bytes that autograd begins to keep with each of the operations; where nobody
-    measured them, a share of what the model keeps by the size of i"""
+    """Return the bytes that autograd keeps from each operation on. Where saved tensors were not
+    measured, the activations of the whole model are divided among operations in proportion to the
+    size of their values."""
     graph = profile.graph
     assert graph is not None
     if not any(operation.saved for operation in graph):
@@ -300,21 +330,21 @@ def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
         whole = sum(sizes) or 1.0
         return [profile.activation_bytes * size / whole for size in sizes]
     first: dict[tuple[str, int], int] = {}
-    found = [0.0] * len(order.operations)
+    kept = [0.0] * len(order.operations)
     for position, name in enumerate(order.operations):
         for key, num_bytes in saved_by(View(graph), graph[name]):
             if first.setdefault(key, position) == position:
-                found[position] += num_bytes
-    return found
+                kept[position] += num_bytes
+    return kept
 
 
 def _parts(
     graph: OperationGraph, owner: Mapping[str, int], stages: int
 ) -> list[tuple[set[str], set[str]]]:
-    """Return, by stage, what it runs and what it takes from earlier ones.
+    """Return the names that each stage runs and the names that it takes from earlier stages.
 
-    A write into a buffer runs where the buffer is read, or where nobody reads it on the stage of
-    the module that it belongs to.
+    A write into a buffer runs where the buffer is read, or, where no stage reads it, on the stage
+    of the module that it belongs to.
     """
     plain = [_needed(graph, owner, stage, ()) for stage in range(stages)]
     beside = [updates_beside(graph, inside) for inside, _ in plain]
@@ -329,8 +359,8 @@ def _parts(
 def _needed(
     graph: OperationGraph, owner: Mapping[str, int], stage: int, writes: Iterable[str]
 ) -> tuple[set[str], set[str]]:
-    """Return what a stage runs, `writes` into buffers included, and what it takes from earlier
-    ones."""
+    """Return the names that a stage runs, `writes` into buffers included, and the names that it
+    takes from earlier stages."""
     inside: set[str] = set()
     takes: set[str] = set()
     stack = [name for name, own in owner.items() if own == stage]
@@ -340,7 +370,7 @@ def _needed(
         if name in inside or name in takes:
             continue
         operation = graph[name]
-        # What is no tensor cannot be sent: it is made again from the tensors it was made of.
+        # Only tensors can be sent: other values are made again from the tensors they come from.
         if owner.get(name, stage) != stage and operation.shape is not None:
             takes.add(name)
             continue

@@ -1,10 +1,10 @@
-"""The experts of a mixture beside copies of the rest: what runs where a row's expert is.
+"""The experts of a mixture beside copies of the rest: operations that run where a row's expert is.
 
 Every member of a shard group runs the model for samples of its own, and holds some of the experts.
-A mixture sorts the rows of its tokens by expert, so those for one member's experts lie next to each
-other: they are sent there (`DISPATCH`), multiplied, and sent back (`COMBINE`), with the numbers of
-rows that the router made, which are exchanged before (`EXCHANGE`). What lies between the products
-of a mixture is done to rows where they are. After GShard (arXiv 2006.16668) and Whale's M6.
+A mixture sorts the rows of its tokens by expert, so the rows for one member's experts lie next to
+each other. They are sent there (`DISPATCH`), multiplied, and sent back (`COMBINE`). The numbers of
+rows that the router made are exchanged before (`EXCHANGE`). Operations between the products of a
+mixture are done to rows where they are. After GShard (arXiv 2006.16668) and Whale's M6.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,10 +42,18 @@ def route_experts(
     members: int,
     axis: str,
 ) -> SplitParts | None:
-    """Spread the experts among `parameters` (their operations in `region`, by canonical path) over
-    `members`; None where none of them are experts. `gives` are the values of `region` that others
-    want; stacks of as many experts are cut along one axis, named after `axis`. Raises
-    SplitRefused."""
+    """Return the experts of `region` spread over a shard group; None where no weight is one of
+    experts.
+
+    graph: the graph of the model.
+    region: names of the operations of a stage.
+    gives: names of the values that other stages take.
+    parameters: canonical paths of the weights that may be experts, by their operation in `region`.
+    members: size of the shard group.
+    axis: name after which axes are named; stacks of as many experts are cut along one axis.
+
+    Raises SplitRefused where the experts cannot be told apart from the rest.
+    """
     chosen = set(region)
     weights = _experts(graph, chosen, parameters, members, axis)
     if not weights:
@@ -70,7 +78,7 @@ def route_experts(
     typed = assign(graph, inside | stacks, given)
     _refuse_unrouted(graph, typed, inside)
     layouts = {name: typed.layouts[name] for name in stacks}
-    # As many rows as the router sends: what a view says of them follows from the tensor.
+    # The router decides the number of rows, so a view takes its number from the tensor.
     layouts |= {n: replace(x, outer=Size(0, 1)) for n, x in _rows_of(typed, inside)}
     assignment = Assignment(layouts, tuple(casts), typed.becomes, (), typed.random)
     axes = {shard.axis: sum(shard.pieces) for shard in weights.values()}
@@ -80,21 +88,22 @@ def route_experts(
 
 
 def mixtures_of(graph: OperationGraph) -> dict[str, int]:
-    """Return how many experts the mixtures of a graph have, by the values that say where experts'
-    rows end, in the order of their first products."""
-    found: dict[str, int] = {}
+    """Return the number of experts of each mixture of a graph, by the name of the value that holds
+    the ends of the experts' rows, in the order of the mixtures' first products."""
+    counts: dict[str, int] = {}
     for operation in graph:
         if RULES.get(operation.target) is grouped_mm:
             ends = Typed(operation, {}, graph).value(2, "offs")
             (experts,) = graph[ends].shape or (Size(0),)
-            found.setdefault(ends, experts.fixed)
-    return found
+            counts.setdefault(ends, experts.fixed)
+    return counts
 
 
 def under_rows(graph: OperationGraph, block: Sequence[Operation], value: str) -> tuple[str, ...]:
     """Return the operations of a `block` that run while the rows `value` come back from their
-    experts (runtime/graph/delay_combines.py): products, and what is made of them, that neither lead
-    to the rows nor are made of them. None where the block changes values in place."""
+    experts (runtime/graph/delay_combines.py). These are products, and operations on their results,
+    that neither lead to the rows nor are made of them. Empty where the block changes values in
+    place."""
     if any(written_value(operation) for operation in block):
         return ()
     leads, made = {value}, {value}
@@ -113,10 +122,13 @@ def under_rows(graph: OperationGraph, block: Sequence[Operation], value: str) ->
 
 
 def router_biases_of(graph: OperationGraph, mixtures: Mapping[str, int]) -> dict[str, str]:
-    """Return the paths of the buffers that routers choose experts by, by mixture: of each the one
-    that has a number for every expert, that decides where experts' rows end, and that the model
-    leaves as it is."""
-    found: dict[str, str] = {}
+    """Return the path of the buffer by which the router of a mixture chooses experts, by mixture.
+
+    The buffer has a number for every expert, decides where the rows of the mixture's experts end
+    (and no earlier mixture's), and is left as it is by the model. A mixture with no such buffer, or
+    several, is left out.
+    """
+    paths: dict[str, str] = {}
     moved = {name for operation in graph for name in operation.writes}
     before = set[str]()
     for ends, experts in mixtures.items():
@@ -128,13 +140,13 @@ def router_biases_of(graph: OperationGraph, mixtures: Mapping[str, int]) -> dict
             if moved.isdisjoint((name, graph[name].path))
         ]
         if len(biases) == 1:
-            found[ends] = graph[biases[0]].path
+            paths[ends] = graph[biases[0]].path
         before |= decides
-    return found
+    return paths
 
 
 def _rows_of(typed: Assignment, inside: set[str]) -> Iterator[tuple[str, Shard]]:
-    """Yield the layouts of the values `inside` that are rows, with their names."""
+    """Yield the names and layouts of the values `inside` that are rows."""
     for name in inside:
         layout = typed.layouts[name]
         if isinstance(layout, Shard):
@@ -148,15 +160,15 @@ def _experts(
     members: int,
     axis: str,
 ) -> dict[str, Shard]:
-    """Return the layouts of the weights that are stacks of experts, by path: along one axis for all
-    stacks of as many."""
-    found = {}
+    """Return the layouts of the weights that are stacks of experts, by path. All stacks of as many
+    experts are cut along one axis."""
+    layouts = {}
     for path, weight in find_weights(graph, region, parameters, Fineness(members)).items():
-        for each in weight.candidates:
-            if each.pattern == "experts":
-                cut = each.layout
-                found[path] = Shard(cut.dim, f"{axis}.{sum(cut.pieces)}", cut.outer, cut.pieces)
-    return found
+        for candidate in weight.candidates:
+            if candidate.pattern == "experts":
+                cut = candidate.layout
+                layouts[path] = Shard(cut.dim, f"{axis}.{sum(cut.pieces)}", cut.outer, cut.pieces)
+    return layouts
 
 
 def _mixtures(
@@ -165,27 +177,28 @@ def _mixtures(
     seen: Mapping[str, str],
     weights: Mapping[str, Shard],
 ) -> dict[str, dict[str, str]]:
-    """Return the products with experts of each mixture, known by the value that says where experts'
-    rows end: their weights' paths, by operation."""
-    found: dict[str, dict[str, str]] = {}
+    """Return the products with experts of each mixture, as weights' paths by operation. A mixture
+    is known by the name of the value that holds the ends of the experts' rows."""
+    products: dict[str, dict[str, str]] = {}
     for name in region:
         operation = graph[name]
         if RULES.get(operation.target) is grouped_mm:
             typed = Typed(operation, {}, graph)
             path = seen.get(typed.value(1), "")
             if path in weights:
-                found.setdefault(typed.value(2, "offs"), {})[name] = path
-    return found
+                products.setdefault(typed.value(2, "offs"), {})[name] = path
+    return products
 
 
 def _pieces(weights: Mapping[str, Shard], products: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the pieces of the experts' axis of a mixture, as its first product has them."""
     return weights[next(iter(products.values()))].pieces
 
 
 def _entering(
     graph: OperationGraph, hull: set[str], products: Mapping[str, str], ends: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the readers in `hull` of rows from outside of it, with their names. Raises
+    """Yield the pairs (reader in `hull`, value) of rows that come from outside of it. Raises
     SplitRefused for a value that holds samples in another way."""
     rows = {graph[Typed(graph[x], {}, graph).value(0)].shape[:1] for x in products}  # type: ignore[index]
     for user in (op for op in graph if op.name in hull):
@@ -193,7 +206,7 @@ def _entering(
             if name in hull or name == ends:
                 continue
             if not any(graph[x].target == "input" for x in graph.ancestors({name})):
-                continue  # a weight, a number: no sample has a part in it
+                continue  # a weight or a number, which depends on no sample
             shape = graph[name].shape or ()
             if shape[:1] not in rows:
                 raise SplitRefused(f"{user.name} reads {name}, which has no row for each token")
@@ -204,7 +217,7 @@ def _leaving(
     graph: OperationGraph, hull: set[str], region: set[str], gives: Sequence[str], ends: str,
     axis: str,
 ) -> Iterator[Cast]:  # fmt: skip
-    """Yield the casts of rows that leave `hull`, by reader ('' for whoever wants them outside)."""
+    """Yield the casts of rows that leave `hull`, by reader ('' for another stage)."""
     for operation in graph:
         if operation.name in hull:
             outside = [u for u in graph.users[operation.name] if u in region and u not in hull]
@@ -215,8 +228,8 @@ def _leaving(
 def _refuse_other_readers(
     graph: OperationGraph, stacks: set[str], region: set[str], inside: set[str]
 ) -> None:
-    """Raise SplitRefused where a stack of experts is read by more than products: nobody else has
-    all of it."""
+    """Raise SplitRefused where another operation than a product reads a stack of experts: no member
+    has all of it."""
     for name in sorted(stacks):
         for user in graph.users[name]:
             if user in region and user not in inside and user not in stacks:

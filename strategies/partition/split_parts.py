@@ -1,8 +1,8 @@
 """Parts of a model that are split beside copies of the rest, whatever they are made of.
 
-Members of a shard group run the model for samples of their own; a split part runs on rows of other
-members as well, with a shard of its weights. Which rows, and how they get there, its own module
-says: `routed_experts.py`, `dense_parts.py`.
+Members of a shard group run the model for samples of their own. A split part runs on rows of other
+members as well, with a shard of its weights. `routed_experts.py` and `dense_parts.py` say which
+rows these are and how they get there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,21 @@ class SplitRefused(Exception):
 
 @dataclass(frozen=True)
 class SplitParts:
-    """Parts over a shard group: `operations` run on rows of other members as well, all others on
-    what comes of a member's own samples. `sharded` types the former."""
+    """Parts of a model over a shard group.
+
+    operations: names of the operations that run on rows of other members as well. All others run on
+        what comes of a member's own samples.
+    sharded: layouts of these operations, and of their weights.
+    """
 
     operations: frozenset[str]
     sharded: Sharded
 
 
 def together(parts: Sequence[SplitParts]) -> SplitParts:
-    """Return several parts as one. What one gives and the next takes goes the shortest way. Raises
-    SplitRefused where two have the same weight, or the same operation."""
+    """Return several parts as one. A value that one part gives and another takes is cast directly.
+    Raises SplitRefused where two parts have the same weight or operation, and where such a value
+    has no direct cast."""
     if len(parts) == 1:
         return parts[0]
     operations, weights = set[str](), set[str]()
@@ -64,8 +69,9 @@ def together(parts: Sequence[SplitParts]) -> SplitParts:
 
 
 def _through(first: Cast, second: Cast) -> Cast:
-    """Return the cast of a value from one part to another, of which one brings it to a member's own
-    rows, and the other takes it from there. Raises SplitRefused."""
+    """Return the one cast of a value from one part to another. One of `first` and `second` brings
+    the value to a member's own rows, and the other takes it from there. Raises SplitRefused where
+    they do not."""
     for out, into in ((first, second), (second, first)):
         own = out.target
         if isinstance(own, Shard) and own.axis == BATCH and own == into.source:
@@ -77,9 +83,10 @@ def _through(first: Cast, second: Cast) -> Cast:
 
 
 def seen_weights(graph: OperationGraph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return the paths of `parameters` by their operations, and by those that see one otherwise."""
-    found = dict(parameters)
+    """Return the paths of weights by operation: `parameters`, and for each operation that gives one
+    of them transposed, cast or copied, the path of that one."""
+    paths = dict(parameters)
     for operation in graph:
-        if sees_otherwise(operation) and operation.inputs[0] in found:
-            found[operation.name] = found[operation.inputs[0]]
-    return found
+        if sees_otherwise(operation) and operation.inputs[0] in paths:
+            paths[operation.name] = paths[operation.inputs[0]]
+    return paths

@@ -1,4 +1,4 @@
-"""The cluster that a plan is for, as the plan says it: a plan can be read alone."""
+"""Describe the cluster that a plan is for, so that the plan can be read alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,12 @@ from whale_train.strategies.plan.program import OMITTED, Number
 
 @dataclass(frozen=True)
 class PlannedLink:
-    """What joins devices, or hosts: one way, `latency_s` a message and its bytes by
-    `bandwidth_bytes_s`."""
+    """Link between devices, or between hosts; its figures are for one direction.
+
+    name: name of the link.
+    bandwidth_bytes_s: bytes a second.
+    latency_s: seconds of a message, beside its bytes.
+    """
 
     name: str
     bandwidth_bytes_s: Number
@@ -18,8 +22,14 @@ class PlannedLink:
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """A kind of device: FLOP/s by precision, bytes of memory, bytes/s of it. `calibrated`: times
-    were predicted by what was measured of it, and not by these figures."""
+    """A kind of device.
+
+    flops: FLOP/s by precision.
+    memory_bytes: bytes of memory.
+    memory_bandwidth_bytes_s: bytes a second of memory.
+    calibrated: whether times were predicted by measurements of the device, and not by these
+        figures.
+    """
 
     flops: Mapping[str, Number]
     memory_bytes: Number
@@ -29,8 +39,13 @@ class PlannedDevice:
 
 @dataclass(frozen=True)
 class PlannedNodes:
-    """`count` neighbouring nodes that are alike: the names of one's devices in order, the `link`
-    that joins them, and the bytes of its host's memory, where the inventory says them."""
+    """Neighbouring nodes that are alike.
+
+    count: number of nodes.
+    devices: names of one node's devices, in order.
+    link: link that joins the devices of a node.
+    host_memory_bytes: bytes of a host's memory, where the inventory says them.
+    """
 
     count: int
     devices: tuple[str, ...]
@@ -40,7 +55,12 @@ class PlannedNodes:
 
 @dataclass(frozen=True)
 class PlannedInventory:
-    """Nodes in the order of the ranks, the kinds of their devices by name, and the `network`."""
+    """The cluster of a plan.
+
+    nodes: nodes in the order of the ranks.
+    devices: kinds of devices, by name.
+    network: link that joins the nodes.
+    """
 
     nodes: tuple[PlannedNodes, ...]
     devices: Mapping[str, PlannedDevice]

@@ -1,6 +1,6 @@
-"""The Plan: everything the ranks need to know, decided before any of them exists.
+"""Define the Plan: everything the ranks need to know, decided before any of them exists.
 
-Frozen, complete, JSON, and byte for byte the same for the same request. Ranks obey it and
+A plan is frozen, complete, JSON, and byte for byte the same for the same request. Ranks obey it and
 resolve nothing again.
 """
 
@@ -27,15 +27,26 @@ from whale_train.strategies.plan.program import (
 class TaskGraph:
     """A non-overlapping part of the model under one primitive.
 
-    `replicas` lists, for each copy, the ranks that hold it (one rank unless the copy is itself
-    sharded). `shares` are samples per replica and optimizer step. `shards` gives, per sharded
-    parameter, each rank's [start, stop) in the order of the replica's ranks, along the dimension
-    `shard_dims` names; in a nested strategy in units of the axis `shard_layouts` says it is cut
-    along, as a fused weight is cut in several places at once. `modules` are the module paths it
-    covers; `flops` its forward's, per sample. Parameters the loss does not depend on are in no
-    TaskGraph's `trained` list. `narrow` are the parameters of which its ranks hold the values in 16
-    bits that autocast would make of them: trained ones, of which ZeRO or the host has a master, and
-    frozen ones.
+    id: number of the TaskGraph in the plan.
+    name: name of the TaskGraph.
+    primitive: primitive of the strategy's node.
+    path: path of the node's key in the strategy.
+    modules: paths of the modules that it covers.
+    parameters: paths of the parameters that it holds.
+    flops: FLOPs of its forward, for one sample.
+    zero: ZeRO stage of its copies.
+    offload: where the `optimizer` and the `parameters` are kept, `none` or `cpu`.
+    replicas: for each copy, the ranks that hold it (one rank, unless the copy is itself sharded).
+    shares: samples of each replica in an optimizer step.
+    trained: paths of the parameters that are trained. A parameter that the loss does not depend on
+        is in no TaskGraph's list.
+    narrow: paths of the parameters of which ranks hold the 16-bit values that autocast would make.
+        They are trained ones whose fp32 master ZeRO or the host has, and frozen ones.
+    shards: for each sharded parameter, the interval [start, stop) of each rank, in the order of a
+        replica's ranks. It is in units of the axis of `shard_layouts`, as a fused weight is cut in
+        several places at once.
+    shard_dims: dimension of each sharded parameter that is cut.
+    shard_layouts: layout of each sharded parameter, which names the axis it is cut along.
     """
 
     id: int
@@ -57,14 +68,23 @@ class TaskGraph:
 
     @property
     def streams(self) -> bool:
-        """Whether trained weights stay on the host and come to the device when they are read:
-        those that ZeRO 3 does not bring."""
+        """Return whether trained weights stay on the host until they are read on the device.
+
+        Weights that ZeRO 3 brings are not meant.
+        """
         return self.offload["parameters"] == "cpu" and self.zero < 3
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank at the peak of a step, by what holds them."""
+    """Bytes of one rank at the peak of a step, by what holds them.
+
+    parameters: bytes of weights.
+    gradients: bytes of gradients.
+    optimizer: bytes of the optimizer's state.
+    activations: bytes of activations.
+    communication: bytes of buffers for communication.
+    """
 
     parameters: Number
     gradients: Number
@@ -74,6 +94,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
+        """Return the sum of all bytes."""
         return (
             self.parameters
             + self.gradients
@@ -85,13 +106,21 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part: where it is, what it holds, how much it takes at a time.
+    """One rank's part of the job: its device, what it holds, and how much it takes at a time.
 
-    `micro_batch_size` is its largest micro-batch; `micro_batches` how many a step has for it (the
-    same for every rank under ZeRO-3, which demands it). `samples` are they, as [start, stop) of
-    the global batch (empty where shares alone say it). `deepspeed` maps a TaskGraph's id to the
-    DeepSpeed config of its engine, or None where torch alone runs it. `uuid` is that of the GPU it
-    opens; None where it opens none, or nobody has looked for it.
+    rank: global rank.
+    node: number of the rank's node.
+    device: kind of the rank's device.
+    task_graphs: ids of the TaskGraphs that it holds a part of.
+    micro_batch_size: samples of its largest micro-batch.
+    micro_batches: its micro-batches in a step (the same for every rank under ZeRO 3, which demands
+        it).
+    memory_bytes: bytes that it needs at the peak of a step.
+    deepspeed: by the id of a TaskGraph, the DeepSpeed config of its engine, or None where torch
+        alone runs it.
+    samples: its samples, as intervals [start, stop) of the global batch (empty where shares alone
+        say it).
+    uuid: UUID of the GPU that it opens; None where it opens none, or nobody has looked for it.
     """
 
     rank: int
@@ -108,8 +137,15 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's predicted time, and the parts of which that of its busiest rank is made, in seconds:
-    it computes, communicates or waits for transfers, updates, and waits for other ranks."""
+    """Predicted time of a step, and how the busiest rank spends it.
+
+    step_time_s: seconds of a step.
+    samples_per_s: samples a second.
+    compute_s: seconds in which the busiest rank computes.
+    communication_s: seconds in which it communicates or waits for transfers.
+    optimizer_s: seconds in which it updates.
+    idle_s: seconds in which it waits for other ranks.
+    """
 
     step_time_s: Number
     samples_per_s: Number
@@ -121,7 +157,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Decision:
-    """Something the resolver chose: what, what it rejected, and why."""
+    """Something that the resolver chose.
+
+    key: key of the request that was decided.
+    chosen: what was chosen.
+    rejected: what was rejected.
+    reason: why.
+    """
 
     key: str
     chosen: str
@@ -131,18 +173,35 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole job. `rewrite` says how the exported graph is cut and which layouts its values
-    have (None when the model runs as it is); `exported` whether there was a graph at all, and so
-    whether parameters without a gradient are known; a forward that `varies` runs other modules or
-    losses from batch to batch. `predicted_here` is the step of the CPU
-    processes that stand for the devices, where those were measured. `pipeline` says who runs which
-    chunk of it for which micro-batch (None for a flat strategy); the order is `orders.py`'s.
-    `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`.
-    `peak_flops_s` is what all devices together compute at most, in FLOP/s of `precision`.
-    `reduce_dtype` is what copies send gradients in. `mixtures` have so many experts, by the value
-    of the graph that says where the rows of each end; `router_biases` are the buffers by which
-    routers choose among these. `inventory` is the cluster itself (None in plans of versions before
-    it was said)."""
+    """The plan of a whole job.
+
+    cluster: name of the hardware.
+    world_size: number of ranks.
+    global_batch: samples of a step.
+    precision: precision of training.
+    task_graphs: parts of the model, each under one primitive.
+    groups: by name, the lists of ranks that communicate.
+    schedule: order of a pipeline's work (`none` without a pipeline).
+    ranks: the part of each rank.
+    predicted: predicted time of a step on the cluster.
+    decisions: what the resolver chose, and why.
+    predicted_here: predicted time of a step of the CPU processes that stand for the devices, where
+        those were measured.
+    exported: whether there was an exported graph, and so whether parameters without a gradient are
+        known.
+    rewrite: how the graph is cut and which layouts its values have (None: the model runs as it is).
+    pipeline: who runs which chunk for which micro-batch (None: a flat strategy). The order of work
+        is `orders.py`'s.
+    loss_over: what the loss of a batch is of the losses of its samples, their `mean` or `sum`.
+    peak_flops_s: most FLOP/s of `precision` that all devices together compute.
+    reduce_dtype: dtype in which copies send gradients.
+    mixtures: number of experts of each mixture, by the value of the graph that says where the rows
+        of each expert end.
+    router_biases: by the same value, the buffer by which the mixture's router chooses among
+        experts.
+    varies: whether the forward runs other modules or losses from batch to batch.
+    inventory: the cluster itself (None in plans of versions that did not say it).
+    """
 
     cluster: str
     world_size: int
@@ -168,44 +227,50 @@ class Plan:
 
     @property
     def model_flops(self) -> float:
-        """The FLOPs of a sample's forward and backward, which is twice the forward's (Narayanan et
-        al. 2021, arXiv 2104.04473, appendix), without what is computed again."""
+        """Return the FLOPs of a sample's forward and backward, without what is recomputed.
+
+        A backward has twice the FLOPs of a forward (Narayanan et al. 2021, arXiv 2104.04473,
+        appendix).
+        """
         return 3.0 * sum(task_graph.flops for task_graph in self.task_graphs)
 
     @property
     def shares_batch(self) -> bool:
-        """Whether a step's samples are shared: by copies, or among micro-batches."""
+        """Return whether a step's samples are shared, by copies or among micro-batches."""
         copied = any(len(task_graph.replicas) > 1 for task_graph in self.task_graphs)
         return copied or any(rank.micro_batches > 1 for rank in self.ranks)
 
     @property
     def loss_weights(self) -> LossWeights:
-        """What the losses of a batch's parts count in the batch's."""
+        """Return the weights of the losses of a batch's parts in the loss of the batch."""
         return LossWeights(self.loss_over, self.global_batch)
 
     def to_json(self) -> str:
-        """Return the file's text; keys keep the order of the fields, so equal plans are equal
-        bytes."""
+        """Return the text of plan.json.
+
+        Keys keep the order of the fields, so that equal plans are equal bytes.
+        """
         return json.dumps(_plain(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Return the plan that `to_json` wrote."""
+        """Return the plan that `to_json` wrote as `text`."""
         return _reader().validate_json(text)
 
     def task_graph_of(self, rank: int, primitive: str) -> TaskGraph | None:
-        """Return the TaskGraph of that primitive which `rank` holds a part of."""
+        """Return the first TaskGraph of `primitive` that `rank` holds a part of, or None."""
         held = (self.task_graphs[i] for i in self.ranks[rank].task_graphs)
         return next((t for t in held if t.primitive == primitive), None)
 
 
 @cache
 def _reader() -> TypeAdapter[Plan]:
+    """Return the reader that validates a plan's JSON."""
     return TypeAdapter(Plan)
 
 
 def _plain(value: Any) -> Any:
-    """Return the plan's parts as JSON has them."""
+    """Return `value` in the types of JSON; empty fields marked `OMITTED` are left out."""
     if is_dataclass(value):
         written = {
             part.name: _plain(getattr(value, part.name))

@@ -1,7 +1,7 @@
-"""What the ranks of a plan run: the segments of the model's graph, and the pipeline's chunks.
+"""Describe what the ranks of a plan run: segments of the model's graph, and a pipeline's chunks.
 
-The resolver writes it (`resolver/write.py`), the ranks read it (`runtime/assembly`). Fields marked
-`OMITTED` are left out of plan.json where they are empty.
+The resolver writes the program (`resolver/write.py`), the ranks read it (`runtime/assembly`).
+Fields marked `OMITTED` are left out of plan.json where they are empty.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,13 @@ OMITTED = {"omitted": True}
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """How a tensor is cut: `dim` along `axis`, as `layouts.types.Shard` says. `outer` is 0 where
-    it follows the batch, and so from the tensor's own size."""
+    """How a tensor is cut, as `layouts.types.Shard` says.
+
+    dim: dimension that is cut.
+    axis: name of the axis along which it is cut.
+    outer: repetitions of `pieces` (0: they follow the batch, and so from the tensor's own size).
+    pieces: extents of the pieces of one repetition.
+    """
 
     dim: int
     axis: str
@@ -27,10 +32,16 @@ class PlannedShard:
 
 @dataclass(frozen=True)
 class PlannedCast:
-    """A change of the layout of `value` before `user` reads it (empty: before the segment gives
-    it). `kind` names the collective; `shard` is the cut it leads to, or that it undoes (None: there
-    is neither); `source` the cut that a `reshard` starts from; `ends` the value that says where the
-    rows of each expert end that are sent, or counted."""
+    """A change of a value's layout before it is read.
+
+    user: name of the operation that reads the value (empty: the segment gives it).
+    value: name of the value.
+    kind: name of the collective.
+    shard: cut that the cast leads to, or that it undoes (None: there is neither).
+    source: cut that a `reshard` starts from.
+    ends: name of the value that says where the rows of each expert end, where rows are sent or
+        counted.
+    """
 
     user: str
     value: str
@@ -42,12 +53,21 @@ class PlannedCast:
 
 @dataclass(frozen=True)
 class PlannedSegment:
-    """A part of the graph that one TaskGraph runs without interruption: its `operations`, the
-    values it `takes` and `gives`, the `layouts` of those that are cut, the `casts` between,
-    what distributed operation an operation `becomes`, and which draw `random` numbers that all
-    members of a shard group `shared`. `sums` over the batch, to which every copy adds its part, are
-    given with their degrees: n samples' is n^degree times the sum of the parts', each over its own
-    samples' n_r^degree (0: a sum, -1: a mean)."""
+    """A part of the graph that one TaskGraph runs without interruption.
+
+    task_graph: id of the TaskGraph.
+    operations: names of the operations.
+    takes: names of the values that the segment reads.
+    gives: names of the values that it hands on.
+    layouts: layouts of the values that are cut.
+    casts: changes of layout between the operations.
+    becomes: by operation, the distributed operation that takes its place.
+    random: by operation that draws random numbers, `shared` where all members of a shard group draw
+        the same numbers, or `own`.
+    sums: by value that is a sum over the batch, to which every copy adds its part, its degree. The
+        value of n samples is n^degree times the sum of the parts, each over its own samples'
+        n_r^degree (0: a sum, -1: a mean).
+    """
 
     task_graph: int
     operations: tuple[str, ...]
@@ -62,8 +82,11 @@ class PlannedSegment:
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """The model's graph, cut into `segments`. `axes` gives each member's [start, stop) along every
-    axis that a layout names, in units of the axis."""
+    """The model's graph, cut into segments.
+
+    axes: by axis that a layout names, each member's interval [start, stop), in units of the axis.
+    segments: the segments of the graph.
+    """
 
     axes: Mapping[str, tuple[Interval, ...]]
     segments: tuple[PlannedSegment, ...]
@@ -71,9 +94,14 @@ class PlannedGraph:
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """The part of a stage's model that is run at once: the one of `segments`, by its number in the
-    graph. `shares_samples`: the members of a shard group take different samples of a micro-batch,
-    and, where they have `own_losses`, each a loss of its own samples."""
+    """The part of a stage's model that is run at once.
+
+    stage: number of the stage.
+    segments: number, in the graph, of the one segment that it runs.
+    recompute: `full` where the chunk is recomputed, or `none`.
+    shares_samples: whether the members of a shard group take different samples of a micro-batch.
+    own_losses: whether members that share samples have each a loss of their own samples.
+    """
 
     stage: int
     segments: tuple[int, ...]
@@ -83,19 +111,25 @@ class PlannedChunk:
 
     @property
     def segment(self) -> int:
-        """The number of its segment."""
+        """Return the number of the chunk's segment."""
         (number,) = self.segments
         return number
 
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """One copy of the pipeline. `positions` are the ranks of every position, `samples` its
-    micro-batches as intervals of the global batch, `owners` the position that runs a micro-batch,
-    by chunk and micro-batch. `durations` are rows of (chunk, position, seconds of a forward, of
-    inputs' gradients, of weights' gradients) and `transits` rows of (chunk, chunk, seconds), from
-    which the order of instructions follows. `members` are, by position, the intervals
-    of every micro-batch that the members of its shard group take, where they share its samples."""
+    """One copy of the pipeline.
+
+    positions: ranks of every position.
+    samples: intervals of the global batch, one for each micro-batch.
+    owners: by chunk and micro-batch, the position that runs it.
+    durations: rows of (chunk, position, seconds of a forward, seconds of inputs' gradients, seconds
+        of weights' gradients).
+    transits: rows of (chunk, chunk, seconds of a send). The order of instructions follows from
+        `durations` and `transits`.
+    members: by position and micro-batch, the interval of each member of a shard group whose members
+        share its samples.
+    """
 
     positions: tuple[tuple[int, ...], ...]
     samples: tuple[Interval, ...]
@@ -105,15 +139,22 @@ class PlannedCopy:
     members: tuple[tuple[tuple[Interval, ...], ...], ...] = field(default=(), metadata=OMITTED)
 
     def shared_at(self, position: int) -> tuple[tuple[Interval, ...], ...]:
-        """Return the members' intervals at a position, by micro-batch; nothing if none share."""
+        """Return the members' intervals at a position, by micro-batch; nothing if no position
+        shares."""
         return self.members[position] if self.members else ()
 
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """Who runs which chunk for which micro-batch. `positions` are the chunks that every position
-    holds; `edges` rows of (chunk, chunk, whether a gradient comes back); `shared` the TaskGraphs
-    that hold a parameter of several stages, the first of which counts it."""
+    """Who runs which chunk of the pipeline for which micro-batch.
+
+    schedule: order of the work.
+    positions: chunks that every position holds.
+    copies: copies of the pipeline.
+    edges: rows of (chunk, chunk, whether a gradient comes back).
+    chunks: parts of the model that are run at once.
+    shared: by parameter that several stages hold, their TaskGraphs, of which the first counts it.
+    """
 
     schedule: str
     positions: tuple[tuple[int, ...], ...]
@@ -124,5 +165,5 @@ class PlannedPipeline:
 
     @property
     def gradient_edges(self) -> dict[tuple[int, int], bool]:
-        """The edges between chunks, and whether a gradient comes back along each."""
+        """Return whether a gradient comes back along each edge, by the two chunks of the edge."""
         return {(start, end): gradient for start, end, gradient in self.edges}

@@ -1,4 +1,4 @@
-"""What the planner must know of the training itself, beside model, strategy and devices."""
+"""Describe what the planner must know of the training, beside model, strategy and devices."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,12 +8,18 @@ from typing import Any, Literal
 class Training:
     """What the resolver must know of the training itself.
 
-    `optimizer_options` are the keyword arguments of the optimizer of that name (`sgd`, `adam`,
-    `adamw`, `lamb`); `grad_clip` 0 means off. `sync_batchnorm`: BatchNorm's statistics are those
-    of the global batch. `accumulate` is in how many micro-batches a rank takes its share.
-    `loss_over` and `samples_are_independent` are what the user says of the model's loss.
-    `reduce_dtype` is what copies send gradients in, the precision or fp32.
-    `adds_to_frozen`: what is trained are additions to frozen weights, of which a run keeps nothing.
+    global_batch: samples of a step.
+    precision: precision of the computation.
+    grad_clip: norm that gradients are clipped to (0: off).
+    optimizer: name of the optimizer (`sgd`, `adam`, `adamw`, `lamb`).
+    optimizer_options: keyword arguments of the optimizer.
+    sync_batchnorm: whether BatchNorm's statistics are those of the global batch.
+    accumulate: number of micro-batches in which a rank takes its share.
+    loss_over: what the user says that the loss is over samples (None: nothing is said).
+    samples_are_independent: whether the user says that samples do not meet in the loss.
+    adds_to_frozen: whether what is trained are additions to frozen weights, of which a run keeps
+        nothing.
+    reduce_dtype: dtype in which copies send gradients, the precision or fp32.
     """
 
     global_batch: int
@@ -30,12 +36,13 @@ class Training:
 
     @property
     def sent_width(self) -> float:
-        """The bytes of a gradient's element as it is sent between copies."""
+        """Return the bytes of a gradient's element as it is sent between copies."""
         return 4.0 if self.reduce_dtype == "fp32" else 2.0
 
     @property
     def optimizer_states(self) -> int:
-        """fp32 values kept per parameter between steps."""
+        """Return the number of fp32 values that the optimizer keeps for each parameter between
+        steps."""
         if self.optimizer == "sgd":
             return 1 if self.optimizer_options.get("momentum") else 0
         return 2

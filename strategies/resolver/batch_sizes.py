@@ -1,7 +1,7 @@
 """Plans of a model whose graph is of batches of some sizes alone.
 
-What runs the graph must keep its parts of the batch within these sizes; copies of the model as it
-is may leave them, but then nothing is known by the graph of what their parts are.
+A plan that runs the graph must keep its parts of the batch within these sizes. Copies of the model
+as it is may leave them, but then the graph says nothing of their parts.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,17 @@ from whale_train.strategies.stages.analysis import Findings
 
 
 def outside(plan: Plan, profile: ModelProfile) -> tuple[int, ...]:
-    """Return the sizes of the batch that `plan` takes, and of its parts, that the graph is not of:
-    one process would take the whole batch at once."""
+    """Return the sizes of the batch and of its parts that `plan` takes and the graph is not of,
+    ascending. The batch counts because one process would take all of it at once."""
     smallest, largest = profile.batch_sizes
     sizes = sorted({*_sizes(plan), plan.global_batch})
     return tuple(n for n in sizes if n < smallest or (largest and n > largest))
 
 
 def within_sizes(plan: Plan, profile: ModelProfile) -> Plan:
-    """Return `plan`, which says what sizes its model's graph is of where there are any. Raises
-    PlanError for one that runs the graph on parts of other sizes."""
+    """Return `plan` with a decision that says for which batch sizes the model's graph holds;
+    unchanged where it holds for all, or there is no graph. Raises PlanError for a plan that runs
+    the graph on parts of other sizes."""
     smallest, largest = profile.batch_sizes
     if profile.graph is None or (smallest, largest) == (1, 0):
         return plan
@@ -47,7 +48,8 @@ def within_sizes(plan: Plan, profile: ModelProfile) -> Plan:
 
 
 def known_by_graph(findings: Findings, plan: Plan) -> Findings:
-    """Return `findings` without the graph where `plan` takes parts of sizes that it is not of."""
+    """Return `findings`, without the graph where `plan` takes parts of sizes that the graph is not
+    of."""
     profile = findings.profile
     if profile.graph is None or not outside(plan, profile):
         return findings
@@ -56,7 +58,8 @@ def known_by_graph(findings: Findings, plan: Plan) -> Findings:
 
 
 def _sizes(plan: Plan) -> Iterator[int]:
-    """Yield the samples of the parts in which replicas take theirs."""
+    """Yield the sizes, in samples, of the parts in which replicas take their shares of the
+    batch."""
     for task_graph in plan.task_graphs:
         for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
             parts = max(plan.ranks[replica[0]].micro_batches, 1)

@@ -1,9 +1,10 @@
-"""Where stages end, moved as long as the simulated step gets shorter.
+"""The ends of stages, moved as long as the simulated step gets shorter.
 
-The balanced cut is the best for the slowest stage by FLOP/s. What else a step waits for (what is
-bound by memory, first and last micro-batches, sums of gradients over copies) the simulator knows,
-and says of one cut at a time: no formula adds it up. So the ends of stages move one by one to
-neighbouring places, and stay where that shortens the step; where nothing fits, what is missing.
+The balanced cut is the best for the slowest stage by FLOP/s. A step waits for more than that:
+operations bound by memory, first and last micro-batches, sums of gradients over copies. The
+simulator knows this of one cut at a time, and no formula adds it up. So the ends of stages move one
+by one to neighbouring places, and stay where that shortens the step, or, where nothing fits the
+memory, the bytes that are missing.
 """
 
 from collections.abc import Callable
@@ -14,14 +15,19 @@ from typing import Generic, TypeVar
 Boundaries = tuple[int, ...]
 T = TypeVar("T")
 
-_SHORTER = 1 - 1e-3  # times a step is one that is worth another cut
+_SHORTER = 1 - 1e-3  # fraction of a step's seconds below which another cut is better
 _FAR = (-1, 1, -2, 2)  # places that an end moves at once, the nearest first
 
 
 @dataclass(frozen=True)
 class Look(Generic[T]):
-    """What comes of a cut, `found`: its step's `seconds`, unless it is `short_bytes` of memory on
-    some device. `work` is what was simulated to find that out."""
+    """The outcome of a cut.
+
+    found: what the caller derives from the cut.
+    short_bytes: bytes by which some device is short of memory; not positive where all fit.
+    seconds: simulated seconds of the step.
+    work: simulated tasks and laid-out ranks that it took.
+    """
 
     found: T
     short_bytes: float
@@ -32,10 +38,19 @@ class Look(Generic[T]):
 def move_ends(
     cut: Boundaries, first: Look[T], look: Callable[[Boundaries], Look[T] | None], work: int
 ) -> tuple[Boundaries, Look[T]]:
-    """Return the cut that no move of one end makes better, from `cut`, of which comes `first`, and
-    what comes of it. `look` gives None for what cannot be cut so. A cut is better that is short of
-    less memory, or, short of none, takes less time by a thousandth. Looks take no more than `work`
-    together, each taken for the first; the answer, which says how much, is the same every time."""
+    """Return the cut that no move of one end makes better, and its outcome.
+
+    cut: places where stages begin and the last one ends, to start from.
+    first: the outcome of `cut`.
+    look: function that returns the outcome of a cut; None for places at which the model cannot be
+        cut.
+    work: limit of the work of all outcomes together. A next cut is not looked at where its work,
+        taken to be that of `first`, would exceed the limit.
+
+    A cut is better that is short of less memory, or, short of none, takes less time by a
+    thousandth. The outcome has the work of all cuts that were looked at. The answer is the same
+    every time.
+    """
     best, looked, done = first, {cut}, first.work
     while True:
         before = cut
@@ -46,16 +61,18 @@ def move_ends(
             if done + first.work > work:
                 return cut, replace(best, work=done)
             looked.add(other)
-            found = look(other)
-            if found is not None:
-                done += found.work
-                if _is_better(found, best):
-                    cut, best = other, found
+            candidate = look(other)
+            if candidate is not None:
+                done += candidate.work
+                if _is_better(candidate, best):
+                    cut, best = other, candidate
         if cut == before:
             return cut, replace(best, work=done)
 
 
 def _is_better(one: Look[T], other: Look[T]) -> bool:
+    """Return True if `one` is short of fewer bytes than `other`, or, where both fit, takes less
+    time by a thousandth."""
     if one.short_bytes > 0 or other.short_bytes > 0:
         return one.short_bytes < other.short_bytes
     return one.seconds < other.seconds * _SHORTER

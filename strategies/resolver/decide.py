@@ -1,9 +1,9 @@
-"""What the resolver decides of a strategy: from its form on the devices to its simulated step.
+"""The decisions of the resolver on a strategy: from its form on the devices to its simulated step.
 
-In the order a reader would decide by hand: which devices form which stage, where the model is cut,
-who takes which samples and micro-batches, how each stage's tensors lie over its shard group, what
-that needs of memory. All on the operation graph, or the whole model where nothing cuts it; no
-torch.
+They are made in the order a reader would decide by hand: which devices form which stage, where the
+model is cut, who takes which samples and micro-batches, how each stage's tensors lie over its shard
+group, what that needs of memory. All of this is on the operation graph, or the whole model where
+nothing cuts it; no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -49,7 +49,7 @@ from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
 
 _Edges = Mapping[tuple[int, int], bool]
 
-_MOVING = 8_000  # tasks simulated, and ranks laid out, for a better cut
+_MOVING = 8_000  # most simulated tasks and laid-out ranks in the search for a better cut
 
 
 def decide(
@@ -61,8 +61,18 @@ def decide(
     moving: bool = False,
     cut: tuple[int, ...] = (),
 ) -> Considered:
-    """Return `strategy`, resolved: cut at the places `cut`, or balanced; `moving` the ends of its
-    stages to where its step is shortest. Raises PlanError with all faults of a stage."""
+    """Return `strategy`, resolved as far as its step.
+
+    strategy: the request's strategy.
+    cluster: the devices that it uses.
+    findings: analysis cache of the model.
+    training: batch, precision and optimizer.
+    moving: True if the ends of stages are moved to where the simulated step is shortest.
+    cut: places at which the model is cut (indices into `Sequenced.places`); empty for a balanced
+        cut.
+
+    Raises PlanError with all faults that one check finds.
+    """
     job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
     refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
@@ -79,7 +89,13 @@ def decide(
 
 @dataclass(frozen=True)
 class _Resolved:
-    """What a cut comes to, and the bytes `kept` on hosts; no step where that does not fit."""
+    """A cut, and the decisions that follow from it.
+
+    cut: the model in chunks.
+    decided: micro-batches, orders and memory.
+    step: the simulated step; None where the strategy does not fit the memory.
+    kept: bytes that each host keeps of its ranks; empty where nothing is offloaded.
+    """
 
     cut: Chunked
     decided: Decided
@@ -88,6 +104,8 @@ class _Resolved:
 
 
 def _look(job: Staging, cut: Chunked, micro_batches: int) -> Look[_Resolved]:
+    """Return the outcome of a cut. Its seconds are infinite where the strategy does not fit the
+    memory."""
     cut, decided = _fitted(job, cut, micro_batches)
     short = decided.room.short_bytes
     ranks = len(job.cluster.devices)
@@ -99,8 +117,7 @@ def _look(job: Staging, cut: Chunked, micro_batches: int) -> Look[_Resolved]:
 
 
 def _may_move(job: Staging) -> bool:
-    """Return whether the strategy leaves it to us where stages end, and wants them as devices
-    are."""
+    """Return True if the strategy leaves it open where stages end, and balances by the hardware."""
     named = any(stage.modules for stage in job.form.stages)
     return job.chunk_count > 1 and job.strategy.balance == "hardware" and not named
 
@@ -108,7 +125,8 @@ def _may_move(job: Staging) -> bool:
 def _moved(
     job: Staging, micro_batches: int, first: Look[_Resolved], decisions: list[Decision]
 ) -> Look[_Resolved]:
-    """Return the stages ending where the step is shortest."""
+    """Return the outcome of the cut of which the simulated step is shortest, found by moving the
+    ends of stages from `first`. A cut other than the first is added to `decisions`."""
     weights, balanced = job.findings.order.weights, first.found.cut
 
     def look(places: tuple[int, ...]) -> Look[_Resolved] | None:
@@ -132,15 +150,17 @@ def _moved(
 
 
 def _parts(job: Staging, cut: Chunked) -> str:
-    """Return the parts of the work that every chunk has, in words."""
+    """Return the share of the work that every chunk has, as text."""
     flops = job.findings.order.flops
-    each = (flops[last] - flops[first] for first, last in pairwise(cut.places))
-    return ", ".join(f"{100 * part / (flops[-1] or 1.0):.0f}%" for part in each)
+    chunk_flops = (flops[last] - flops[first] for first, last in pairwise(cut.places))
+    return ", ".join(f"{100 * part / (flops[-1] or 1.0):.0f}%" for part in chunk_flops)
 
 
 def _considered(
     job: Staging, micro_batches: int, look: Look[_Resolved], decisions: Sequence[Decision]
 ) -> Considered:
+    """Return the outcome `look` with functions that write its plan and simulate it elsewhere.
+    Raises ShortOfMemoryError where it does not fit."""
     cut, decided, step = look.found.cut, look.found.decided, look.found.step
     refuse_memory(decided.room, decided.times, micro_batches, look.work)
     assert step is not None
@@ -162,9 +182,9 @@ def _considered(
 
 
 def _on_hosts(job: Staging, cut: Chunked) -> Sequence[float]:
-    """Return the bytes that the host of every rank keeps of what the rank has a part of its own of,
-    where copies partition and offload it."""
-    engines, found = engines_of_stages(job, cut.chunks, cut.axes), []
+    """Return the bytes that the host of every rank keeps of the parameters and states that copies
+    partition and offload, by rank."""
+    engines, by_rank = engines_of_stages(job, cut.chunks, cut.axes), []
     for rank in range(len(job.cluster.devices)):
         copy, position = job.place_of(rank)
         stage = job.seats.stage_of[position]
@@ -172,15 +192,19 @@ def _on_hosts(job: Staging, cut: Chunked) -> Sequence[float]:
         kept = 0.0
         for engine in engines[stage]:
             if engine.keeper is not None:
-                each = host_bytes(engine.keeper.zero, offloaded(engine.keeper), job.training)
-                kept += each * engine.elements[member] / len(engine.groups[0])
-        found.append(kept)
-    return found
+                element_bytes = host_bytes(
+                    engine.keeper.zero, offloaded(engine.keeper), job.training
+                )
+                kept += element_bytes * engine.elements[member] / len(engine.groups[0])
+        by_rank.append(kept)
+    return by_rank
 
 
 def _staging(
     strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
 ) -> Staging:
+    """Return the strategy in its form on `cluster`. Raises PlanError where it has none, or where it
+    cannot train the model."""
     faults: list[Fault] = []
     form = form_of(strategy, cluster, training, faults)
     if faults or form is None:
@@ -191,20 +215,23 @@ def _staging(
 
 
 def _asked_micro_batches(job: Staging) -> int:
-    """Return how many micro-batches of a copy the request asks for; 1 where it leaves that open."""
+    """Return the number of micro-batches of a copy that the request asks for; 1 where it leaves
+    that open."""
     pipeline = job.form.pipeline
     return job.training.accumulate if pipeline is None else pipeline.micro_batches or 1
 
 
 def _told_to_recompute(job: Staging) -> set[int]:
+    """Return the stages that are asked to recompute their blocks."""
     return {n for n, stage in enumerate(job.form.stages) if stage.recompute == "full"}
 
 
 def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, Decided]:
-    """Return the cut and all that is decided of it, with shares that fit every device where there
-    are such: first what is split beside copies gives way (classes, experts), then samples."""
+    """Return the cut and all decisions on it, with shares that fit every device where there are
+    such shares. First the units of what is split beside copies (classes, experts) are shared out
+    anew, then samples."""
     decided = _decided(job, cut, micro_batches)
-    for own in (None, 1):  # beside the samples that members take, else beside one
+    for own in (None, 1):  # with the samples that members take, else with one sample
         if decided.room.short_bytes <= 0 or not (caps := decided.room.caps_of_unlike(own)):
             break
         try:
@@ -224,34 +251,39 @@ def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, De
 
 
 def _decided(job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int] = ()) -> Decided:
-    """Return in which order positions work, and which stages compute their blocks again. While what
-    is sent is on its way, positions have more in flight where there is memory for that; blocks that
-    may be computed again are where there is not even for less. `limits` are as in `share_batch`."""
+    """Return the decisions on a cut: the order in which positions work, and the stages that
+    recompute their blocks.
+
+    Positions have more in flight while messages are on their way, where there is memory for that.
+    Stages that may recompute their blocks do where the memory is too small even without. `limits`
+    are as in `share_batch`.
+    """
     recomputed = _told_to_recompute(job)
-    found = _in_memory(job, cut, micro_batches, limits, recomputed)
-    again = recomputed_stages(job, found.memory)
+    decided = _in_memory(job, cut, micro_batches, limits, recomputed)
+    again = recomputed_stages(job, decided.memory)
     if again == recomputed:
-        return found
+        return decided
     return _in_memory(job, cut, micro_batches, limits, again)
 
 
 def _in_memory(
     job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int], recomputed: Set[int]
 ) -> Decided:
-    """Return what is decided with more in flight for what is on its way, or, where that does not
-    fit, without."""
+    """Return the decisions with more micro-batches in flight for the time that messages take. Where
+    they do not fit, return the decisions without."""
     times = ChunkTimes(job, cut.chunks, cut.axes, frozenset(recomputed), limits)
     batches = share_batch(job, times, micro_batches, limits)
-    found = _ordered(job, cut, times, batches)
-    if any(found.transits) and found.room.short_bytes > 0:
+    decided = _ordered(job, cut, times, batches)
+    if any(decided.transits) and decided.room.short_bytes > 0:
         return _ordered(job, cut, times, batches, in_transit=False)
-    return found
+    return decided
 
 
 def _ordered(
     job: Staging, cut: Chunked, times: ChunkTimes, batches: Batches, in_transit: bool = True
 ) -> Decided:
-    """Return the order of work. `in_transit`: it counts with what is on its way."""
+    """Return the decisions with the order of work. With `in_transit`, the order counts with the
+    time that messages are on their way."""
     copies = range(job.form.copies)
     transits: list[Transits] = [{} for _ in copies]
     if in_transit and cut.edges:
@@ -270,8 +302,8 @@ def _orders(
     batches: Batches,
     transits: Sequence[Transits],
 ) -> list[tuple[tuple[Instruction, ...], ...]]:
-    """Return the instructions of every position, by copy; found once for copies that are alike."""
-    found: list[tuple[tuple[Instruction, ...], ...]] = []
+    """Return the instructions of every position, by copy. Copies that are alike share one order."""
+    orders: list[tuple[tuple[Instruction, ...], ...]] = []
     known: dict[object, tuple[tuple[Instruction, ...], ...]] = {}
     positions = [Position(held) for held in job.chunks_of_positions()]
     name = job.form.pipeline.schedule if job.form.pipeline else "1f1b"
@@ -280,14 +312,14 @@ def _orders(
         owners, count = batches.owners[copy], len(batches.samples[copy])
         alike = (tuple(taken.items()), tuple(underway.items()), owners, count)
         if alike not in known:
-            durations = {place: Durations(*each) for place, each in taken.items()}
+            durations = {place: Durations(*seconds) for place, seconds in taken.items()}
             known[alike] = schedule(name, positions, owners, edges, count, durations, underway)
-        found.append(known[alike])
-    return found
+        orders.append(known[alike])
+    return orders
 
 
 def _explained_devices(job: Staging) -> Iterator[Decision]:
-    """Say which degrees nobody gave."""
+    """Yield a decision on the degree that nobody gave, if there is one."""
     form, count = job.form, len(job.cluster.devices)
     if form.added > 1:
         reason = f"an outer replicate of {form.added} uses all {count} devices"
@@ -299,7 +331,8 @@ def _explained_devices(job: Staging) -> Iterator[Decision]:
 
 
 def _explained_shares(job: Staging, batches: Batches) -> Iterator[Decision]:
-    """Say how copies, or the members that share a stage's samples, share them, where not evenly."""
+    """Yield a decision on the shares of the batch that copies take, or members that share a stage's
+    samples, where these shares are not even."""
     shares = [sum(stop - start for start, stop in of_copy) for of_copy in batches.samples]
     if batches.members:
         sharing = (next(filter(None, copy)) for copy in batches.members)
@@ -313,7 +346,7 @@ def _explained_shares(job: Staging, batches: Batches) -> Iterator[Decision]:
 
 
 def _folded(shares: Sequence[int]) -> str:
-    """`8 x 43, 8 x 25` for equal neighbours."""
+    """Return shares as text, with equal neighbours together: `8 x 43, 8 x 25`."""
     runs = ((len(list(equal)), share) for share, equal in groupby(shares))
     return ", ".join(f"{times} x {share}" for times, share in runs)
 
@@ -321,6 +354,8 @@ def _folded(shares: Sequence[int]) -> str:
 def _explained(
     job: Staging, chunks: Sequence[StageChunk], recomputed: Set[int]
 ) -> Iterator[Decision]:
+    """Yield the decisions on recomputation, heads, tensors that stay whole, and unused
+    parameters."""
     form = job.form
     for stage, asked in enumerate(form.stages):
         if asked.recompute == "auto":
@@ -345,7 +380,7 @@ def _explained(
 
 
 def _explained_head(job: Staging, chunk: StageChunk) -> Iterator[Decision]:
-    """Say which projection is the head that is split."""
+    """Yield a decision that says which projection is the head that is split."""
     if chunk.head is None:
         return
     split = job.form.stages[chunk.stage].split

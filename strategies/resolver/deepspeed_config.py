@@ -17,9 +17,16 @@ def deepspeed_config(
     on_cpu: bool,
     reduce_dtype: str = "fp32",
 ) -> dict[str, Any] | None:
-    """Return the config of a rank's engine for `node`; None where ZeRO is off and torch's
-    DistributedDataParallel serves (docs/adr/003). `on_cpu`: its device is a CPU process.
-    `reduce_dtype` is what gradients are sent in."""
+    """Return the config of a rank's engine; None where ZeRO is off and torch's
+    DistributedDataParallel serves (docs/adr/003).
+
+    node: ZeRO stage and offload of the copies.
+    micro_batch_size: samples of the rank's largest micro-batch.
+    grad_clip: norm to which gradients are clipped.
+    optimizer: section that `deepspeed_optimizer` returns.
+    on_cpu: True if the rank's device is a CPU process.
+    reduce_dtype: dtype in which gradients are sent.
+    """
     if node.zero == 0:
         return None
     zero: dict[str, Any] = {
@@ -33,18 +40,19 @@ def deepspeed_config(
     for what in ("optimizer", "parameters"):
         if getattr(node, f"offload_{what}") == "cpu":
             key = "offload_param" if what == "parameters" else "offload_optimizer"
-            # What is copied to a GPU and back is copied beside its work, from pinned memory.
+            # Copies to a GPU and back overlap with its work only from pinned memory.
             zero[key] = {"device": "cpu", "pin_memory": not on_cpu}
     if node.zero == 3:
         # By default DeepSpeed leaves parameters under 100,000 elements whole on every rank.
         zero["stage3_param_persistence_threshold"] = 0
-        # By default nothing is released of a model of under 1e9 elements: that were ZeRO 2.
+        # By default DeepSpeed releases no parameter of a model under 1e9 elements, as ZeRO 2.
         zero["stage3_max_reuse_distance"] = 0
-        # A GPU gathers the next parameters beside its work, on a CPU it would be the same cores,
-        # and every one of them takes its room twice (docs/adr/012).
+        # Prefetch overlaps with a GPU's work. On a CPU it would run on the same cores, and every
+        # prefetched parameter takes its memory twice (docs/adr/012).
         zero["stage3_prefetch_bucket_size"] = 0 if on_cpu else REDUCE_BUCKET_ELEMENTS
-        # The update of a sub-group takes copies of its gradient, three with Adam: by default of
-        # all there is. A bucket's are no more than the reduction of gradients has just taken.
+        # The update of a sub-group copies its gradient, three times with Adam; by default the
+        # sub-group is all parameters. Copies of one bucket take no more memory than the reduction
+        # of gradients has just taken.
         zero["sub_group_size"] = REDUCE_BUCKET_ELEMENTS
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -58,12 +66,12 @@ def deepspeed_config(
         "communication_data_type": reduce_dtype,
         # Gradients are fp32 from the backward that makes them on, in every precision.
         "data_types": {"grad_accum_dtype": "fp32"},
-        # Ours are autocast (docs/adr/007), in fp16 with one loss scale for the whole job.
+        # Our 16-bit precisions are autocast (docs/adr/007), fp16 with one loss scale for the job.
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        # Offload with plain SGD, for which DeepSpeed has no kernel of its own.
+        # DeepSpeed has no CPU kernel for plain SGD, which may be offloaded as well.
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": optimizer,
         "steps_per_print": 2**31,
@@ -72,8 +80,9 @@ def deepspeed_config(
 
 
 def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> dict[str, Any]:
-    """Return the optimizer section of a config: torch's own optimizers, DeepSpeed's CPUAdam where
-    state lives on the host. Weight decay of `adam` is in the gradient, of `adamw` in the update."""
+    """Return the optimizer section of a config: torch's own optimizers, or DeepSpeed's CPUAdam
+    where the state is `offloaded` to the host. `name` is sgd, adam or adamw. Weight decay of `adam`
+    is in the gradient, of `adamw` in the update."""
     parameters = dict(options)
     fused = parameters.pop("fused", False)
     if name == "sgd":
@@ -86,8 +95,8 @@ def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> 
 
 
 def for_processes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config for a rank that is a CPU process and stands for a GPU, with what `on_cpu`
-    would have made of it: streams and pinned memory are a GPU's."""
+    """Return a config for a rank that is a CPU process and stands for a GPU, with the settings that
+    `on_cpu` would have given it: overlap with streams and pinned memory are a GPU's."""
     zero = {**config["zero_optimization"], "overlap_comm": False}
     for key in ("offload_optimizer", "offload_param"):
         if key in zero:

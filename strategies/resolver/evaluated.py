@@ -1,4 +1,5 @@
-"""A strategy resolved as far as its step: what that would take, before any plan is written."""
+"""A strategy resolved as far as its step: the prediction of the step, before any plan is
+written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,14 @@ from whale_train.strategies.simulate.prediction import Simulated
 
 @dataclass(frozen=True)
 class Considered:
-    """Its `step` on the devices it uses, and its plan, when asked for. `on` simulates the same step
-    on other devices, one for each. `work` counts the tasks simulated for it. `cut` are the places
-    where the stages of a pipeline begin and the last one ends."""
+    """A strategy resolved as far as its step.
+
+    step: the step, simulated on the devices that the strategy uses.
+    plan: function that returns the plan.
+    on: function that simulates the same step on other devices, one for each of the strategy's.
+    work: number of simulated tasks and laid-out ranks that it took.
+    cut: places where the stages of a pipeline begin and the last one ends.
+    """
 
     step: Simulated
     plan: Callable[[], Plan]

@@ -1,4 +1,4 @@
-"""A cluster as a plan says it."""
+"""The hardware of a cluster in the form that a plan has."""
 
 from itertools import groupby
 
@@ -12,7 +12,8 @@ from whale_train.strategies.plan.inventory import (
 
 
 def planned_inventory(cluster: Cluster) -> PlannedInventory:
-    """Return what a plan says of `cluster`; nodes that are alike, one after another, together."""
+    """Return the inventory of `cluster` for a plan. Nodes that are alike and follow one another are
+    one entry, with their number."""
     runs = [list(alike) for _, alike in groupby(map(_node, cluster.nodes))]
     kinds = {device.name: device for device in cluster.devices}
     return PlannedInventory(

@@ -1,4 +1,5 @@
-"""The segments of a cut graph as a plan has them: layouts whose sizes do not follow the batch."""
+"""The segments of a cut graph in the form that a plan has: layouts whose sizes do not follow the
+batch."""
 
 from whale_train.strategies.graph.operation_graph import Size
 from whale_train.strategies.layouts.propagation import Cast, Shard
@@ -8,8 +9,9 @@ from whale_train.strategies.plan.program import PlannedCast, PlannedSegment, Pla
 
 
 def planned_segment(segment: Segment) -> PlannedSegment:
-    """Return what one segment runs, takes and gives, how its values lie where they are sharded,
-    and what is inserted and replaced."""
+    """Return one segment as a plan holds it: the operations it runs, the values it takes and gives,
+    the layouts of those that are sharded, and the casts and replacements to write into the
+    graph."""
     typed = segment.assignment
     values = {*segment.operations, *segment.takes}
     return PlannedSegment(
@@ -30,12 +32,14 @@ def planned_segment(segment: Segment) -> PlannedSegment:
 
 
 def planned_shard(layout: Shard) -> PlannedShard:
-    """Return a cut whose `outer` is 0 where the batch decides it."""
+    """Return a layout as a plan holds it; its `outer` is 0 where the batch decides it."""
     outer = 0 if isinstance(layout.outer, Size) else layout.outer
     return PlannedShard(layout.dim, layout.axis, outer, layout.pieces)
 
 
 def _cast(cast: Cast) -> PlannedCast:
+    """Return a cast as a plan holds it: one layout, its target or else its source, and the source
+    as well for a cast between two shards."""
     source = planned_shard(cast.source) if isinstance(cast.source, Shard) else None
     target = planned_shard(cast.target) if isinstance(cast.target, Shard) else None
     is_between_cuts = cast.kind == "reshard"

@@ -1,4 +1,4 @@
-"""What the resolver refuses of a model under a strategy, before anything is decided."""
+"""The refusals of a model under a strategy, before anything is decided."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from whale_train.strategies.resolver.shared_batch import (
 from whale_train.strategies.stages.placement import StageChunk, Staging
 from whale_train.strategies.stages.split_names import refuse_unknown_names
 
-# The remedy where there is no graph. Whether it is one for the model at hand, whose batch copies
-# may not be able to share, is the launcher's to find out before it is said.
+# The remedy where there is no graph. The launcher finds out whether copies can share the batch of
+# the model at hand before it gives this remedy.
 AS_IS = "use strategy=dp or a zero strategy, which run the model as it is"
 
 
 def refuse_model(job: Staging) -> None:
-    """Raise PlanError with all that keeps the strategy of `job` from training its model."""
+    """Raise PlanError with all faults that keep the strategy of `job` from training its model."""
     faults: list[Fault] = []
     if job.profile.graph is None and not job.as_is:
         _refuse_no_graph(job, faults)
@@ -33,7 +33,7 @@ def refuse_model(job: Staging) -> None:
 
 
 def _refuse_no_graph(job: Staging, faults: list[Fault]) -> None:
-    """Add a fault for a strategy that cuts a model nobody could export."""
+    """Add a fault for a strategy that cuts a model which could not be exported."""
     profile, key, value = job.profile, job.strategy.graph[0].path, ""
     for split in (stage.split for stage in job.form.stages if stage.body and stage.split):
         key, value = f"{split.path}.modules", ", ".join(split.modules)
@@ -42,7 +42,7 @@ def _refuse_no_graph(job: Staging, faults: list[Fault]) -> None:
 
 
 def _refuse_partitions(job: Staging, faults: list[Fault]) -> None:
-    """Add a fault for what ZeRO, of which `job` has some stage, cannot partition."""
+    """Add faults for parameters that the ZeRO stage of `job` cannot partition."""
     profile, keeper = job.profile, job.form.keeper
     assert keeper is not None
     rules = []
@@ -59,8 +59,8 @@ def _refuse_partitions(job: Staging, faults: list[Fault]) -> None:
 
 
 def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
-    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes for unused what it
-    calls."""
+    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes the parameters that it
+    calls for unused."""
     if "autograd function CheckpointFunction" in profile.export_error:
         rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
         remedy = "use use_reentrant=False, or strategy=zero1"
@@ -68,7 +68,8 @@ def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
 
 
 def refuse_pieces(job: Staging, micro_batches: int) -> None:
-    """Raise PlanError where the batch may not be trained in as many pieces as there are."""
+    """Raise PlanError where the batch may not be trained in as many pieces as copies and
+    `micro_batches` make."""
     faults: list[Fault] = []
     form, profile = job.form, job.profile
     pieces = form.copies * micro_batches
@@ -91,8 +92,8 @@ def refuse_pieces(job: Staging, micro_batches: int) -> None:
 
 
 def refuse_own_losses(job: Staging, chunks: Sequence[StageChunk]) -> None:
-    """Raise PlanError where members of a shard group each have a loss of their own samples, whose
-    targets nobody can count before the model runs."""
+    """Raise PlanError where members of a shard group each have a loss of their own samples, and its
+    targets are computed from parameters, so that they cannot be counted before the model runs."""
     if job.as_is:
         return
     faults: list[Fault] = []

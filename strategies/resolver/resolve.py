@@ -1,8 +1,8 @@
 """The resolver: strategy x hardware x model -> Plan.
 
-One pure function over frozen data, in the order a reader would decide by hand: which devices,
-which TaskGraphs, who takes how much of the head and of the batch, what that costs. It needs none
-of the devices. Everything chosen without being asked for ends in the plan's decisions.
+One pure function over frozen data, in the order a reader would decide by hand: which devices, which
+TaskGraphs, who takes how much of the head and of the batch, what that costs. It needs none of the
+devices. Everything chosen without being asked for ends in the plan's decisions.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,17 @@ def resolve_and_simulate(
     training: Training,
     stand_ins: Cluster | None = None,
 ) -> tuple[Plan, Simulated]:
-    """Return the plan, and its step simulated: on `stand_ins`, a device for each of those the
-    strategy uses, where there are any, for which the plan then has a prediction as well. Raises
-    PlanError with all faults."""
-    found = consider(strategy, cluster, findings, training, moving=True)
-    plan = found.plan()
+    """Return the plan for `strategy` on the devices of `cluster`, and its simulated step.
+
+    `stand_ins` has a device for each one that the strategy uses. Where it is given, the step is
+    simulated on it, and the plan predicts this step as well (`predicted_here`). Raises PlanError
+    with all faults.
+    """
+    considered = consider(strategy, cluster, findings, training, moving=True)
+    plan = considered.plan()
     if stand_ins is None:
-        return plan, found.step
-    step = found.on(stand_ins)
+        return plan, considered.step
+    step = considered.on(stand_ins)
     return replace(plan, predicted_here=step.prediction()), step
 
 
@@ -64,30 +67,39 @@ def consider(
     moving: bool = False,
     cut: tuple[int, ...] = (),
 ) -> Considered:
-    """Resolve `strategy` as far as its step on the devices of `cluster`; `moving` the ends of
-    stages to where that is shortest. A pipeline is cut at `cut`, the places (indices into those of
-    the order of operations) where stages begin and the last one ends, or else balanced. Raises
-    PlanError with all faults."""
+    """Return `strategy` resolved as far as its step on the devices of `cluster`.
+
+    strategy: the request's strategy.
+    cluster: all devices there are.
+    findings: analysis cache of the model.
+    training: batch, precision and optimizer.
+    moving: True if the ends of stages are moved to where the simulated step is shortest.
+    cut: places where the stages of a pipeline begin and the last one ends (indices into
+        `Sequenced.places`); empty for a balanced cut.
+
+    Raises PlanError with all faults.
+    """
     faults: list[Fault] = []
     decisions: list[Decision] = []
     refuse_without_model(strategy, cluster, training, faults)
     if faults:
         raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
-    found = decide(strategy, cluster, findings, training, moving=moving, cut=cut)
+    considered = decide(strategy, cluster, findings, training, moving=moving, cut=cut)
 
     def plan() -> Plan:
-        inside = within_sizes(found.plan(), findings.profile)
+        inside = within_sizes(considered.plan(), findings.profile)
         inside = with_samples(inside, known_by_graph(findings, inside), training)
         return replace(inside, decisions=(*decisions, *inside.decisions))
 
-    return replace(found, plan=plan)
+    return replace(considered, plan=plan)
 
 
 def refuse_without_model(
     strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
 ) -> None:
-    """Everything that no model could make right, so that it can be said before one is built."""
+    """Add to `faults` every fault that the strategy has with any model, so that it can be reported
+    before a model is built."""
     cluster = _used_devices(strategy, cluster, faults, [])
     refuse_precision(training.precision, cluster, faults)
     if training.optimizer == "lamb":
@@ -98,6 +110,8 @@ def refuse_without_model(
 def _used_devices(
     strategy: Strategy, cluster: Cluster, faults: list[Fault], decisions: list[Decision]
 ) -> Cluster:
+    """Return the part of `cluster` that the strategy uses. Add a fault where the strategy asks for
+    more devices than there are, and a decision where it leaves some idle."""
     there, asked = len(cluster.devices), strategy.devices
     if asked is None:
         return cluster
@@ -134,7 +148,7 @@ def _used_devices(
 
 
 def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
-    """Refuse a precision that a device does not compute."""
+    """Add a fault for a precision that a device does not compute."""
     without = sorted({d.name for d in cluster.devices if precision not in d.flops})
     if without:
         rule = f"is not computed by {' and '.join(without)} of hardware={cluster.name}"
@@ -144,7 +158,8 @@ def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> N
 
 
 def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:
-    """LAMB's trust ratio is of a whole parameter, and ZeRO's flat partitions end anywhere."""
+    """Add a fault for every node with ZeRO among `nodes` and inside them: LAMB's trust ratio is of
+    a whole parameter, and ZeRO's flat partitions end anywhere."""
     for node in nodes:
         if isinstance(node, Replicate) and node.zero:
             rule = "partitions parameters anywhere, and optimizer=lamb needs the norm of each"

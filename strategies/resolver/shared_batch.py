@@ -1,8 +1,8 @@
-"""Whether a batch may be shared: what its loss is, given the losses of its parts.
+"""The loss of a batch given the losses of its parts, and whether the batch may be shared.
 
 Copies and micro-batches compute the losses of their own samples, and the loss of the batch is made
-of these: their mean, weighted by samples, or their sum. `independence/` says which by the graph;
-where it cannot say, or there is no graph, the launcher compares numbers before the first step
+of these: their mean, weighted by samples, or their sum. `independence/` says which by the graph.
+Where it cannot say, or there is no graph, the launcher compares numbers before the first step
 (`models/batch_parts/compare_parts.py`).
 """
 
@@ -18,51 +18,63 @@ from whale_train.strategies.stages.analysis import Findings
 VOUCHED = "model.samples_are_independent"
 EXCHANGED = "copies exchange its sums over the batch"
 DRAWS = "draws random numbers of its own"
-COMPARED = "compared before the first step"  # what a plan decides of a model nobody knows this of
+COMPARED = "compared before the first step"  # of models without a known loss
 
 
 def refuse_shared_batch(
     findings: Findings, training: Training, micro_batches: int, faults: list[Fault]
 ) -> None:
-    """Add a fault where a model's batch cannot be shared, for a plan in which it is.
+    """Add the faults of a model whose batch cannot be shared, for a plan in which it is.
 
-    `micro_batches` are those of one copy.
+    The faults are samples that meet, a buffer that would be written in each of several
+    micro-batches, and a `model.loss_over` that is not what the graph says. None is added where the
+    request vouches that samples are independent. `micro_batches` is the number of micro-batches of
+    one copy.
     """
-    profile, found = findings.profile, findings.samples
+    profile, judgement = findings.profile, findings.samples
     if training.samples_are_independent:
         return
-    if found.kind == "meets" and not (found.sums and micro_batches == 1):
-        where = f"{_said(found.operation)} " if found.operation is not None else ""
-        rule = f"lets the samples of a batch meet: {where}{found.because}, so that copies and "
+    if judgement.kind == "meets" and not (judgement.sums and micro_batches == 1):
+        where = f"{_said(judgement.operation)} " if judgement.operation is not None else ""
+        rule = f"lets the samples of a batch meet: {where}{judgement.because}, so that copies and "
         rule += "micro-batches of their own samples would train something else"
         remedy = "use strategy=single, strategy=split, or a pipeline of one micro-batch"
-        if profile.graph is None:  # which these but the first need
+        if profile.graph is None:  # split and pipeline need one
             remedy = "use strategy=single"
-        if found.sums:
-            rule = f"lets the samples of a batch meet: {where}{found.because}, and micro-batches "
+        if judgement.sums:
+            rule = (
+                f"lets the samples of a batch meet: {where}{judgement.because}, and micro-batches "
+            )
             rule += "of one copy are not there at the same time"
             remedy = "use one micro-batch: copies of the model exchange what is made of all samples"
         remedy = profile.unequal_remedy or remedy
         faults.append(Fault("model", profile.name, rule, remedy))
-    elif micro_batches > 1 and found.counts is not None:
-        rule = f"changes in every call: {_said(found.counts)} writes into a buffer, once in each "
+    elif micro_batches > 1 and judgement.counts is not None:
+        rule = (
+            f"changes in every call: {_said(judgement.counts)} writes into a buffer, once in each "
+        )
         rule += f"of {micro_batches} micro-batches instead of once a step"
         remedy = "use one micro-batch, or strategy=dp without train.accumulate"
         faults.append(Fault("model", profile.name, rule, remedy))
     asked = training.loss_over
-    if asked is not None and found.kind in ("mean", "sum") and asked != found.kind:
+    if asked is not None and judgement.kind in ("mean", "sum") and asked != judgement.kind:
         rule = (
-            f"is not what the loss of {profile.name} is: by its graph, it is a {found.kind} over "
+            f"is not what the loss of {profile.name} is: "
+            f"by its graph, it is a {judgement.kind} over "
         )
         rule += "the samples"
-        faults.append(Fault("model.loss_over", asked, rule, f"use {found.kind}, or null"))
+        faults.append(Fault("model.loss_over", asked, rule, f"use {judgement.kind}, or null"))
 
 
 def refuse_written_parameters(
     profile: ModelProfile, zero: int, faults: list[Fault], written: str = ""
 ) -> None:
-    """Add a fault for a parameter that the forward changes, by its graph or found `written` in a
-    run, where ZeRO keeps values of its own and would put them back."""
+    """Add a fault for a parameter that the forward changes, where ZeRO keeps values of its own and
+    would undo the change.
+
+    `written` is the path of a parameter that a run has shown to change; '' for none. Without one,
+    the parameters that the model's graph writes count.
+    """
     where = written
     for operation in profile.graph or ():
         for name in operation.writes:
@@ -79,9 +91,15 @@ def refuse_written_parameters(
 def refuse_unlike_copies(
     profile: ModelProfile, zero: int, norm: str, unlike: str, faults: list[Fault]
 ) -> None:
-    """Add a fault where the samples of some parts of a batch reached the batch norm `norm` and
-    others did not, so that copies would wait for each other's statistics; or the module or
-    parameter `unlike`, where ZeRO goes by the order of what is reached ('': there is none)."""
+    """Add a fault where the samples of some parts of a batch reached a module and others did not.
+
+    norm: path of a batch norm that some parts did not reach: copies would wait for each other's
+        statistics.
+    unlike: path of a module or parameter that some parts did not reach: ZeRO 2 and 3 go by the
+        order in which all of them run.
+
+    Both are '' where there is none.
+    """
     some = "for the samples of some copies alone"
     if norm:
         rule = f"runs the batch norm {norm} {some}, and its statistics are of the whole batch"
@@ -93,11 +111,13 @@ def refuse_unlike_copies(
 
 
 def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
-    """Return `plan` with what its loss is over the samples, and what is known of that where its
-    batch is shared."""
-    found = findings.samples
-    loss_over = found.kind if found.kind in ("mean", "sum") else training.loss_over or "mean"
-    loss_over = "mean" if found.sums else loss_over
+    """Return `plan` with the loss of its batch over the samples (mean or sum), and with decisions
+    on what is known of that where its batch is shared."""
+    judgement = findings.samples
+    loss_over = (
+        judgement.kind if judgement.kind in ("mean", "sum") else training.loss_over or "mean"
+    )
+    loss_over = "mean" if judgement.sums else loss_over
     if findings.profile.own_draws:
         reason = (
             f"its forward draws from {findings.profile.own_draws}: every rank draws alike, and "
@@ -107,32 +127,34 @@ def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
     if not plan.shares_batch:
         return replace(plan, loss_over=loss_over)
     decisions = plan.decisions
-    if found.sums and not training.samples_are_independent:
-        assert found.operation is not None
-        reason = f"samples meet in sums over the batch alone: {_said(found.operation)} "
-        decisions = (*decisions, Decision("model", EXCHANGED, "", f"{reason}{found.because}"))
+    if judgement.sums and not training.samples_are_independent:
+        assert judgement.operation is not None
+        reason = f"samples meet in sums over the batch alone: {_said(judgement.operation)} "
+        decisions = (*decisions, Decision("model", EXCHANGED, "", f"{reason}{judgement.because}"))
         return replace(plan, loss_over=loss_over, decisions=decisions)
-    if found.kind == "sum":
+    if judgement.kind == "sum":
         reason = "the model's graph adds its samples' losses up: parts are added, not averaged"
         decisions = (*decisions, Decision("model.loss_over", "sum", "mean", reason))
-    if training.samples_are_independent and found.kind in ("meets", "unknown"):
+    if training.samples_are_independent and judgement.kind in ("meets", "unknown"):
         reason = "the request vouches that samples do not meet, which nobody has checked"
-        decisions = (*decisions, Decision(VOUCHED, "true", "", f"{reason}{_why(found)}"))
-    elif found.kind == "unknown":
+        decisions = (*decisions, Decision(VOUCHED, "true", "", f"{reason}{_why(judgement)}"))
+    elif judgement.kind == "unknown":
         reason = "nobody knows whether its batch may be trained in parts"
-        decisions = (*decisions, Decision("model", COMPARED, "", f"{reason}{_why(found)}"))
+        decisions = (*decisions, Decision("model", COMPARED, "", f"{reason}{_why(judgement)}"))
     return replace(plan, loss_over=loss_over, decisions=decisions)
 
 
-def _why(found: Judgement) -> str:
-    if found.operation is not None:
-        because = found.because or "has no rule that says what it does with samples"
-        return f" ({_said(found.operation)} {because})"
-    return f" (there is no graph to see it in: {found.because})" if found.because else ""
+def _why(judgement: Judgement) -> str:
+    """Return the reason of a judgement, as the end of a message: " (...)", or '' where there is
+    none."""
+    if judgement.operation is not None:
+        because = judgement.because or "has no rule that says what it does with samples"
+        return f" ({_said(judgement.operation)} {because})"
+    return f" (there is no graph to see it in: {judgement.because})" if judgement.because else ""
 
 
 def _said(operation: Operation) -> str:
-    """Return an operation as a message calls it: what it is, and where."""
+    """Return an operation as messages name it: its kind, its module and its name."""
     kind = operation.target.removeprefix("aten.").partition(".")[0]
     kind = kind.removeprefix("<built-in function ").rstrip(">")
     return f"{kind} in {operation.module or 'its own forward'} ({operation.name})"
@@ -141,8 +163,9 @@ def _said(operation: Operation) -> str:
 def refuse_learned_targets(
     profile: ModelProfile, key: str, value: str, remedy: str, faults: list[Fault]
 ) -> None:
-    """Add faults for means over classes that parameters have a part in, for a plan whose steps have
-    several pieces: `key` is what cuts them, `remedy` the way out."""
+    """Add faults for means over classes whose targets are computed from parameters, for a plan
+    whose steps have several pieces. Targets that are probabilities are allowed. `key` and `value`
+    are the setting that cuts the steps, `remedy` the way out."""
     assert profile.graph is not None
     trained = {p.path for p in profile.parameters}
     for operation in profile.graph:
@@ -156,7 +179,7 @@ def refuse_learned_targets(
 
 
 def _are_probabilities(graph: OperationGraph, loss: Operation) -> bool:
-    """Return whether the targets of a loss are probabilities, of which a mean is one over rows."""
+    """Return True if the targets of a loss are probabilities, whose mean is over rows."""
     return "float" in graph[loss.inputs[1]].dtype
 
 
@@ -167,7 +190,7 @@ _MEANS_OVER_TARGETS = (
 
 
 def where_samples_meet(graph: OperationGraph) -> Operation | None:
-    """Return the operation in which the samples of a batch meet on the way to the loss, if one is
-    proven to."""
-    found = judge(graph)
-    return found.operation if found.kind == "meets" else None
+    """Return the operation in which the samples of a batch meet on the way to the loss; None where
+    none is proven to."""
+    judgement = judge(graph)
+    return judgement.operation if judgement.kind == "meets" else None

@@ -1,4 +1,4 @@
-"""The plan of a strategy, written down: TaskGraphs, groups, segments, ranks."""
+"""The plan of a strategy, written from its decisions: TaskGraphs, groups, segments, ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -37,8 +37,18 @@ from whale_train.strategies.stages.step import StagedStep
 
 @dataclass(frozen=True)
 class Decided:
-    """All that was decided, to be written down. `transits` are, by copy, the times that the orders
-    count with for what is on its way."""
+    """All decisions on a strategy, from which its plan is written.
+
+    times: seconds of the chunks.
+    axes: intervals of the members of shard groups, by axis.
+    batches: micro-batches of every copy.
+    edges: pairs of chunks of which the first sends to the second; True if a gradient comes back.
+    shared: stages of every trained parameter that several stages hold, by path.
+    room: memory that the ranks have and need.
+    orders: instructions, by copy and position.
+    transits: seconds of sending a micro-batch from chunk to chunk with which the orders count, by
+        copy.
+    """
 
     times: ChunkTimes
     axes: AxisIntervals
@@ -59,14 +69,20 @@ class Decided:
 
     @cached_property
     def memory(self) -> Mapping[int, MemoryEstimate]:
-        """What every rank needs."""
+        """Return the bytes that every rank needs at its peak, by rank."""
         return self.room.memory.of_batches(self.batches)
 
 
 def written(
     job: Staging, decided: Decided, predicted: Prediction, decisions: Sequence[Decision]
 ) -> Plan:
-    """Return the plan of all that was decided."""
+    """Return the plan of a strategy.
+
+    job: the strategy on its devices.
+    decided: all decisions on it.
+    predicted: prediction of its step.
+    decisions: choices that nobody asked for, with reasons, which the plan carries.
+    """
     form, count = job.form, len(job.cluster.devices)
     task_graphs = tuple(
         t for stage in range(len(form.stages)) for t in _task_graphs(job, stage, decided)
@@ -75,7 +91,7 @@ def written(
     for stage, numbers in enumerate(job.task_graphs):
         for number in numbers:
             name = task_graphs[number].name
-            if form.stages[stage].body and number == numbers[0]:  # beside a split head
+            if form.stages[stage].body and number == numbers[0]:  # the rest beside a split part
                 groups[f"{name}.data_parallel"] = job.copies_of_rest[stage]
                 continue
             is_beside = form.stages[stage].body is not None
@@ -117,13 +133,13 @@ def written(
 
 
 def simulated_step(job: Staging, decided: Decided) -> Simulated:
-    """Return the step on the devices of `job`."""
+    """Return the simulated step on the devices of `job`."""
     priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
     return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
 
 def _pipeline(job: Staging, decided: Decided) -> PlannedPipeline:
-    """Return who runs which chunk for which micro-batch."""
+    """Return the pipeline of a plan: which position runs which chunk for which micro-batch."""
     form = job.form
     return PlannedPipeline(
         schedule=form.pipeline.schedule if form.pipeline else "1f1b",
@@ -148,6 +164,8 @@ def _pipeline(job: Staging, decided: Decided) -> PlannedPipeline:
 
 
 def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
+    """Return one copy of the pipeline of a plan: its ranks, samples, owners, and times in
+    seconds."""
     batches = decided.batches
     durations = decided.times.durations(copy, batches.largest(copy))
     return PlannedCopy(
@@ -163,6 +181,7 @@ def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
 
 
 def _segment(job: Staging, chunk: StageChunk) -> Segment:
+    """Return a chunk as the segment of the graph that its stage runs."""
     number, part = job.task_graphs[chunk.stage][0], chunk.slice
     assignment = chunk.sharded.assignment if chunk.sharded else None
     sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
@@ -170,28 +189,30 @@ def _segment(job: Staging, chunk: StageChunk) -> Segment:
 
 
 def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGraph]:
-    form, mine = job.form.stages[stage], [c for c in decided.chunks if c.stage == stage]
+    """Yield the TaskGraphs of a stage: one, or the rest and then the part that is split beside
+    it."""
+    form, chunks = job.form.stages[stage], [c for c in decided.chunks if c.stage == stage]
     alone = len(job.form.stages) == 1
     whole = TaskGraph(
         id=job.task_graphs[stage][0],
         name="model" if alone else f"stage_{stage}",
         primitive=_primitive(job),
         path=form.path,
-        modules=tuple(dict.fromkeys(m for chunk in mine for m in chunk.slice.modules)),
-        parameters=_listed(job, {path for chunk in mine for path in chunk.slice.parameters}),
-        flops=sum(chunk.slice.flops for chunk in mine),
+        modules=tuple(dict.fromkeys(m for chunk in chunks for m in chunk.slice.modules)),
+        parameters=_listed(job, {path for chunk in chunks for path in chunk.slice.parameters}),
+        flops=sum(chunk.slice.flops for chunk in chunks),
         zero=job.zero,
         offload=_offload(job.form.keeper),
         replicas=job.replicas[stage],
         shares=_shares(job, stage, decided.batches),
-        narrow=_narrow_frozen(job, mine),
+        narrow=_narrow_frozen(job, chunks),
     )
-    shards = {path: shard for chunk in mine for path, shard in chunk.shards.items()}
+    shards = {path: shard for chunk in chunks for path, shard in chunk.shards.items()}
     if form.body is None:
         yield _cut(job, whole, shards, decided.axes)
         return
     assert form.split is not None
-    split = _split_of(job, mine)
+    split = _split_of(job, chunks)
     members = [
         sum(stop - start for start, stop in of_member)
         for copy in decided.batches.members
@@ -209,7 +230,7 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         shares=tuple(members),
     )
     yield _cut(job, body, {}, decided.axes)
-    keeper = _keeper_beside(job, stage, mine)
+    keeper = _keeper_beside(job, stage, chunks)
     beside = replace(
         whole,
         id=job.task_graphs[stage][1],
@@ -227,15 +248,22 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
 
 
 def _keeper_beside(job: Staging, stage: int, chunks: Sequence[StageChunk]) -> Replicate | None:
-    """Return how what is split beside a stage's rest is kept, if not whole: experts are."""
+    """Return the ZeRO and offload settings of what is split beside a stage's rest; None where it is
+    kept whole, and where there is no such part."""
     run_by_rest = any(chunk.beside is not None for chunk in chunks if chunk.stage == stage)
     return job.keeper_beside(stage) if run_by_rest else None
 
 
 @dataclass(frozen=True)
 class _SplitPart:
-    """What a stage splits beside copies of its rest: the `flops` of a sample's forward, and those
-    of the rest, which has `rest_parameters`."""
+    """The part that a stage splits beside copies of its rest.
+
+    name: head, experts or split.
+    modules: paths of the part's modules.
+    flops: FLOP of the part in a sample's forward.
+    rest_flops: FLOP of the rest in a sample's forward.
+    rest_parameters: paths of the rest's parameters.
+    """
 
     name: str
     modules: tuple[str, ...]
@@ -245,11 +273,14 @@ class _SplitPart:
 
 
 def _split_of(job: Staging, chunks: Sequence[StageChunk]) -> _SplitPart:
-    """Return what the chunks of a stage split: a head, of which there is one, or parts of each."""
-    listed = [(name, x) for x in chunks for name in x.slice.operations]
-    operations = [job.graph[name] for name, chunk in listed if name in (chunk.beside or ())]
-    modules = tuple(dict.fromkeys(each.module for each in operations))
-    flops = sum(each.flops for each in operations)
+    """Return the part that the chunks of a stage split: a head, of which there is one, or parts of
+    each chunk."""
+    operation_chunks = [(name, x) for x in chunks for name in x.slice.operations]
+    operations = [
+        job.graph[name] for name, chunk in operation_chunks if name in (chunk.beside or ())
+    ]
+    modules = tuple(dict.fromkeys(operation.module for operation in operations))
+    flops = sum(operation.flops for operation in operations)
     cut_here = {path for chunk in chunks for path in chunk.shards}
     rest = frozenset(path for chunk in chunks for path in chunk.slice.parameters) - cut_here
     experts = all(set(chunk.axes) == set(chunk.expert_axes) for chunk in chunks)
@@ -260,6 +291,7 @@ def _split_of(job: Staging, chunks: Sequence[StageChunk]) -> _SplitPart:
 
 
 def _primitive(job: Staging) -> str:
+    """Return the primitive of a stage's TaskGraph that is not split beside copies."""
     if job.form.pipeline:
         return "stage"
     return "split" if any(stage.split for stage in job.form.stages) else "replicate"
@@ -275,14 +307,15 @@ def _listed(
 def _cut(
     job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: AxisIntervals
 ) -> TaskGraph:
-    """Return the TaskGraph with its parameters' shards."""
+    """Return the TaskGraph with the shards of its parameters, and without ZeRO and offload where it
+    trains none."""
     unused = job.profile.unused_parameters
     narrow: frozenset[str] = frozenset()
     if (task_graph.zero or task_graph.streams) and job.training.precision != "fp32":
         narrow = job.profile.narrow.difference(unused)
     narrow_trained = (path for path in task_graph.parameters if path in narrow)
     trained = tuple(path for path in task_graph.parameters if path not in unused)
-    if not trained:  # of a stage all of whose weights are split beside it
+    if not trained:  # all weights of the stage are split beside this rest
         task_graph = replace(task_graph, zero=0, offload=_offload(None))
     return replace(
         task_graph,
@@ -295,14 +328,14 @@ def _cut(
 
 
 def _narrow_frozen(job: Staging, chunks: Sequence[StageChunk]) -> tuple[str, ...]:
-    """Return the frozen weights of some chunks that ranks hold in 16 bits."""
+    """Return the paths of the frozen weights of `chunks` that ranks hold in 16 bits."""
     narrow = job.findings.once("narrow frozen", lambda: narrow_frozen(job.profile, job.training))
     held = (path for chunk in chunks for path in chunk.slice.frozen if path in narrow)
     return tuple(dict.fromkeys(held))
 
 
 def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:
-    """Samples of a step for every copy of a stage."""
+    """Return the samples of a step that every copy of a stage takes."""
     return tuple(
         sum(stop - start for start, stop in _owned(job, copy, stage, position, batches))
         for copy in range(job.form.copies)
@@ -313,12 +346,14 @@ def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:
 def _owned(
     job: Staging, copy: int, stage: int, position: int, batches: Batches
 ) -> tuple[tuple[int, int], ...]:
-    """Return the micro-batches a position owns, as intervals of the global batch."""
+    """Return the micro-batches that a position owns, as intervals of the global batch."""
     pairs = zip(batches.samples[copy], batches.owners[copy][stage], strict=True)
     return tuple(interval for interval, owner in pairs if owner == position)
 
 
 def _offload(keeper: Replicate | None) -> dict[str, str]:
+    """Return the places ("none" or "cpu") to which the settings `keeper` offload optimizer and
+    parameters."""
     return {
         "optimizer": keeper.offload_optimizer if keeper else "none",
         "parameters": keeper.offload_parameters if keeper else "none",
@@ -326,6 +361,8 @@ def _offload(keeper: Replicate | None) -> dict[str, str]:
 
 
 def _rank(job: Staging, rank: int, decided: Decided, task_graphs: Sequence[TaskGraph]) -> RankPlan:
+    """Return the plan of one rank: its TaskGraphs, samples, memory and DeepSpeed configs.
+    `task_graphs` are those of all stages, by number."""
     stage = job.stage_of_rank(rank)
     samples = _own_samples(job, rank, decided.batches)
     largest = max((stop - start for start, stop in samples), default=0)
@@ -334,7 +371,7 @@ def _rank(job: Staging, rank: int, decided: Decided, task_graphs: Sequence[TaskG
     config = _config(job, keeper if several or (keeper and keeper.offloads) else None, largest)
     of_experts = _config(job, _keeper_beside(job, stage, decided.chunks), largest)
     rest, *beside = job.task_graphs[stage]
-    if not task_graphs[rest].zero:  # which has nothing to partition
+    if not task_graphs[rest].zero:  # a rest without weights has nothing to partition
         config = None
     return RankPlan(
         rank=rank,
@@ -350,7 +387,8 @@ def _rank(job: Staging, rank: int, decided: Decided, task_graphs: Sequence[TaskG
 
 
 def _config(job: Staging, keeper: Replicate | None, largest: int) -> dict[str, Any] | None:
-    """Return the config of an engine that is kept as `keeper` says, if DeepSpeed keeps it."""
+    """Return the DeepSpeed config of an engine with the settings `keeper`; None where it has no
+    ZeRO. `largest` is the number of samples of the rank's largest micro-batch."""
     if keeper is None or not keeper.zero:
         return None
     training, offloaded = job.training, keeper.offload_optimizer == "cpu"
@@ -360,8 +398,8 @@ def _config(job: Staging, keeper: Replicate | None, largest: int) -> dict[str, A
 
 
 def _own_samples(job: Staging, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:
-    """Return the micro-batches that a rank takes, or its parts of them beside a split head, as
-    intervals of the global batch."""
+    """Return the micro-batches that a rank takes, as intervals of the global batch. Beside a split
+    part, these are the rank's parts of the micro-batches."""
     copy, position = job.place_of(rank)
     stage = job.seats.stage_of[position]
     owned = _owned(job, copy, stage, position, batches)

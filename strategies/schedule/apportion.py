@@ -2,8 +2,8 @@
 
 The optimum of hardware-aware balance: whole shares within the devices' caps, whose slowest device
 is done as early as possible. All arithmetic is on integers, so the answer is exact and the same
-everywhere. The caller decides what a speed and a cap are (FLOP/s, a stage's time, samples that
-fit), and what an answer of None means.
+everywhere. The caller decides the meaning of a speed and a cap (FLOP/s, a stage's time, samples
+that fit), and of an answer of None.
 """
 
 import heapq
@@ -18,8 +18,11 @@ _ROUNDS = 3  # enough for shares to settle: a step's fixed part is small beside 
 def apportion(
     balance: str, total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
 ) -> tuple[int, ...] | None:
-    """Return whole shares of `total`, each of at least `minimum` and at most its cap: in proportion
-    to `speeds` (`balance` "hardware") or equal to within one ("even"); None where no shares are."""
+    """Return whole shares of `total`, each of at least `minimum` and at most its cap; None where
+    there are no such shares.
+
+    The shares are in proportion to `speeds` (`balance` "hardware") or equal to within one ("even").
+    """
     if balance == "even":
         shares = even_shares(total, len(caps), caps)
         return None if shares is None or min(shares, default=minimum) < minimum else shares
@@ -34,12 +37,14 @@ def apportion_by_time(
     minimum: int = 0,
 ) -> tuple[int, ...] | None:
     """Return whole shares of `total` as `apportion` does, for members that take `times[i](n)`
-    seconds for n samples, such that all end together as nearly as whole samples allow. Members with
-    the same function, which are priced once, are alike.
+    seconds for n samples.
+
+    All members end together as nearly as whole samples allow. Members with the same function are
+    priced once.
 
     Around a share, a time is a line: a fixed part, and one that grows with the samples. From equal
-    shares on, each round takes the shares whose lines end together; the best of a few rounds is
-    returned.
+        shares on, each round takes the shares whose lines end together; the best of a few rounds is
+        returned.
     """
     count = len(times)
     if balance == "even" or count < 2:
@@ -66,28 +71,32 @@ def apportion_by_time(
 
 
 def _line(time: Callable[[int], float], samples: int) -> tuple[float, float]:
-    """Return the (fixed, per sample) seconds of the line through `samples` and twice as many."""
+    """Return the (fixed, per sample) seconds of the line through the times of `samples` and of
+    twice as many."""
     samples = max(samples, 1)
     once, twice = time(samples), time(2 * samples)
-    each = max((twice - once) / samples, 1e-30)  # what takes no time is done at once
-    return max(once - each * samples, 0.0), each
+    per_sample = max((twice - once) / samples, 1e-30)  # no division by 0 where they take no time
+    return max(once - per_sample * samples, 0.0), per_sample
 
 
 def _ending_together(total: int, lines: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the fractional shares with which members of (fixed, per sample) seconds all end
-    together; next to nothing for one whose fixed part alone is longer. Fixed parts that differ by
-    less than a prediction's error count as equal."""
+    """Return the fractional shares of `total` with which members of (fixed, per sample) seconds all
+    end together.
+
+    A member whose fixed part alone is longer gets next to nothing. Fixed parts that differ by less
+    than a prediction's error count as equal.
+    """
     fixed = [start for start, _ in lines]
     if max(fixed) <= _SAME * min(fixed):
-        return [1 / each for _, each in lines]
-    rate = sum(1 / each for _, each in lines)
-    end = (total + sum(start / each for start, each in lines)) / rate
-    return [max((end - start) / each, 1e-6) for start, each in lines]
+        return [1 / per_sample for _, per_sample in lines]
+    rate = sum(1 / per_sample for _, per_sample in lines)
+    end = (total + sum(start / per_sample for start, per_sample in lines)) / rate
+    return [max((end - start) / per_sample, 1e-6) for start, per_sample in lines]
 
 
 def most_shared(balance: str, caps: Sequence[int]) -> int:
-    """Return the largest number that can be shared within `caps`: evenly, no share exceeds another
-    by two."""
+    """Return the largest number that can be shared within `caps`. Under `balance` "even", shares
+    are equal to within one."""
     if balance == "even":
         lowest = min(caps)
         return lowest * len(caps) + sum(cap > lowest for cap in caps)
@@ -145,10 +154,10 @@ def optimal_shares(
 
 
 def even_shares(total: int, count: int, caps: Sequence[int]) -> tuple[int, ...] | None:
-    """Return shares of `total` equal to within one, whatever the speeds: `balance: even`.
+    """Return shares of `total` that are equal to within one, whatever the speeds (`balance: even`).
 
-    The larger ones go to the lowest ranks whose cap allows it. None when some device cannot
-    hold its part. Raises ValueError unless there are `count` caps.
+    The larger ones go to the lowest ranks whose cap allows it. None where some device cannot hold
+    its part. Raises ValueError unless there are `count` caps.
     """
     if len(caps) != count:
         raise ValueError(f"{count} devices but {len(caps)} caps")
@@ -193,11 +202,11 @@ def _integers_in_proportion(speeds: Sequence[float]) -> list[int]:
 def _continuous_optimum(
     total: int, rates: Sequence[int], caps: Sequence[int], minimum: int, scale: int
 ) -> tuple[int, int]:
-    """Return the time t, as a fraction, by which exactly `total` is done if samples could be cut:
-    the sum over i of t * rates[i], held within [minimum, caps[i]], is `total`.
+    """Return, as a fraction, the time t by which exactly `total` is done if samples could be cut.
 
-    That sum is linear between the times at which a device passes its minimum or meets its cap;
-    those are visited in order until the sum reaches `total`.
+    At t, the sum over i of t * rates[i], held within [minimum, caps[i]], is `total`. That sum is
+    linear between the times at which a device passes its minimum or meets its cap. Those are
+    visited in order until the sum reaches `total`.
     """
     events = sorted(
         (bound * scale // rate, bound, rate, starts)

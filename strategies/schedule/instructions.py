@@ -1,9 +1,9 @@
-"""What the positions of a pipeline do in a step, one instruction after another.
+"""The instructions that the positions of a pipeline run in a step.
 
-A pipeline is cut into chunks 0..C-1 in forward order. A position is one place in it (a rank, or
-the ranks of one shard group). Positions that hold the same chunks are the replicas of one stage;
-each micro-batch of a chunk is computed by one of them, its owner. Of S stages, stage s holds the
-chunks s, s + S, s + 2S, ...: one, or several virtual stages (interleaving).
+A pipeline is cut into chunks 0..C-1 in forward order. A position is one place in it (a rank, or the
+ranks of one shard group). Positions that hold the same chunks are the replicas of one stage; each
+micro-batch of a chunk is computed by one of them, its owner. Of S stages, stage s holds the chunks
+s, s + S, s + 2S, ...: one, or several virtual stages (interleaving).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What an instruction does. BACKWARD is both its parts at once."""
+    """Kind of an instruction. BACKWARD is BACKWARD_INPUT and BACKWARD_WEIGHT at once."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -29,15 +29,18 @@ class Kind(StrEnum):
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
 RECEIVES = (Kind.RECEIVE, Kind.RECEIVE_GRADIENT)
-# Ends of a backward, in one part or two: those that make gradients of weights.
+# The last instruction of a backward, in one part or two: the one that makes gradients of weights.
 ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 class Instruction(NamedTuple):
-    """`kind`, done for `chunk` (of the position it is listed for) and `micro_batch`.
+    """One action of a position.
 
-    `peer` is the chunk at the other end of the edge for the four communication kinds (the
-    position there is the peer's owner of this micro-batch), -1 for the others.
+    kind: the action.
+    chunk: the chunk it is done for, one of the position's.
+    micro_batch: the micro-batch it is done for.
+    peer: for the four communication kinds, the chunk at the other end of the edge; the position
+        there is the peer's owner of this micro-batch. For other kinds -1.
     """
 
     kind: Kind
@@ -56,6 +59,10 @@ class Position:
 @dataclass(frozen=True)
 class Durations:
     """Time of one micro-batch of one chunk on one position, in any unit common to all.
+
+    forward: time of the forward.
+    backward_input: time of the backward's gradients of inputs.
+    backward_weight: time of the backward's gradients of weights.
 
     Raises ValueError unless all are finite and at least 0.
     """
@@ -79,8 +86,8 @@ Transits = Mapping[tuple[int, int], float]
 def in_flight(instructions: Iterable[Instruction]) -> int:
     """Return the most (chunk, micro-batch) pairs whose activations a position holds at once.
 
-    Activations are held from the forward to the end of the backward; of a split backward, to the
-    end of its weight part.
+    Activations are held from the forward to the end of the backward. Where the backward is split,
+    that is the end of its weight part.
     """
     held = most = 0
     for instruction in instructions:

@@ -1,10 +1,11 @@
-"""The order in which a pipeline computes: its positions, simulated.
+"""The order in which a pipeline computes, from a simulation of its positions.
 
-Every schedule is the same list scheduling under other rules. The positions are simulated with
-the durations given, and with the time that what they send is on its way; a free position takes
-the first it can: its next forward, unless it has as many micro-batches in flight as its limit; a
-backward; the weight part of a backward. What ran in the simulation, in its order, is the schedule:
-valid for any widths and durations, and the textbook's where the pipeline is regular.
+Every schedule is the same list scheduling under other rules. The positions are simulated with the
+given durations, and with the time that messages are on their way. A free position takes the first
+computation that it can: its next forward, unless it has as many micro-batches in flight as its
+limit; a backward; the weight part of a backward. The computations of the simulation, in their
+order, are the schedule: valid for any widths and durations, and the textbook's where the pipeline
+is regular.
 
     gpipe             no limit; no backward before the position's last forward
                       (Huang et al. 2019, arXiv 1811.06965)
@@ -15,10 +16,10 @@ valid for any widths and durations, and the textbook's where the pipeline is reg
                       input parts, which the next stage waits for; weight parts fill idle time,
                       at most as many activations waiting for them as 1f1b has anywhere
 
-A position runs its forwards in one fixed order, the same order everywhere, and the backwards of
-a chunk by ascending micro-batch. So values cross each edge in the order in which they are
-received (transports without tags need that), and of the earliest unfinished group of
-micro-batches something can always run: no limit can deadlock.
+A position runs its forwards in one fixed order, the same order everywhere, and the backwards of a
+chunk by ascending micro-batch. So values cross each edge in the order in which they are received
+(transports without tags need that), and of the earliest unfinished group of micro-batches something
+can always run: no limit can deadlock.
 """
 
 import heapq
@@ -45,7 +46,8 @@ from whale_train.strategies.schedule.instructions import (
 
 @dataclass(frozen=True)
 class ScheduledPipeline:
-    """The arguments of `schedule`, checked."""
+    """The arguments of `schedule`, checked. Raises ValueError where they do not describe a
+    pipeline."""
 
     name: str
     positions: Sequence[Position]
@@ -84,35 +86,38 @@ class ScheduledPipeline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every stage is one position."""
+        """Return whether every stage is one position."""
         return len(self.positions) == len(self.owners) == self.num_stages
 
     @cached_property
     def num_stages(self) -> int:
+        """Return the number of stages."""
         return len({position.chunks for position in self.positions})
 
     def limits(self, group: int) -> list[int]:
-        """Return how many (chunk, micro-batch) pairs each position may have in flight.
+        """Return the number of (chunk, micro-batch) pairs that each position may have in flight.
+        `group` is the number of micro-batches that fill the pipeline once.
 
-        Of one chunk: one, and what the later stages have begun of its own when they are busy;
-        S - s in a regular pipeline, the 1F1B of the textbook. A replica that owns one
-        micro-batch in n takes the time of n, so the slowest says how many its stage has begun.
-        One to spare where a ratio is not the regular 1: forwards and backwards do not meet in
-        step there, and a position would wait for its turn.
+        A position of one chunk has one, and as many as the later stages have begun of its own when
+        they are busy: S - s in a regular pipeline, the 1F1B of the textbook. A replica that owns
+        one micro-batch in n takes the time of n, so the slowest replica says how many its stage has
+        begun. One more is to spare where a ratio is not the regular 1: forwards and backwards do
+        not meet in step there, and a position would wait for its turn.
 
-        Of v chunks: one, and the warm-up of Megatron-LM's interleaved schedule, 2 (S - s - 1)
-        + (v - 1) S for groups of S micro-batches, with the same ratios and this position's part
-        of a group. (One, and a group of all chunks but the last, is the least that is safe.)
+        A position of v chunks has one, and the warm-up of Megatron-LM's interleaved schedule, 2 (S
+        - s - 1) + (v - 1) S, for groups of S micro-batches, with the same ratios and this
+        position's part of a group. (One, and a group of all chunks but the last, is the minimum
+        that is safe.)
 
-        And as many more as pass while one is on its way to the later stages and back.
+        Each position has as many more as pass while one is on its way to the later stages and back.
         """
         rows = [_row_of(tuple(row), group) for row in self.owners]
-        common = lcm(*(each.denominator for row in rows for each in row.spacings.values()))
+        common = lcm(*(gap.denominator for row in rows for gap in row.spacings.values()))
         spacings = [
-            {owner: int(each * common) for owner, each in row.spacings.items()} for row in rows
+            {owner: int(gap * common) for owner, gap in row.spacings.items()} for row in rows
         ]
-        slowest, underway = [max(each.values()) for each in spacings], self._underway()
-        found = []
+        slowest, underway = [max(gap.values()) for gap in spacings], self._underway()
+        limits = []
         for index, position in enumerate(self.positions):
             ahead, in_group = 0, []
             for chunk in position.chunks:
@@ -123,12 +128,12 @@ class ScheduledPipeline:
                     uneven = later.count(spacing) < len(later)
                     passing = in_flight_for(underway[chunk], spacing / common)
                     ahead = max(ahead, -(-sum(later) // spacing) + uneven + passing)
-            found.append(1 + sum(in_group[:-1]) + ahead * (2 if len(in_group) > 1 else 1))
-        return found
+            limits.append(1 + sum(in_group[:-1]) + ahead * (2 if len(in_group) > 1 else 1))
+        return limits
 
     def _underway(self) -> list[float]:
-        """Return, for each chunk, how many micro-batches the pipeline takes while what it sends is
-        on its way to the later stages, chunk by chunk, and comes back."""
+        """Return, for each chunk, the number of micro-batches that the pipeline takes in the time
+        in which a message goes to the later stages, chunk by chunk, and comes back."""
         transits, count = self.transits or {}, len(self.owners)
         if not transits or self.durations is None:
             return [0.0] * count
@@ -139,34 +144,34 @@ class ScheduledPipeline:
                 busy[owner] += owned * (
                     times.forward + times.backward_input + times.backward_weight
                 )
-        pace, found = max(busy) / self.micro_batches, [0.0] * count
+        pace, underway = max(busy) / self.micro_batches, [0.0] * count
         for chunk in reversed(range(count - 1)) if pace else ():
             if (chunk + 1) % self.num_stages:
                 there = transits.get((chunk, chunk + 1), 0.0)
                 back = transits.get((chunk + 1, chunk), 0.0)
-                found[chunk] = found[chunk + 1] + (there + back) / pace
-        return found
+                underway[chunk] = underway[chunk + 1] + (there + back) / pace
+        return underway
 
 
-# Of a micro-batch's time, what a position may wait without having another one in flight for it.
+# The part of a micro-batch's time that a position may wait without another one in flight for it.
 _WAITED_FOR = 0.125
 
 
 def in_flight_for(underway: float, spacing: float) -> int:
-    """Return how many more a position that owns one micro-batch in `spacing` has in flight while
-    the pipeline takes `underway` of them."""
+    """Return the number of further micro-batches that a position has in flight while the pipeline
+    takes `underway` micro-batches. The position owns one in `spacing` of them."""
     return max(0, ceil(underway / spacing - _WAITED_FOR))
 
 
 def least_spacing(row: Sequence[int]) -> float:
-    """Return one micro-batch in how many is that of the owner with the most of `row`; infinite
-    where nobody has two."""
+    """Return the distance between the micro-batches of the owner that has them most often in `row`:
+    it owns one in so many. It is infinite where nobody owns two."""
     of_row = _row_of(tuple(row), 1)
     return min((float(of_row.spacings[x]) for x, n in of_row.counts.items() if n > 1), default=inf)
 
 
 class ChunkLinks:
-    """Where each chunk's values come from and go to, forward and backward; ascending."""
+    """The chunks that each chunk's values come from and go to, forward and backward, ascending."""
 
     def __init__(self, edges: Edges, num_chunks: int) -> None:
         def lists(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -182,8 +187,13 @@ class ChunkLinks:
 
 @dataclass(frozen=True)
 class _Row:
-    """Who owns the micro-batches of a chunk: of each owner, how many, at most how many of a group
-    of them that follow each other, and one in how many; of a single one, the rest of the step."""
+    """Owners of the micro-batches of a chunk.
+
+    counts: the number of micro-batches of each owner.
+    most_in_group: the most micro-batches of each owner in a group of consecutive ones.
+    spacings: the mean distance between the micro-batches of each owner. For an owner of a single
+        one it is the rest of the step.
+    """
 
     counts: Counter[int]
     most_in_group: Mapping[int, int]
@@ -213,32 +223,41 @@ def _row_of(row: tuple[int, ...], group: int) -> _Row:
 
 @dataclass(slots=True)
 class _Progress:
-    """What one position has left to compute, and what it holds. `times` are those of its chunks'
-    forwards, backwards, and the two parts of these."""
+    """Remaining computations of one position, and the activations it holds.
+
+    times: the time of every kind of computation, for each of its chunks.
+    limit: the most forwards in flight.
+    forwards: the remaining forwards as (chunk, micro-batch), in the order they must run.
+    backwards: the remaining micro-batches of each chunk's backwards, in the order they must run.
+    weights: a heap of the weight parts of backwards to run, as (micro-batch, chunk).
+    waiting: the number of forwards begun whose backward (input part) is not done.
+    held: the number of forwards begun whose activations are not free.
+    busy: whether the position is computing.
+    """
 
     times: Mapping[int, Mapping[Kind, float]]
     limit: int
-    forwards: deque[tuple[int, int]]  # (chunk, micro-batch), in the order they must run
-    backwards: dict[int, deque[int]]  # micro-batches of each chunk, likewise
-    weights: list[tuple[int, int]] = field(default_factory=list)  # heap of (micro-batch, chunk)
-    waiting: int = 0  # forwards begun whose backward (input part) is not done
-    held: int = 0  # forwards begun whose activations are not free
+    forwards: deque[tuple[int, int]]
+    backwards: dict[int, deque[int]]
+    weights: list[tuple[int, int]] = field(default_factory=list)
+    waiting: int = 0
+    held: int = 0
     busy: bool = False
 
 
 def simulated(pipeline: ScheduledPipeline) -> "Simulation":
-    """Return the positions at work under the rules above.
+    """Return the simulation of the positions under the rules of `list_scheduling.py`.
 
-    1F1B's textbook is patient: a forward, a backward, in turns, whoever waits. Between stages of
-    unlike speeds this is sometimes faster and sometimes slower, so that both are tried where each
-    stage is one position, and so patience never a deadlock.
+    The textbook's 1F1B is patient: it takes a forward and a backward in turns, whoever waits.
+    Between stages of unlike speeds this is sometimes faster and sometimes slower. Both are tried
+    where each stage is one position, as patience is never a deadlock there.
     """
-    found = Simulation(pipeline)
+    eager = Simulation(pipeline)
     if pipeline.name == "1f1b" and pipeline.is_plain:
         patient = Simulation(pipeline, patient=True)
-        if patient.clock < found.clock:
+        if patient.clock < eager.clock:
             return patient
-    return found
+    return eager
 
 
 def _by_owner(row: Sequence[int]) -> dict[int, list[int]]:
@@ -250,11 +269,11 @@ def _by_owner(row: Sequence[int]) -> dict[int, list[int]]:
 
 
 class Simulation:
-    """The positions at work: what each has computed, and the clock when the last is done."""
+    """The simulated positions: the computations of each, and the clock when the last is done."""
 
     def __init__(self, pipeline: ScheduledPipeline, patient: bool = False) -> None:
-        """`patient`: a position that may take a forward waits for one to come, and does no backward
-        meanwhile."""
+        """Simulate `pipeline`. Where `patient`, a position that may take a forward waits for one to
+        come, and does no backward meanwhile."""
         self.pipeline, self.patient = pipeline, patient
         self.owners = pipeline.owners
         self.owned = [_by_owner(row) for row in pipeline.owners]
@@ -269,14 +288,14 @@ class Simulation:
         self.held_limit = max(self.limits)
         self.progress = [self._start(index) for index in range(len(pipeline.positions))]
         self.computations: list[list[Instruction]] = [[] for _ in pipeline.positions]
-        # Of every chunk and micro-batch, what its forward and its backward still wait for: the
-        # forwards before, and this one's forward with the backwards after it.
+        # For every chunk and micro-batch, how many computations its forward and its backward still
+        # wait for: the forwards before, and this one's forward with the backwards after it.
         count = pipeline.micro_batches
         self.before = [[len(sources)] * count for sources in self.links.sources]
         self.after = [[1 + len(targets)] * count for targets in self.links.gradient_targets]
         self.transits = pipeline.transits or {}
-        # What is to come: when, a number of its own, for which position, and what arrives (None:
-        # the position's computation ends).
+        # Coming events: the time, a number of the event, the position, and what arrives (None: the
+        # position's computation ends).
         self.coming: list[tuple[float, int, int, _Arrival | None]] = []
         self.number = 0
         self.clock: float = 0
@@ -286,12 +305,14 @@ class Simulation:
         durations, owned, times = self.pipeline.durations, {}, {}
         for chunk in self.pipeline.positions[index].chunks:
             owned[chunk] = self.owned[chunk].get(index, [])
-            each = Durations() if durations is None else durations.get((chunk, index), Durations())
+            chunk_durations = (
+                Durations() if durations is None else durations.get((chunk, index), Durations())
+            )
             times[chunk] = {
-                Kind.FORWARD: each.forward,
-                Kind.BACKWARD: each.backward_input + each.backward_weight,
-                Kind.BACKWARD_INPUT: each.backward_input,
-                Kind.BACKWARD_WEIGHT: each.backward_weight,
+                Kind.FORWARD: chunk_durations.forward,
+                Kind.BACKWARD: chunk_durations.backward_input + chunk_durations.backward_weight,
+                Kind.BACKWARD_INPUT: chunk_durations.backward_input,
+                Kind.BACKWARD_WEIGHT: chunk_durations.backward_weight,
             }
         forwards = sorted(
             ((chunk, m) for chunk, row in owned.items() for m in row),
@@ -304,11 +325,11 @@ class Simulation:
         awake = set(range(len(self.progress)))
         while True:
             for index in sorted(awake):
-                mine = self.progress[index]
-                if not mine.busy and (work := self._choose(mine)):
-                    mine.busy = True
+                progress = self.progress[index]
+                if not progress.busy and (work := self._choose(progress)):
+                    progress.busy = True
                     self.computations[index].append(work)
-                    self._at(self.clock + mine.times[work.chunk][work.kind], index, None)
+                    self._at(self.clock + progress.times[work.chunk][work.kind], index, None)
             if not self.coming:
                 break
             awake = set()
@@ -326,54 +347,53 @@ class Simulation:
         ), "deadlock"
 
     def _at(self, clock: float, index: int, arrival: "_Arrival | None") -> None:
-        """Note the time at which a position's computation ends, or something it waits for
-        arrives."""
+        """Add the time at which a position's computation ends, or an arrival that it waits for."""
         self.number += 1
         heapq.heappush(self.coming, (clock, self.number, index, arrival))
 
-    def _choose(self, mine: _Progress) -> Instruction | None:
-        """Take the next computation of a free position, if it has any that can run."""
-        free = mine.waiting < mine.limit and mine.held < self.held_limit
-        if mine.forwards and (free or self.forwards_first):
-            chunk, m = mine.forwards[0]
+    def _choose(self, progress: _Progress) -> Instruction | None:
+        """Take the next computation of a free position; None where it has none that can run."""
+        free = progress.waiting < progress.limit and progress.held < self.held_limit
+        if progress.forwards and (free or self.forwards_first):
+            chunk, m = progress.forwards[0]
             if not self.before[chunk][m]:
-                mine.forwards.popleft()
-                mine.waiting += 1
-                mine.held += 1
+                progress.forwards.popleft()
+                progress.waiting += 1
+                progress.held += 1
                 return Instruction(Kind.FORWARD, chunk, m)
             if self.patient:
                 return None
-        if not (self.forwards_first and mine.forwards):
+        if not (self.forwards_first and progress.forwards):
             ready = [
                 (row[0] // self.group, -chunk, row[0])
-                for chunk, row in mine.backwards.items()
+                for chunk, row in progress.backwards.items()
                 if row and not self.after[chunk][row[0]]
             ]
             if ready:
                 _, negative_chunk, m = min(ready)
-                mine.backwards[-negative_chunk].popleft()
+                progress.backwards[-negative_chunk].popleft()
                 kind = Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD
                 return Instruction(kind, -negative_chunk, m)
-        if mine.weights:
-            m, chunk = heapq.heappop(mine.weights)
+        if progress.weights:
+            m, chunk = heapq.heappop(progress.weights)
             return Instruction(Kind.BACKWARD_WEIGHT, chunk, m)
         return None
 
     def _finish(self, index: int, awake: set[int]) -> None:
-        """End what a position was doing, and wake those that may have waited for it."""
-        mine, (kind, chunk, m, _) = self.progress[index], self.computations[index][-1]
-        mine.busy = False
+        """End a position's computation, and wake the positions that may have waited for it."""
+        progress, (kind, chunk, m, _) = self.progress[index], self.computations[index][-1]
+        progress.busy = False
         if kind is Kind.FORWARD:
             self.after[chunk][m] -= 1
             self._send(index, chunk, m, self.links.targets[chunk], self.before, awake)
             return
         if kind is Kind.BACKWARD_INPUT:
-            heapq.heappush(mine.weights, (m, chunk))
+            heapq.heappush(progress.weights, (m, chunk))
         else:
-            mine.held -= 1
+            progress.held -= 1
         if kind is Kind.BACKWARD_WEIGHT:
             return
-        mine.waiting -= 1
+        progress.waiting -= 1
         self._send(index, chunk, m, self.links.gradient_sources[chunk], self.after, awake)
 
     def _send(
@@ -385,7 +405,8 @@ class Simulation:
         waits: Sequence[list[int]],
         awake: set[int],
     ) -> None:
-        """To the owners of the micro-batch in each of the chunks `peers`, which wait for it."""
+        """Send the result of a computation to the owners of micro-batch `m` in the chunks `peers`,
+        which wait for it."""
         for peer in peers:
             there = self.owners[peer][m]
             transit = self.transits.get((chunk, peer), 0.0) if there != index else 0.0
@@ -397,7 +418,7 @@ class Simulation:
 
 
 class _Arrival(NamedTuple):
-    """What has arrived: it counts for `waits[micro_batch]`."""
+    """An arrival of a message. It reduces `waits[micro_batch]` by one."""
 
     waits: list[int]
     micro_batch: int

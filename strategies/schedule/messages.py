@@ -28,8 +28,8 @@ from whale_train.strategies.schedule.instructions import (
 
 
 class Message(NamedTuple):
-    """What the chunk `source` sends to the chunk `target` of one micro-batch: values, or, to an
-    earlier chunk, their gradients."""
+    """A message of one micro-batch from chunk `source` to chunk `target`: values, or, to an earlier
+    chunk, their gradients."""
 
     source: int
     target: int
@@ -37,11 +37,12 @@ class Message(NamedTuple):
 
     @property
     def is_gradient(self) -> bool:
+        """Return whether the message is a gradient."""
         return self.source > self.target
 
     @property
     def edge(self) -> tuple[int, int]:
-        """The chunks it goes between, in forward order."""
+        """Return the chunks that the message goes between, in forward order."""
         return min(self.source, self.target), max(self.source, self.target)
 
 
@@ -55,8 +56,12 @@ def message_of(instruction: Instruction) -> Message:
 
 
 class _Moment(NamedTuple):
-    """A time in the execution, and how many instructions lead to it: of two that depend on each
-    other and take no time, the later one has more."""
+    """A time in the execution.
+
+    clock: the time.
+    depth: the number of instructions that lead to it. Of two that depend on each other and take no
+        time, the later one has more.
+    """
 
     clock: float
     depth: int
@@ -67,11 +72,11 @@ def messages_as_sent(
     durations: ChunkDurations | None = None,
     transits: Transits | None = None,
 ) -> tuple[Message, ...]:
-    """Return all messages in the order in which they are sent where every position carries out its
+    """Return all messages in the order in which they are sent where every position runs its
     `instructions` as soon as it can.
 
-    `durations` and `transits` are as for `orders.schedule`; a transit that is not listed takes no
-    time. Raises ValueError for instructions that wait for each other.
+    `durations` and `transits` are as in `orders.schedule`. A transit that is absent takes no time.
+    Raises ValueError for instructions that wait for each other.
     """
     now = [_Moment(0.0, 0)] * len(instructions)
     places = [0] * len(instructions)
@@ -97,20 +102,22 @@ def messages_as_sent(
     moved = True
     while moved:
         moved = False
-        for position, mine in enumerate(instructions):
-            while places[position] < len(mine) and carry_out(position, mine[places[position]]):
+        for position, sequence in enumerate(instructions):
+            while places[position] < len(sequence) and carry_out(
+                position, sequence[places[position]]
+            ):
                 places[position] += 1
                 moved = True
-    if any(place < len(mine) for place, mine in zip(places, instructions, strict=True)):
+    if any(place < len(sequence) for place, sequence in zip(places, instructions, strict=True)):
         raise ValueError("the instructions of the positions wait for each other")
     return tuple(sorted(sent, key=lambda message: (*sent[message], message)))
 
 
 def _seconds(instruction: Instruction, position: int, durations: ChunkDurations | None) -> float:
-    each = Durations() if durations is None else durations[instruction.chunk, position]
+    chunk_durations = Durations() if durations is None else durations[instruction.chunk, position]
     return {
-        Kind.FORWARD: each.forward,
-        Kind.BACKWARD: each.backward_input + each.backward_weight,
-        Kind.BACKWARD_INPUT: each.backward_input,
-        Kind.BACKWARD_WEIGHT: each.backward_weight,
+        Kind.FORWARD: chunk_durations.forward,
+        Kind.BACKWARD: chunk_durations.backward_input + chunk_durations.backward_weight,
+        Kind.BACKWARD_INPUT: chunk_durations.backward_input,
+        Kind.BACKWARD_WEIGHT: chunk_durations.backward_weight,
     }[instruction.kind]

@@ -1,7 +1,7 @@
 """The instructions of every position of a pipeline, communication included, for one step.
 
-Owns which position computes which micro-batch and when values are sent and received;
-`list_scheduling.py` owns the order in which a position computes.
+Owns the owner of every micro-batch, and the times of sends and receives; `list_scheduling.py` owns
+the order in which a position computes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,13 +36,20 @@ def schedule(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instructions of every position, in the order in which it executes them.
 
-    `owners[chunk][m]` is the index of the position that computes micro-batch m of chunk.
-    `edges` has a key (from, to) for every pair of chunks between which values flow, and says
-    whether a gradient flows back. `durations[chunk, position]` defaults to 1, 1, 1 everywhere.
+    name: the name of the schedule.
+    positions: the places of the pipeline, with their chunks.
+    owners: `owners[chunk][m]` is the index of the position that computes micro-batch m of the
+        chunk.
+    edges: has a key (from, to) for every pair of chunks between which values flow, and says whether
+        a gradient flows back.
+    micro_batches: the number of micro-batches in a step.
+    durations: `durations[chunk, position]` defaults to 1, 1, 1 everywhere.
+    transits: the time that a message from one chunk to another is on its way, in the same unit; a
+        pair that is absent takes none.
 
-    Values that cross to another position are received just before the computation that needs
-    them and sent just after the one that made them, by ascending peer. Sends must not block.
-    Raises ValueError for an unknown name and for arguments that do not describe a pipeline.
+    Values that cross to another position are received just before the computation that needs them
+    and sent just after the one that made them, by ascending peer. Sends must not block. Raises
+    ValueError for an unknown name and for arguments that do not describe a pipeline.
     """
     pipeline = ScheduledPipeline(name, positions, owners, edges, micro_batches, durations, transits)
     simulation = simulated(pipeline)
@@ -61,16 +68,16 @@ def makespan(
     durations: ChunkDurations | None = None,
     transits: Transits | None = None,
 ) -> float:
-    """Return when the last position is done, in the unit of `durations`, for the arguments of
-    `schedule`. Raises what `schedule` raises."""
+    """Return the time at which the last position is done, in the unit of `durations`. The arguments
+    and the errors are those of `schedule`."""
     pipeline = ScheduledPipeline(name, positions, owners, edges, micro_batches, durations, transits)
     return simulated(pipeline).clock
 
 
 def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> list[int]:
-    """Return how many (chunk, micro-batch) pairs the positions of each stage may have in flight
-    together under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds` chunks.
-    """
+    """Return, for each stage, the number of (chunk, micro-batch) pairs that its positions may have
+    in flight together under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds`
+    chunks."""
     stages, first = len(copies), [sum(copies[:stage]) for stage in range(len(copies))]
     positions = [
         Position(tuple(range(stage, rounds * stages, stages)))
@@ -93,15 +100,15 @@ def spacing_of_equals(count: int, micro_batches: int) -> float:
 
 
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
-    """Return the replica of a stage that owns each micro-batch, as its index in `weights`.
+    """Return the owner of each micro-batch of a stage, as the replica's index in `weights`.
 
-    `weights` are the replicas' speeds (positive, any common unit). Each owns the number that
-    makes the slowest finish earliest (`optimal_shares`), one at least where there are as many as
+    `weights` are the replicas' speeds (positive, any common unit). Each owns the number that makes
+    the slowest finish earliest (`optimal_shares`), one at least where there are as many as
     replicas, as one without any could not take part in a step. They are dealt by smooth weighted
-    round robin: every turn credits each replica with its count, the one with most credit (ties:
-    the first) takes the micro-batch and pays the sum of the counts. None is ever a whole
-    micro-batch ahead of its share, and after `micro_batches` turns every credit is spent. Raises
-    ValueError for weights that are not positive and finite, or when there are none.
+    round robin: every turn credits each replica with its count, the one with most credit (ties: the
+    first) takes the micro-batch and pays the sum of the counts. None is ever a whole micro-batch
+    ahead of its share, and after `micro_batches` turns every credit is spent. Raises ValueError for
+    weights that are not positive and finite, or when there are none.
     """
     return _dealt(tuple(weights), micro_batches)
 
@@ -112,7 +119,7 @@ def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
     counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), minimum)
     if counts is None or not counts:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {len(weights)}")
-    if len(set(counts)) == 1:  # in turns: each has most credit once a round, the first first
+    if len(set(counts)) == 1:  # in turns: each replica has most credit once a round
         return tuple(range(len(counts))) * counts[0]
     credits = [0] * len(counts)
     dealt = []
@@ -125,7 +132,7 @@ def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
 
 
 def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the `owners` of micro-batches of `count` replicas of one speed."""
+    """Return the `owners` of micro-batches among `count` replicas of one speed."""
     return owners([1.0] * count, micro_batches)
 
 

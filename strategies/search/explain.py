@@ -1,6 +1,6 @@
-"""What a search says of itself: how many were simulated of how many, and why nothing else.
+"""Explain the outcome of a search: the choice, the other families, or why nothing fits.
 
-Owns the sentences; none says more than was simulated or estimated.
+Owns the sentences. No sentence claims more than was simulated or estimated.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,9 +20,15 @@ from whale_train.strategies.stages.analysis import Findings
 
 @dataclass
 class Family:
-    """What is known of candidates of one family: the least estimate, the shortest step simulated,
-    how many were `simulated` and by what factor a step was off its estimate at the least
-    (`error`); the least bytes that others are short of, and why yet others cannot be."""
+    """Summary of the candidates of one family, filled while a search runs.
+
+    estimate_s: least estimated seconds of a step (infinite: none is estimated).
+    best_s: seconds of the shortest step simulated (infinite: none is simulated).
+    simulated: number of steps simulated that had an estimate.
+    error: least ratio of a simulated step to its estimate.
+    short_bytes: least bytes that a candidate is short of (infinite: none is short).
+    fault: reason for which a candidate was refused, if one was.
+    """
 
     estimate_s: float = inf
     best_s: float = inf
@@ -33,12 +39,16 @@ class Family:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known."""
-        least = min(self.estimate_s, self.best_s, self.short_bytes)
-        return least < inf or self.fault is not None
+        """Return whether a candidate was estimated, simulated, short of memory or refused."""
+        smallest = min(self.estimate_s, self.best_s, self.short_bytes)
+        return smallest < inf or self.fault is not None
 
     def note(self, seconds: float, estimated_s: float) -> None:
-        """Take note of a step that was simulated, and of what it had been estimated to take."""
+        """Record a simulated step of `seconds`, whose estimate was `estimated_s` seconds.
+
+        An infinite `estimated_s` stands for no estimate: `error` and `simulated` then stay the
+        same.
+        """
         self.best_s = min(self.best_s, seconds)
         if estimated_s < inf:
             error = seconds / estimated_s
@@ -58,8 +68,16 @@ def decisions(
     counts: tuple[int, int],
     floor_s: float,
 ) -> Iterator[Decision]:
-    """Yield why `chosen`, whose step takes so many seconds, and of every other family why not.
-    `counts` are the candidates simulated, and estimated."""
+    """Yield the decisions that explain a search: one for `chosen`, one against every other family.
+
+    A family without candidates is explained by the reason for which `space` leaves it out. One more
+    decision names the numbers of processes that could not be compared.
+
+    chosen: the candidate chosen, whose step takes `seconds`.
+    families: summary of every family that had candidates, by its name.
+    counts: numbers of candidates simulated and estimated.
+    floor_s: seconds in which the devices would compute a step at their full speed.
+    """
     simulated, estimated = counts
     within = f" in {asked.time_limit_s:g} s" if asked.time_limit_s else ""
     reason = f"{in_seconds(seconds)} a step, the fastest of {simulated:,} "
@@ -72,8 +90,8 @@ def decisions(
         reason += f"; {space.available - chosen.mesh.count} of {space.available} devices stay idle"
     yield Decision("strategy.graph", chosen.described, "", reason)
     yield from _not_measured(space, training, chosen.mesh.count)
-    listed = sorted(families.items(), key=lambda each: (each[1].best_s, each[1].estimate_s))
-    for name, family in listed:
+    fastest_first = sorted(families.items(), key=lambda pair: (pair[1].best_s, pair[1].estimate_s))
+    for name, family in fastest_first:
         if name != chosen.family and family.is_known:
             yield Decision("strategy.graph", chosen.family, name, _why_not(family, seconds))
     for name, why in left_out(space, findings, training).items():
@@ -82,7 +100,10 @@ def decisions(
 
 
 def _not_measured(space: Space, training: Training, chosen: int) -> Iterator[Decision]:
-    """Yield why fewer processes with more threads each were not looked at."""
+    """Yield the decision that says why fewer processes, with more threads each, were not tried.
+
+    `chosen` is the number of devices that the chosen strategy uses.
+    """
     numbers = space.not_comparable()
     if numbers:
         # With all of them, one alone is measured as well.
@@ -94,6 +115,8 @@ def _not_measured(space: Space, training: Training, chosen: int) -> Iterator[Dec
 
 
 def _why_not(family: Family, best_s: float) -> str:
+    """Return the reason against a family, where the step of the chosen strategy takes `best_s`
+    seconds."""
     if family.best_s < inf:
         slower = f"{100 * (family.best_s / best_s - 1):.0f}% slower"
         return f"{in_seconds(family.best_s)} a step, the fastest simulated, {slower}"
@@ -107,8 +130,12 @@ def _why_not(family: Family, best_s: float) -> str:
 def nothing_fits(
     families: Mapping[str, Family], space: Space, asked: Strategy, training: Training
 ) -> Fault:
-    """Return why there is no strategy: by how much memory falls short, or what is said against
-    those that were resolved."""
+    """Return the fault of a search that finds no strategy.
+
+    The fault says how many bytes of memory the nearest family is short of. Where none is short, it
+    repeats the fault of a candidate that was resolved. Where none was resolved, it blames the size
+    of the global batch.
+    """
     key, value = "strategy", asked.name
     fault = next((f.fault for f in families.values() if f.fault is not None), None)
     short = min((family.short_bytes for family in families.values()), default=inf)

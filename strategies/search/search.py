@@ -1,9 +1,10 @@
-"""The search behind `graph: auto`: many candidates estimated, the best of them simulated.
+"""Search the strategy of `graph: auto`: estimate many candidates, simulate the best of them.
 
-Every candidate of the space is estimated by formulas (`shortlist.py`); those that come first are
+Every candidate of the space is estimated by formulas (`shortlist.py`). Those that come first are
 resolved and simulated by the resolver itself, family by family, until a number of tasks have been
-simulated; the boundaries of the fastest pipelines' stages are moved; the fastest is the answer
-(docs/adr/035). What is counted is work and not time: the answer is the same on every machine.
+simulated. The boundaries of the fastest pipelines' stages are moved. The fastest candidate is the
+answer (docs/adr/035). Unless the user limits the seconds, the budget counts work and not time, so
+that the answer is the same on every machine.
 """
 
 import gc
@@ -34,26 +35,33 @@ from whale_train.strategies.search.written import with_cut, written
 from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 from whale_train.strategies.stages.analysis import Findings
 
-MOST_KINDS = 32  # of devices that are searched
+MOST_KINDS = 32  # kinds of devices that a search takes at most
 _SAME = 1 - 1e-9  # steps closer than this are equally long
-_REFUSED = 4_000  # tasks that a strategy which cannot be counts for
-_REFUSALS = 2  # of its like, after which no more of them are resolved
+_REFUSED = 4_000  # tasks that a refused candidate counts as
+_REFUSALS = 2  # refusals after which no other similar candidate is resolved
 _BUDGET = 100_000  # tasks simulated, and ranks laid out, where a search has no time limit
-_SHIPPED_BUDGET = 500_000  # after which no shipped strategies are simulated either
+_SHIPPED_BUDGET = 500_000  # tasks after which no shipped strategy is simulated
 _FEW = 128  # promising candidates that are all simulated, near or not
-_FAR = 1.3  # times the fastest: estimates err by less, so that what is further is not simulated
-_NEAR = 1.1  # times the fastest: what is estimated further, once a family's error is known
-_MOVED = 3  # pipelines whose boundaries are moved at the most,
-_MOVABLE = 1.05  # of those that take up to so many times the fastest
-_SHORT = 6  # pipelines whose boundaries are moved for memory, where nothing fits,
-_LITTLE = 0.2  # of those that are short of so much of a device's memory at the most
+_FAR = 1.3  # times the fastest: estimates err by less, and slower candidates are not simulated
+_NEAR = 1.1  # times the fastest: the same limit, once the error of a family is known
+_MOVED = 3  # fastest pipelines whose boundaries are moved,
+_MOVABLE = 1.05  # if they take at most this many times the fastest
+_SHORT = 6  # pipelines whose boundaries are moved where nothing fits,
+_LITTLE = 0.2  # if they are short of at most this part of a device's memory
 
 
 @dataclass(frozen=True)
 class Found:
-    """The strategy found, as it would have been `written`, and why it and no other. `floor_s` is
-    what the devices' own speed allows; `resolved` counts the candidates that were simulated, of
-    those `estimated`."""
+    """Outcome of a search.
+
+    strategy: the fastest strategy simulated.
+    written: the content of the strategy file that says the same.
+    considered: the strategy, resolved as far as its step.
+    decisions: reasons for the strategy and against the others.
+    floor_s: seconds that a step takes at least, by the devices' own speed.
+    resolved: number of candidates simulated.
+    estimated: number of estimates made, of which one pipeline can have several.
+    """
 
     strategy: Strategy
     written: Mapping[str, Any]
@@ -74,29 +82,38 @@ def search(
     use_all: bool = False,
     clock: Callable[[], float] = monotonic,
 ) -> Found:
-    """Return the fastest strategy simulated for `training` on devices that `asked` leaves free, of
-    which some may stay idle unless it has to `use_all`. Where it has a `time_limit_s`, strategies
-    are simulated until so many seconds of `clock` have passed. Raises PlanError where nothing
-    fits."""
+    """Return the fastest strategy simulated for `training` on the devices that `asked` allows.
+
+    asked: the request. With a `time_limit_s` above 0, candidates are simulated until that many
+        seconds of `clock` have passed.
+    can_offload: whether copies may keep their optimizer's state on the host.
+    use_all: whether every device must be used; else some may stay idle.
+    clock: function that returns the time in seconds.
+
+    Raises PlanError where nothing fits, or where the devices cannot be searched (see `_able`).
+    """
     devices, idle = _able(asked, cluster, training.precision, use_all)
     space = space_of(cluster, devices, findings, training, can_offload, use_all)
     spaces = [space]
     if space.exported:  # a shard group leaves its node where nothing else has room
         spaces.append(replace(space, wide_splits=True))
     with _uncollected():
-        for each in spaces:
-            run = _Search(asked, findings, training, each, clock)
-            found = run.run()
-            if found is not None:
-                return replace(found, decisions=(*found.decisions, *idle))
+        for candidate_space in spaces:
+            run = _Search(asked, findings, training, candidate_space, clock)
+            fastest = run.run()
+            if fastest is not None:
+                return replace(fastest, decisions=(*fastest.decisions, *idle))
     raise PlanError([nothing_fits(run.families, space, asked, training)])
 
 
 def _able(
     asked: Strategy, cluster: Cluster, precision: str, use_all: bool
 ) -> tuple[Devices, Sequence[Decision]]:
-    """Return the devices that may be used, of each kind that computes `precision`, and why others
-    are idle. Raises PlanError where there are none, or all have to be used."""
+    """Return the usable devices, as sorted pairs (kind, count), and why others stay idle.
+
+    A device is usable if it computes `precision`. Raises PlanError where no device is usable, where
+    one is not but `use_all` is set, and where there are more than `MOST_KINDS` kinds.
+    """
     faults: list[Fault] = []
     there = cluster.chosen(asked.devices)
     refuse_precision(precision, there, faults)
@@ -121,8 +138,11 @@ def _able(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the look for reference cycles: there are none among millions of instructions and
-    tasks, and to look takes a fifth of a search."""
+    """Pause Python's cyclic garbage collector while a search runs.
+
+    The millions of instructions and tasks of a search form no reference cycles, and looking for
+    some takes a fifth of a search.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -136,16 +156,18 @@ _Likes = tuple[str, Devices, int, bool, int, bool]  # candidates whose estimates
 
 
 def _likes(candidate: Candidate) -> _Likes:
-    """Return what candidates have in common whose estimates err alike: the family, the devices, the
-    number of copies, whether stages have some, over how many experts are spread, whether stages
-    are interleaved."""
+    """Return the key that is equal for candidates whose estimates err alike.
+
+    The key is (family, devices, number of copies, whether some stage has several copies, number of
+    devices that experts are spread over, whether stages are interleaved).
+    """
     mesh, interleaved = candidate.mesh, candidate.schedule == "interleaved_1f1b"
     copied = mesh.widest > 1
     return candidate.family, mesh.devices, mesh.copies, copied, candidate.experts, interleaved
 
 
 class _Search:
-    """One run over one space."""
+    """One search over one space: the candidates that wait, and the steps simulated so far."""
 
     def __init__(
         self,
@@ -161,16 +183,16 @@ class _Search:
         self.families: dict[str, Family] = {}
         self.waiting: dict[_Likes, list[Promise]] = {}
         self.refused: dict[_Likes, int] = {}
-        self.errors: dict[_Likes, float] = {}  # by what factor the last step was off its estimate
+        self.errors: dict[_Likes, float] = {}  # last step / its estimate
         self.shipped: list[tuple[Promise, Mapping[str, Any]]] = []
         self.simulated: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
         self.short: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
-        self.is_whole: dict[Devices, bool] = {}  # devices that are all, in the inventory's order
+        self.is_whole: dict[Devices, bool] = {}  # whether devices are all, in the inventory's order
         self.best_s, self.estimated, self.work, self.resolved = inf, 0, 0, 0
         self.floor_s = inf
 
     def run(self) -> Found | None:
-        """Search; None where nothing fits."""
+        """Run the search; return the fastest strategy, or None where nothing fits."""
         limit = self.asked.time_limit_s
         end = self.clock() + limit if limit else inf
         most = _BUDGET if limit == 0 else inf
@@ -183,31 +205,36 @@ class _Search:
     # --- Estimates ---
 
     def estimate(self) -> None:
-        """List the promising candidates of every set of devices that may be fast enough."""
+        """Estimate the candidates on every set of devices whose lower bound is below the best step.
+
+        Sets are taken in the order of their lower bounds (`floor_s`).
+        """
         sets = []
         for devices in self.space.sets():
             cluster = self.cluster_of(devices)
             sets.append((floor_s(self.costs, cluster, self.training), devices, cluster))
         self.floor_s = min(floor for floor, *_ in sets)
-        for floor, devices, cluster in sorted(sets, key=lambda each: each[:2]):
+        for floor, devices, cluster in sorted(sets, key=lambda entry: entry[:2]):
             if floor < self.best_s:
                 self.estimate_on(devices, cluster)
 
     def estimate_on(self, devices: Devices, cluster: Cluster) -> None:
-        """List the promising candidates on a set of devices, and simulate the first, below which
-        other sets are to come."""
+        """Add the promising candidates on a set of devices to those that wait for a simulation.
+
+        The first candidate is simulated at once, as its step is a bound that other sets must beat.
+        """
         estimator = Estimator(
             CandidateCosts(self.costs, cluster, self.training, self.asked.balance)
         )
-        listed = shortlist(self.space, devices, estimator)
-        self.estimated += listed.estimated
-        for name, (short, _) in listed.short.items():
+        shortlisted = shortlist(self.space, devices, estimator)
+        self.estimated += shortlisted.estimated
+        for name, (short, _) in shortlisted.short.items():
             family = self.family(name)
             family.short_bytes = min(family.short_bytes, short)
-        first = min(listed.promises, default=None)
+        first = min(shortlisted.promises, default=None)
         if first is not None and first.seconds < self.best_s * _NEAR:
             self.resolve(first.candidate, first.estimate)
-        for promise in listed.promises:
+        for promise in shortlisted.promises:
             family = self.family(promise.candidate.family)
             family.estimate_s = min(family.estimate_s, promise.seconds)
             if promise is not first or first.seconds >= self.best_s * _NEAR:
@@ -215,12 +242,12 @@ class _Search:
                 waiting.append(promise)
                 waiting.sort(reverse=True)
         if self.space.exported:
-            for each in shipped(cluster, self.training, self.asked.balance):
-                if not self.space.keeps(each.candidate.zero, each.candidate.offload):
+            for strategy in shipped(cluster, self.training, self.asked.balance):
+                if not self.space.keeps(strategy.candidate.zero, strategy.candidate.offload):
                     continue
-                estimate = estimator.of(each.candidate)
-                promise = Promise(estimate.seconds, each.candidate, estimate)
-                mapping = {**each.written, **self.devices_of(each.candidate)}
+                estimate = estimator.of(strategy.candidate)
+                promise = Promise(estimate.seconds, strategy.candidate, estimate)
+                mapping = {**strategy.written, **self.devices_of(strategy.candidate)}
                 self.shipped.append((promise, mapping))
 
     def cluster_of(self, devices: Devices) -> Cluster:
@@ -230,18 +257,25 @@ class _Search:
         return self.cluster.of_kinds(dict(devices))
 
     def family(self, name: str) -> Family:
-        """Return what is known of a family."""
+        """Return the summary of the family `name`, which is empty at first."""
         return self.families.setdefault(name, Family())
 
     # --- Simulations ---
 
     def simulate(self, end: float, most: float) -> None:
-        """Simulate the first of each family, then whichever is estimated to be fastest by what is
-        known of the errors of its like, until nothing is near, or the budget is spent."""
+        """Simulate waiting candidates until none is near the fastest, or the budget is spent.
+
+        The first candidate of each family comes first. Then comes the one whose estimate, corrected
+        by the error of similar candidates, is least. At least one candidate is simulated. Up to
+        `_FEW` candidates are all near.
+
+        end: time of `clock`, in seconds, after which no other candidate is simulated.
+        most: number of tasks simulated, and of ranks laid out, after which none is either.
+        """
         far = _FAR if most == inf else _NEAR
         few = sum(map(len, self.waiting.values())) <= _FEW
         while True:
-            listed = []
+            kinds = []
             for kind, promises in self.waiting.items():
                 known = kind in self.errors
                 if promises and (known or self.refused.get(kind, 0) < _REFUSALS):
@@ -250,20 +284,20 @@ class _Search:
                     seconds = promises[-1].seconds * self.errors.get(kind, family.error)
                     near = far if family.simulated else _FAR
                     if seconds < self.best_s * near or few:
-                        listed.append((family.simulated > 0, seconds, kind))
-            if not listed:
+                        kinds.append((family.simulated > 0, seconds, kind))
+            if not kinds:
                 return
             if self.simulated and (self.clock() > end or self.work > most):
                 return
-            _, _, kind = min(listed)
+            _, _, kind = min(kinds)
             promise = self.waiting[kind].pop()
             self.resolve(promise.candidate, promise.estimate)
 
     def simulate_shipped(self) -> None:
         """Simulate the shipped strategies that are estimated to come near the fastest."""
-        for promise, mapping in sorted(self.shipped, key=lambda each: each[0].seconds):
+        for promise, mapping in sorted(self.shipped, key=lambda entry: entry[0].seconds):
             family = self.family(promise.candidate.family)
-            known = {each[1] for each in self.simulated}
+            known = {entry[1] for entry in self.simulated}
             if self.simulated and self.work > _SHIPPED_BUDGET:
                 return
             near = promise.seconds * min(1.0, family.error) < self.best_s * _FAR
@@ -276,12 +310,17 @@ class _Search:
         estimate: Estimate,
         mapping: Mapping[str, Any] | None = None,
     ) -> None:
-        """Resolve and simulate a candidate, cut as it was estimated."""
+        """Resolve and simulate a candidate, cut as it was estimated.
+
+        `mapping` is the candidate's strategy file (None: it is written here). A refused candidate
+        leaves its fault in its family; a pipeline that is short of little memory is kept in
+        `short`.
+        """
         family, even = self.family(candidate.family), self.asked.balance == "even"
         mapping = self.written(candidate) if mapping is None else mapping
         places = () if even else estimate.cut
         try:
-            found = self.consider(mapping, cut=places)
+            considered = self.consider(mapping, cut=places)
         except PlanError as error:
             family.fault = family.fault or error.faults[0]
             self.work += _REFUSED
@@ -291,45 +330,49 @@ class _Search:
             if isinstance(error, ShortOfMemoryError) and little and candidate.mesh.stages > 1:
                 self.short.append((error.short_bytes, candidate, mapping, places))
             return
-        seconds = found.step.spans.seconds
+        seconds = considered.step.spans.seconds
         self.resolved += 1
         family.note(seconds, estimate.seconds)
         self.errors[_likes(candidate)] = seconds / estimate.seconds
-        self.work += found.work + candidate.mesh.count
+        self.work += considered.work + candidate.mesh.count
         self.simulated.append((seconds, candidate, mapping, places))
         self.best_s = min(self.best_s, seconds)
 
     def consider(self, mapping: Mapping[str, Any], **keys: Any) -> Considered:
-        """Resolve what a file says as far as its step."""
+        """Resolve the strategy file `mapping` as far as its step. Raises PlanError with all
+        faults."""
         return consider(self.read(mapping), self.cluster, self.findings, self.training, **keys)
 
     def move_boundaries(self, end: float) -> None:
-        """Move the boundaries of the fastest pipelines' stages; where nothing fits, of those that
-        are short of least memory."""
-        listed = sorted(self.simulated, key=lambda each: each[:2])
-        near = (each for each in listed if each[0] < self.best_s * _MOVABLE)
-        listed = [each for each in near if each[1].mesh.stages > 1][:_MOVED]
+        """Move the stage boundaries of the fastest pipelines and simulate them again.
+
+        Where nothing fits, the pipelines that are short of least memory are moved instead. No other
+        fast pipeline is moved once `clock` has passed `end`, in seconds.
+        """
+        trials = sorted(self.simulated, key=lambda trial: trial[:2])
+        near = (trial for trial in trials if trial[0] < self.best_s * _MOVABLE)
+        trials = [trial for trial in near if trial[1].mesh.stages > 1][:_MOVED]
         if not self.simulated:
-            listed = sorted(self.short, key=lambda each: each[:2])[:_SHORT]
-        for number, (_, candidate, mapping, places) in enumerate(listed):
+            trials = sorted(self.short, key=lambda trial: trial[:2])[:_SHORT]
+        for number, (_, candidate, mapping, places) in enumerate(trials):
             if number and self.simulated and self.clock() > end:
                 return
             try:
-                found = self.consider(mapping, cut=places, moving=True)
+                considered = self.consider(mapping, cut=places, moving=True)
             except PlanError as error:
                 self.family(candidate.family).fault = error.faults[0]
                 continue
-            seconds = found.step.spans.seconds
-            self.simulated.append((seconds, candidate, mapping, found.cut if places else ()))
+            seconds = considered.step.spans.seconds
+            self.simulated.append((seconds, candidate, mapping, considered.cut if places else ()))
             self.family(candidate.family).note(seconds, inf)
             self.best_s = min(self.best_s, seconds)
 
-    # --- What came of it ---
+    # --- The answer ---
 
     def found(self) -> Found:
-        """Return the fastest, as a file that resolves to it, and why it is."""
-        listed = sorted(self.simulated, key=lambda each: (each[0] * _SAME, each[1]))
-        best = listed[0]
+        """Return the fastest strategy, with a file that resolves to it, and the reasons for it."""
+        fastest_first = sorted(self.simulated, key=lambda trial: (trial[0] * _SAME, trial[1]))
+        best = fastest_first[0]
         _, candidate, mapping, places = best
         if places:
             named = with_cut(mapping, places, self.findings.order)
@@ -351,8 +394,10 @@ class _Search:
         )
 
     def fastest(self, mappings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the file whose step is the shortest; the first of equals, and at once the one that
-        keeps what was found."""
+        """Return the strategy file whose step is the shortest, and of equal ones the first.
+
+        A file whose step is as short as the best step simulated is returned at once.
+        """
         best, chosen = inf, mappings[0]
         for mapping in mappings:
             seconds = self.consider(mapping, moving=True).step.spans.seconds
@@ -363,19 +408,21 @@ class _Search:
         return chosen
 
     def read(self, mapping: Mapping[str, Any]) -> Strategy:
-        """Return what a file of this name would say."""
+        """Return the strategy that `mapping` says, under the name of the request."""
         faults: list[Fault] = []
         strategy = read_strategy(mapping, self.asked.name, faults)
         assert strategy is not None, faults
         return strategy
 
     def written(self, candidate: Candidate) -> Mapping[str, Any]:
-        """Return the file of a candidate."""
+        """Return the strategy file of a candidate."""
         return written(candidate, self.devices_of(candidate), self.asked.balance)
 
     def devices_of(self, candidate: Candidate) -> Mapping[str, Any]:
-        """Return the `devices:` of a file, where it has any: all in the inventory's order needs
-        none."""
+        """Return the `devices` entry of a candidate's strategy file, or nothing if it needs none.
+
+        No entry is needed for all devices in the inventory's order.
+        """
         if self.space.use_all:
             return {"devices": self.asked.devices} if self.asked.devices is not None else {}
         devices = candidate.mesh.devices

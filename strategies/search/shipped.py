@@ -1,7 +1,8 @@
-"""The strategy files that ship, as candidates of a search.
+"""Read the strategy files that ship, as candidates of a search.
 
-A search is not to be slower than a file that comes with it: each that fits the devices is
-estimated, and simulated where it comes near. Owns reading them, and which mesh each is.
+A search must not be slower than a file that comes with it: each file that fits the devices is
+estimated, and simulated where it comes near the fastest. Owns reading the files, and finding the
+mesh of each.
 """
 
 from collections import Counter
@@ -25,7 +26,12 @@ from whale_train.strategies.stages.placement import form_of, seats
 
 @dataclass(frozen=True)
 class Shipped:
-    """A shipped strategy, as `written` in its file, and the candidate whose estimate is its own."""
+    """A shipped strategy file and its candidate.
+
+    name: name of the file, without its ending.
+    written: content of the file.
+    candidate: the candidate whose estimate stands for the strategy.
+    """
 
     name: str
     written: Mapping[str, Any]
@@ -34,21 +40,24 @@ class Shipped:
 
 @cache
 def strategy_files() -> Mapping[str, Mapping[str, Any]]:
-    """Return what every shipped strategy file says, but for those that ask for a search."""
+    """Return the content of every shipped strategy file by name, but for those that ask for a
+    search."""
     folder = files("whale_train.conf") / "strategy"
-    found = {}
+    by_name = {}
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         if path.name.endswith(".yaml"):
             written = yaml.safe_load(path.read_text(encoding="utf-8"))
             if written.get("graph") != "auto":
-                found[path.name.removesuffix(".yaml")] = written
-    return found
+                by_name[path.name.removesuffix(".yaml")] = written
+    return by_name
 
 
 def shipped(cluster: Cluster, training: Training, balance: str) -> Sequence[Shipped]:
-    """Return the shipped strategies that fit all devices of `cluster`, work being shared by
-    `balance`. A file that says how many devices it uses is one of that many."""
-    found = []
+    """Return the shipped strategies that fit all devices of `cluster` and share work by `balance`.
+
+    A file with a `devices` entry is left out: it is for that number of devices.
+    """
+    fitting = []
     for name, written in strategy_files().items():
         faults: list[Fault] = []
         strategy = read_strategy(written, name, faults)
@@ -56,12 +65,15 @@ def shipped(cluster: Cluster, training: Training, balance: str) -> Sequence[Ship
             continue
         candidate = _candidate(strategy, cluster, training)
         if candidate is not None:
-            found.append(Shipped(name, written, candidate))
-    return found
+            fitting.append(Shipped(name, written, candidate))
+    return fitting
 
 
 def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Candidate | None:
-    """Return the candidate that comes nearest; None for a strategy that does not fit."""
+    """Return the candidate that is nearest to `strategy`, or None where it does not fit `cluster`.
+
+    None is returned as well for splits of dense parts beside copies, which a search does not know.
+    """
     count, devices = len(cluster.devices), tuple(cluster.kinds.items())
     faults: list[Fault] = []
     form = form_of(strategy, cluster, training, faults)
@@ -111,7 +123,7 @@ def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Cand
 
 
 def _kept(candidate: Candidate, keeper: Replicate | None) -> Candidate:
-    """Return the candidate that keeps its optimizer's state as `keeper` says."""
+    """Return `candidate` with the ZeRO stage and the offload of `keeper` (None: as it is)."""
     if keeper is None:
         return candidate
     offload = "all" if keeper.offload_parameters == "cpu" else keeper.offload_optimizer

@@ -1,9 +1,9 @@
-"""Which of all candidates on a set of devices are worth a simulation, by their estimates.
+"""Choose by estimates which candidates on a set of devices are worth a simulation.
 
 Pipelines are estimated three times, each time fewer of them: roughly, in whatever order of their
-parts; as if the model could be cut anywhere; and cut by the dynamic programme. Each kind, which is
-a family and a number of copies, has a list of its own, so that an estimate that errs in one leaves
-the others theirs.
+parts; as if the model could be cut anywhere; and cut by the dynamic programme. Each kind of
+pipeline has a list of its own, so that an estimate that errs in one kind leaves the others theirs.
+A kind is a family, a number of copies, and whether some stage has several copies.
 """
 
 from collections import defaultdict
@@ -17,15 +17,15 @@ from whale_train.strategies.estimate.candidates import Candidate, Estimate, Mesh
 from whale_train.strategies.estimate.estimate import Estimator
 from whale_train.strategies.search.space import Devices, Space
 
-_ROUGHLY = 14  # pipelines of a kind that are estimated as if they could be cut anywhere,
-_CUT = 10  # of these that are cut at the most,
-_KEPT = 3  # until so many fit
-_FAR = 1.7  # times the least rough estimate: pipelines of which all are further are passed over
+_ROUGHLY = 14  # pipelines of a kind that are estimated as if they could be cut anywhere;
+_CUT = 10  # of these, pipelines that are cut at most;
+_KEPT = 3  # pipelines of a kind that fit, after which no other is cut
+_FAR = 1.7  # times the least rough estimate: kinds with only slower pipelines are passed over
 
 
 @dataclass(order=True)
 class Promise:
-    """A candidate, by the seconds that a step is estimated to take."""
+    """A candidate with its estimate; promises are ordered by the estimated seconds of a step."""
 
     seconds: float
     candidate: Candidate
@@ -34,15 +34,20 @@ class Promise:
 
 @dataclass
 class Shortlist:
-    """The candidates of one set of devices: the most promising of each family that fit, how many
-    were `estimated`, and the least bytes that a family is `short` of where nothing fits."""
+    """The candidates of one set of devices that are worth a simulation.
+
+    promises: the most promising candidates of each family that fit.
+    estimated: number of estimates made.
+    short: by family, the least bytes that a candidate is short of, and that candidate.
+    """
 
     promises: list[Promise] = field(default_factory=list)
     estimated: int = 0
     short: dict[str, tuple[float, Candidate]] = field(default_factory=dict)
 
     def note(self, candidate: Candidate, estimate: Estimate) -> bool:
-        """Keep a candidate that fits, or by how much it does not; return whether it does."""
+        """Record a candidate that fits, or the bytes that it is short of; return whether it
+        fits."""
         if estimate.seconds < inf:
             self.promises.append(Promise(estimate.seconds, candidate, estimate))
         elif estimate.short_bytes > 0:
@@ -53,57 +58,65 @@ class Shortlist:
 
 def shortlist(space: Space, devices: Devices, estimator: Estimator) -> Shortlist:
     """Return the most promising candidates of every family on `devices`."""
-    found = Shortlist()
+    shortlisted = Shortlist()
     pipelines: defaultdict[object, list[tuple[float, Mesh, int, str]]] = defaultdict(list)
     for mesh in space.meshes(devices, estimator.costs.cluster):
         for pieces in space.numbers_of_micro_batches(mesh):
             for dim in space.dims(mesh):
                 if not pieces:
                     for candidate in space.variants(mesh, 0, dim):
-                        found.note(candidate, estimator.of(candidate))
-                        found.estimated += 1
+                        shortlisted.note(candidate, estimator.of(candidate))
+                        shortlisted.estimated += 1
                     continue
                 try:
                     seconds = estimator.rough_s(mesh, pieces, dim)
-                except PlanError:  # nothing to cut so
+                except PlanError:  # no layout for such a split
                     continue
                 family = Candidate(mesh, pieces, dim=dim).family
                 pipelines[family, mesh.copies, mesh.widest > 1].append((seconds, mesh, pieces, dim))
-    nearest = min((each[0] for listed in pipelines.values() for each in listed), default=0.0)
-    for listed in pipelines.values():
-        found.estimated += len(listed)
-        if min(listed)[0] > _FAR * nearest:
+    nearest = min(
+        (entry[0] for rough_pipelines in pipelines.values() for entry in rough_pipelines),
+        default=0.0,
+    )
+    for rough_pipelines in pipelines.values():
+        shortlisted.estimated += len(rough_pipelines)
+        if min(rough_pipelines)[0] > _FAR * nearest:
             continue
         uncut = [
             (estimator.uncut_s(candidate), candidate)
-            for _, mesh, pieces, dim in nsmallest(_ROUGHLY, listed)
+            for _, mesh, pieces, dim in nsmallest(_ROUGHLY, rough_pipelines)
             for candidate in _ordered(space, mesh, pieces, dim)
         ]
-        found.estimated += len(uncut)
-        _keep_best(nsmallest(_CUT, uncut), space, estimator, found)
-    return found
+        shortlisted.estimated += len(uncut)
+        _keep_best(nsmallest(_CUT, uncut), space, estimator, shortlisted)
+    return shortlisted
 
 
 def _keep_best(
-    listed: list[tuple[float, Candidate]], space: Space, estimator: Estimator, found: Shortlist
+    uncut: list[tuple[float, Candidate]], space: Space, estimator: Estimator, shortlisted: Shortlist
 ) -> None:
-    """Cut the pipelines, the most promising first, and keep those that fit, with more than their
-    copies' optimizers whole only where these do not; of the best, both."""
+    """Estimate pipelines with their best cut, the most promising first, and note those that fit.
+
+    A variant with ZeRO is estimated where no earlier variant of its pipeline fits, and for the
+    first pipeline that fits. The work ends once `_KEPT` pipelines fit.
+
+    uncut: pipelines with their estimated seconds if they could be cut anywhere, in ascending order.
+    """
     fitting = 0
-    for _, candidate in listed:
+    for _, candidate in uncut:
         if fitting == _KEPT:
             return
         fits = False
         for kept in space.variants(candidate.mesh, candidate.micro_batches, candidate.dim):
             whole = kept.zero == 0
             if whole or not fits or not fitting:
-                found.estimated += 1
-                fits = found.note(kept, estimator.of(kept)) or fits
+                shortlisted.estimated += 1
+                fits = shortlisted.note(kept, estimator.of(kept)) or fits
         fitting += fits
 
 
 def _ordered(space: Space, mesh: Mesh, pieces: int, dim: str) -> Iterator[Candidate]:
-    """Yield a pipeline in every order of its parts."""
+    """Yield the candidates of a pipeline, one for every order of its parts."""
     schedule = "zero_bubble" if mesh.stages > 1 else "1f1b"
     for ordered in space.orders(mesh):
         yield Candidate(ordered, pieces, schedule, dim=dim)

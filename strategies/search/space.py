@@ -1,8 +1,8 @@
-"""The candidates of a search: on which devices, in which meshes, with what else a strategy says.
+"""Enumerate the candidates of a search: sets of devices, meshes, and all else a strategy says.
 
 Devices are chosen by kind, and those of a kind are interchangeable: neither which of them are used
-nor their order depends on the inventory's. Owns what there is to choose from, and why something is
-not; `search.py` chooses.
+nor their order depends on the inventory's. Owns the choices that exist, and the reasons why others
+do not; `search.py` chooses.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,25 +19,34 @@ from whale_train.strategies.resolver.shared_batch import refuse_shared_batch
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.placement import VIRTUAL_STAGES
 
-Devices = tuple[tuple[str, int], ...]  # kinds of devices, and how many of each
+Devices = tuple[tuple[str, int], ...]  # kinds of devices, and the number of each
 
-# Beyond so many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
+# Beyond this many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
 _MOST_PER_STAGE = 8
-_FEW = 8  # shard groups of which stages of unlike widths are formed
-_SETS = 64  # sets of devices up to which every number of each kind is one
-_COMBINED = 8  # kinds of devices of which every combination is one
+_FEW = 8  # most shard groups that form stages of unlike widths
+_SETS = 64  # most sets of devices for which every number of each kind is tried
+_COMBINED = 8  # most kinds of devices that are combined in every way
 
 
 @dataclass(frozen=True)
 class Space:
-    """All that may be chosen for a model of which `places` parts have parameters of their own, in
-    steps of `global_batch` samples, on `devices` of `cluster`. `exported`: its graph is known, and
-    so can be cut; `shared`: copies, and micro-batches, may share its batch; `zero`: optimizers may
-    be partitioned, and `offload`ed; `split_head`: it has an output projection to split; `experts`:
-    so many of a mixture's may be spread;
-    `sole_micro_batch`: a copy's samples may not be taken in pieces; `use_all`: no device may stay
-    idle; `wide_splits`: shard groups may leave a node; `unlike` are the numbers of processes whose
-    times cannot be compared with those of all."""
+    """All choices of a search for one model.
+
+    cluster: the cluster whose devices are used.
+    devices: the kinds of devices that may be used, and the number of each.
+    places: number of parts of the model that have parameters of their own.
+    global_batch: samples of a step.
+    exported: whether the model can be cut: its graph is known, and train.accumulate is 1.
+    shared: whether copies, and micro-batches, may share a batch.
+    zero: whether optimizers may be partitioned.
+    offload: whether optimizers may be offloaded.
+    split_head: whether the model has an output projection to split.
+    experts: most devices that the experts of a mixture may be spread over (0: no experts).
+    sole_micro_batch: whether a copy must take its samples in one micro-batch.
+    use_all: whether no device may stay idle.
+    wide_splits: whether shard groups may leave a node.
+    unlike: numbers of CPU processes whose times cannot be compared with those of all processes.
+    """
 
     cluster: Cluster
     devices: Devices
@@ -56,71 +65,89 @@ class Space:
 
     @property
     def available(self) -> int:
-        """The number of devices there are."""
+        """Return the number of devices that may be used."""
         return sum(count for _, count in self.devices)
 
     # --- Devices ---
 
     def sets(self) -> Sequence[Devices]:
-        """Return the sets of devices to look at, the largest first: of few devices every one; of
-        many all of some kinds, or a power of two of one kind."""
+        """Return the sets of devices to try, the largest first.
+
+        Few devices have every set. Many devices have those with all devices of some kinds, and
+        those with a power of two of one kind. CPU processes have one set for each number of
+        processes to try.
+        """
         if self.use_all:
             return [self.devices]
         if self.cluster.processors < inf:
             return [((self.devices[0][0], count),) for count in self.numbers_of_processes()]
         if prod(count + 1 for _, count in self.devices) <= _SETS:
             numbers = product(*(range(count + 1) for _, count in self.devices))
-            found = {self._set(each) for each in numbers if any(each)}
+            device_sets = {self._set(counts) for counts in numbers if any(counts)}
         else:
-            found = set(self._of_whole_kinds())
-            found |= {
+            device_sets = set(self._of_whole_kinds())
+            device_sets |= {
                 ((kind, 1 << power),)
                 for kind, count in self.devices
                 for power in range(count.bit_length())
             }
-        return sorted(found, key=lambda used: (-sum(count for _, count in used), used))
+        return sorted(device_sets, key=lambda used: (-sum(count for _, count in used), used))
 
     def _of_whole_kinds(self) -> Iterator[Devices]:
-        """Yield sets of all devices of some kinds: of every few kinds, or, of many, of each alone
-        and of the fastest so many."""
+        """Yield the sets that have all devices of some kinds.
+
+        Up to `_COMBINED` kinds are combined in every way. Of more kinds, each is a set alone, and
+        the fastest n kinds are a set for every n.
+        """
         kinds = len(self.devices)
         if kinds <= _COMBINED:
             for size in range(1, kinds + 1):
                 yield from combinations(self.devices, size)
             return
         speeds = {device.name: max(device.flops.values()) for device in self.cluster.devices}
-        fastest = sorted(self.devices, key=lambda each: -speeds[each[0]])
-        for number, each in enumerate(fastest):
-            yield (each,)
+        fastest = sorted(self.devices, key=lambda kind_count: -speeds[kind_count[0]])
+        for number, kind_count in enumerate(fastest):
+            yield (kind_count,)
             yield tuple(sorted(fastest[: number + 1]))
 
     def _set(self, numbers: Sequence[int]) -> Devices:
+        """Return the set of devices with these numbers of each kind, without kinds that have
+        none."""
         pairs = zip(self.devices, numbers, strict=True)
         return tuple((kind, number) for (kind, _), number in pairs if number)
 
     def numbers_of_processes(self) -> Sequence[int]:
-        """Return the numbers of CPU processes to look at: fewer have more processors each. Those
-        are left out whose times cannot be compared with those of all."""
+        """Return the numbers of CPU processes to try, the largest first.
+
+        With fewer processes, each has more processors. Numbers are left out whose times cannot be
+        compared with those of all processes.
+        """
         return sorted(self._worth_trying() - self.unlike, reverse=True)
 
     def not_comparable(self) -> Sequence[int]:
-        """Return the numbers of processes that are left out, as some were measured and others were
-        not."""
+        """Return the numbers of CPU processes left out because only some processes were measured.
+
+        They were measured where all processes together were not, or the other way round.
+        """
         return sorted(self._worth_trying() & self.unlike)
 
     def _worth_trying(self) -> set[int]:
+        """Return the numbers of CPU processes that may be fast; none for other devices or
+        `use_all`."""
         if self.use_all or self.cluster.processors == inf:
             return set()
         count = self.available
-        found = {1, count, self.global_batch, int(self.cluster.processors)}
-        found |= {2**power for power in range(count.bit_length())}
-        return {number for number in found if 0 < number <= count}
+        numbers = {1, count, self.global_batch, int(self.cluster.processors)}
+        numbers |= {2**power for power in range(count.bit_length())}
+        return {number for number in numbers if 0 < number <= count}
 
     # --- Meshes ---
 
     def meshes(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
-        """Yield the meshes on `devices`, which are all of `cluster`; those whose stages name kinds
-        with their parts in one order."""
+        """Yield the meshes on `devices`, which are all devices of `cluster`.
+
+        Meshes whose stages name kinds of devices come with their parts in one order.
+        """
         yield from dict.fromkeys(self._alike(devices, cluster))
         if len(devices) == 1 and self.exported:
             yield from dict.fromkeys(self._of_copied_stages(devices, cluster))
@@ -133,8 +160,12 @@ class Space:
             yield Mesh(mesh.devices, mesh.copies, parts)
 
     def _shard_numbers(self, cluster: Cluster) -> Sequence[int]:
-        """Return the sizes of shard groups: those that divide every node's devices of a kind, so
-        that groups stay in one; where they may be wider, whole nodes too."""
+        """Return the sizes of shard groups to try.
+
+        Each size divides every node's number of devices of a kind, so that groups stay inside
+        nodes. With `wide_splits`, multiples of the greatest such size that divide all devices are
+        added.
+        """
         if not self.exported:
             return [1]
         sizes = {
@@ -143,13 +174,16 @@ class Space:
             for kind in {device.name for device in node.devices}
         }
         common, count = gcd(*sizes), len(cluster.devices)
-        found = divisors(common)
+        group_sizes = divisors(common)
         if self.wide_splits:
-            found = [*found, *(n for n in divisors(count) if n > common and n % common == 0)]
-        return found
+            group_sizes = [
+                *group_sizes,
+                *(n for n in divisors(count) if n > common and n % common == 0),
+            ]
+        return group_sizes
 
     def _alike(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
-        """Yield copies that follow each other, each on one kind of device."""
+        """Yield meshes whose copies follow each other, each copy on one kind of device."""
         names = [device.name for device in cluster.devices]
         runs = 1 + sum(a != b for a, b in pairwise(names))
         count = len(names)
@@ -166,7 +200,8 @@ class Space:
                     yield Mesh(devices, copies, (Part("", stages, 1, shards),))
 
     def _of_copied_stages(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
-        """Yield pipelines with several copies of a stage, on whichever devices come next."""
+        """Yield meshes of pipelines with several copies of a stage, on whichever devices come
+        next."""
         count = len(cluster.devices)
         for copies, shards in product(divisors(count), self._shard_numbers(cluster)):
             groups, left = divmod(count // copies, shards)
@@ -179,8 +214,11 @@ class Space:
                     yield Mesh(devices, copies, parts)
 
     def _copied_stages(self, groups: int, shards: int) -> Iterator[tuple[Part, ...]]:
-        """Yield the ways for so many shard groups to be stages of which some have copies: all as
-        many, or, of few groups, the first ones so many and the others so many."""
+        """Yield the ways in which `groups` shard groups form stages of which some have copies.
+
+        All stages have as many copies; or, for at most `_FEW` groups, the first stages have one
+        number of copies and the others another.
+        """
         for stages in divisors(groups)[1:-1]:
             yield (Part("", stages, groups // stages, shards),)
         for first in range(1, groups if groups <= _FEW else 1):
@@ -193,7 +231,7 @@ class Space:
                     yield parts
 
     def _by_kind(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
-        """Yield pipelines with stages on every kind of device."""
+        """Yield meshes of pipelines with stages on every kind of device."""
         for copies in divisors(gcd(*(count for _, count in devices))):
             if copies > self.global_batch or not (self.shared or copies == 1):
                 continue
@@ -208,24 +246,29 @@ class Space:
                     yield Mesh(devices, copies, chosen)
 
     def _parts(self, kind: str, count: int, shards: int, copies: int) -> Iterator[Part]:
-        """Yield the ways for so many devices of a kind to be stages."""
+        """Yield the parts that `count` devices of a kind can form in each of `copies` pipelines."""
         if count % shards:
             return
         for stages in divisors(count // shards):
-            each = count // shards // stages
-            if stages < self.places and each <= self.global_batch // copies:
-                yield Part(kind, stages, each, shards)
+            stage_copies = count // shards // stages
+            if stages < self.places and stage_copies <= self.global_batch // copies:
+                yield Part(kind, stages, stage_copies, shards)
 
     # --- What else a strategy says ---
 
     def numbers_of_micro_batches(self, mesh: Mesh) -> Sequence[int]:
-        """Return the ways to cut a copy's samples (0: no pipeline): powers of two and their
-        multiples by the widest stage's copies, as far as samples go."""
-        widest, found = mesh.widest, list[int]()
+        """Return the numbers of micro-batches to try for the samples of a copy (0: no pipeline).
+
+        They are powers of two, and their multiples by the copies of the widest stage. None is
+        greater than the samples of a copy, or than `_MOST_PER_STAGE` a stage (4 a copy of the
+        widest stage, where that is more). None is greater than 1 where a batch may not be taken in
+        pieces.
+        """
+        widest, numbers = mesh.widest, list[int]()
         if mesh.stages == widest == 1:
-            found.append(0)
+            numbers.append(0)
         if not self.exported:
-            return found
+            return numbers
         most = min(
             self.global_batch // mesh.copies,
             max(_MOST_PER_STAGE * mesh.stages, 4 * widest),
@@ -235,14 +278,18 @@ class Space:
         several = sorted({n for p in powers for n in (p, p * widest) if widest <= n <= most})
         # Copies that take their samples at once are no pipeline of one stage, and run as they are.
         whole = mesh.stages == widest == 1
-        return [*found, *(n for n in several if n > 1 or not whole)]
+        return [*numbers, *(n for n in several if n > 1 or not whole)]
 
     def dims(self, mesh: Mesh) -> Sequence[str]:
-        """Return what splits may divide."""
+        """Return the values of `dim` to try for the splits of a mesh."""
         return ("auto", "sequence") if mesh.shards > 1 else ("auto",)
 
     def variants(self, mesh: Mesh, micro_batches: int, dim: str) -> Iterator[Candidate]:
-        """Yield the candidates that cut the model and the batch alike: schedules, ZeRO, offload."""
+        """Yield the candidates with one mesh, number of micro-batches and `dim`.
+
+        They differ in schedule, ZeRO stage and offload, and without micro-batches also in a split
+        head or spread experts.
+        """
         several = mesh.copies * min(part.copies for part in mesh.parts) > 1
         if not micro_batches:
             for zero, offload in self._keepings(several, 3):
@@ -261,17 +308,22 @@ class Space:
             yield Candidate(mesh, micro_batches, schedule, zero, offload, dim=dim)
 
     def _expert_groups(self, mesh: Mesh) -> Sequence[int]:
-        """Return over how many of the copies of the rest experts are spread."""
+        """Return the numbers of devices to spread experts over, each a divisor of the mesh's
+        copies."""
         if not self.experts or mesh.shards > 1 or mesh.copies == 1:
             return ()
         return [n for n in divisors(mesh.copies) if 1 < n <= self.experts]
 
     def keeps(self, zero: int, offload: str) -> bool:
-        """Return whether copies may keep their optimizer's state so."""
+        """Return whether copies may use the ZeRO stage `zero` and the offload `offload`."""
         return (self.zero or not zero) and (self.offload or offload == "none")
 
     def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
-        """Yield how copies may keep their optimizer's state: (ZeRO, offload)."""
+        """Yield the pairs (ZeRO stage, offload) that copies may use.
+
+        ZeRO stages go up to `highest`. `several` says whether there are several copies to partition
+        over; one copy has no ZeRO.
+        """
         yield 0, "none"
         for zero in range(1, highest + 1) if several and self.zero else ():
             yield zero, "none"
@@ -294,7 +346,7 @@ def space_of(
     can_offload: bool = True,
     use_all: bool = False,
 ) -> Space:
-    """Return what there is to choose from on `devices` of `cluster`."""
+    """Return the space of candidates for a model on `devices` of `cluster`."""
     profile = findings.profile
     exported = profile.graph is not None
     normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
@@ -325,20 +377,22 @@ def space_of(
 
 
 def left_out(space: Space, findings: Findings, training: Training) -> Mapping[str, str]:
-    """Return the families of which `space` has nothing, whatever the devices, and why: the reason
-    is the one for which the resolver would refuse each."""
-    profile, found = findings.profile, dict[str, str]()
+    """Return the families of which `space` has no candidate, whatever the devices, and the reasons.
+
+    The reason is the one for which the resolver would refuse each family.
+    """
+    profile, reasons = findings.profile, dict[str, str]()
     pipelines = ["pipeline", "split", "split by sequence", "pipeline of splits"]
     if len(space.devices) > 1:
         pipelines.append("pipeline by kind of device")
     several = space.available > 1
     if profile.graph is None and several:
         reason = f"needs the model's graph, and {profile.name} cannot be exported"
-        found |= dict.fromkeys([*pipelines, "copies beside a split head"], reason)
+        reasons |= dict.fromkeys([*pipelines, "copies beside a split head"], reason)
     elif not space.exported and several:
         reason = f"not looked at: train.accumulate={training.accumulate} cuts the batch of copies, "
         reason += "and the micro-batches of these are their own; use train.accumulate=1"
-        found |= dict.fromkeys(pipelines, reason)
+        reasons |= dict.fromkeys(pipelines, reason)
     if not space.zero and several:
         reason = (
             "optimizer=lamb needs the norm of each parameter, which ZeRO partitions anywhere"
@@ -346,10 +400,11 @@ def left_out(space: Space, findings: Findings, training: Training) -> Mapping[st
             else f"whether {profile.perhaps_unused[0]} gets a gradient is another thing in every "
             f"call of {profile.name}, and ZeRO needs to know"
         )
-        found |= {f"copies, ZeRO {zero}": reason for zero in (1, 2, 3)}
-    return found
+        reasons |= {f"copies, ZeRO {zero}": reason for zero in (1, 2, 3)}
+    return reasons
 
 
 def _stages_at_most(findings: Findings) -> int:
-    """Return into how many parts the model can be cut that each have a parameter to train."""
+    """Return the most parts into which the model can be cut so that each has a parameter to
+    train."""
     return sum(before < after for before, after in pairwise(findings.order.weights))

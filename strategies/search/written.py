@@ -1,4 +1,4 @@
-"""A candidate as a strategy file: what is found is written, read back and resolved alike."""
+"""Write a candidate as a strategy file, which is read back and resolved like any other."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -9,7 +9,10 @@ from whale_train.strategies.partition.pipeline_partition import Sequenced, is_in
 
 
 def written(candidate: Candidate, devices: Mapping[str, Any], balance: str) -> Mapping[str, Any]:
-    """Return the file of a candidate on `devices` (the key and its value, or nothing)."""
+    """Return the content of the strategy file of a candidate.
+
+    `devices` is the file's `devices` key with its value, or nothing.
+    """
     balanced = {} if balance == "hardware" else {"balance": balance}
     return {**devices, **balanced, "graph": candidate.graph()}
 
@@ -17,8 +20,11 @@ def written(candidate: Candidate, devices: Mapping[str, Any], balance: str) -> M
 def with_cut(
     mapping: Mapping[str, Any], cut: Sequence[int], order: Sequenced
 ) -> Mapping[str, Any] | None:
-    """Return a file whose stages name the blocks with which they begin and end, so that its
-    pipeline is cut at the places `cut` of `order`; None where blocks have no names that say it."""
+    """Return a strategy file whose stages name the blocks with which they begin and end.
+
+    By these names its pipeline is cut at the places `cut` of `order`. Returns None where the names
+    of blocks cannot say the cut, and where the file does not list one node for each stage.
+    """
     names = [_ends(order, *interval) for interval in pairwise(cut)]
     if not all(names):
         return None
@@ -41,7 +47,7 @@ def with_cut(
 
 
 def _ends(order: Sequenced, first: int, last: int) -> Sequence[str]:
-    """Return the names of the first and the last block between two places, of those that have
-    one."""
+    """Return the names of the first and the last named block between the places `first` and
+    `last`."""
     named = [block for block in order.blocks[first:last] if block]
     return list(dict.fromkeys((*named[:1], *named[-1:])))

@@ -1,4 +1,4 @@
-"""A timeline of what ranks do, for chrome://tracing and ui.perfetto.dev, measured or simulated.
+"""A timeline of ranks, for chrome://tracing and ui.perfetto.dev, measured or simulated.
 
 The Trace Event Format: complete events ("ph": "X"), microseconds, one process per rank.
 """
@@ -19,7 +19,8 @@ def named(rank: int, device: str) -> Event:
 
 
 def event(rank: int, what: Instruction | str, started_us: float, took_us: float) -> Event:
-    """Return the event of an instruction, or of a named part of the step, on a rank."""
+    """Return the event of an instruction, or of a named part of the step, on a rank. `started_us`
+    and `took_us` are microseconds."""
     args: dict[str, Any] = {}
     name, category = str(what), "step"
     if isinstance(what, Instruction):
@@ -34,14 +35,15 @@ def event(rank: int, what: Instruction | str, started_us: float, took_us: float)
 
 
 def _goes_on(first: Event, second: Event) -> bool:
-    """Return whether two events are pieces of one backward, whose gradients are ready in pieces."""
+    """Return whether two events are consecutive pieces of one backward, whose gradients are ready
+    in pieces."""
     same = all(first[key] == second[key] for key in ("name", "tid", "args"))
     return same and abs(first["ts"] + first["dur"] - second["ts"]) < 1e-3
 
 
 def events_of(spans: Spans, stands: Mapping[int, int], devices: Sequence[str]) -> list[Event]:
-    """Return the events of a simulated step, on every rank those of the rank that `stands` for it.
-    Transfers that overlap with computation are in a second row."""
+    """Return the events of a simulated step. Every rank has those of the simulated rank that it
+    maps to in `stands`. Transfers that overlap with computation are in a second row."""
     events = [named(rank, device) for rank, device in enumerate(devices)]
     by_rank: dict[int, list[Event]] = {}
     for task, start, end in zip(spans.tasks, spans.starts, spans.ends, strict=True):

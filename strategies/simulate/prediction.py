@@ -12,8 +12,13 @@ from whale_train.strategies.simulate.tasks import Step, floor_s, tasks_of
 
 @dataclass(frozen=True)
 class Simulated:
-    """A simulated step of `global_batch` samples; `stands` has the simulated rank of every rank,
-    `floor_s` is the step's lower bound from computation alone."""
+    """A simulated step.
+
+    spans: the tasks, with their begins and ends.
+    stands: from every rank to the simulated rank that stands for it.
+    global_batch: the samples of the step.
+    floor_s: a lower bound, in seconds, of the step from computation alone.
+    """
 
     spans: Spans
     stands: Mapping[int, int]
@@ -21,7 +26,8 @@ class Simulated:
     floor_s: float
 
     def prediction(self) -> Prediction:
-        """Return the step's time, and how its busiest rank spends it."""
+        """Return the step's time, and the parts of it on the busiest rank, whose computation and
+        update take longest."""
         seconds = self.spans.seconds
         assert seconds >= self.floor_s * (1 - 1e-9), (seconds, self.floor_s)
         busiest = _busiest(rank_times(self.spans))
@@ -42,8 +48,11 @@ class Simulated:
 def simulated(
     step: Step, stands: Mapping[int, int], cluster: Cluster, global_batch: int
 ) -> Simulated:
-    """Return `step`, simulated on the devices of `cluster`. Of processors that all ranks share, the
-    simulated ranks have the part of their number."""
+    """Return `step`, simulated on the devices of `cluster`.
+
+    `stands` maps every rank to a simulated one. Where all ranks share processors, the simulated
+    ranks get the part of them that is theirs by number.
+    """
     part = len(set(stands.values())) / len(stands)
     spans = simulate(tasks_of(step), cluster.processors * part)
     return Simulated(spans, stands, global_batch, floor_s(step))

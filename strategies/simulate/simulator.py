@@ -24,10 +24,17 @@ class Lane(Enum):
 
 
 class Task(NamedTuple):
-    """`seconds` of work that `ranks` do together on their `lane`, after the tasks `after` (numbers
-    in the list). A computing rank spends `transfer_s` of them in collectives. The task is an
-    `instruction`, or a part of the step called `name`. `busy` is the part of a transfer's time for
-    which it occupies a processor of each of `ranks`."""
+    """Work that ranks do together.
+
+    ranks: the ranks that do it.
+    lane: the lane of each rank that it occupies.
+    seconds: the seconds it takes.
+    after: the tasks it waits for, as numbers in the list.
+    transfer_s: seconds of a computing rank's task that are spent in collectives.
+    name: the part of the step that the task is, where it has no `instruction`.
+    instruction: the instruction that the task is.
+    busy: the part of a transfer's time for which it occupies a processor of each of `ranks`.
+    """
 
     ranks: tuple[int, ...]
     lane: Lane
@@ -40,13 +47,13 @@ class Task(NamedTuple):
 
     @property
     def load(self) -> float:
-        """The processors that the task needs on each of its ranks."""
+        """Return the number of processors that the task needs on each of its ranks."""
         return 1.0 if self.lane is Lane.COMPUTE else self.busy
 
 
 @dataclass(frozen=True)
 class Spans:
-    """When each task of a list began and ended."""
+    """Begin and end of each task of a list, in seconds from the start of the step."""
 
     tasks: tuple[Task, ...]
     starts: tuple[float, ...]
@@ -54,12 +61,13 @@ class Spans:
 
     @property
     def seconds(self) -> float:
-        """The seconds until the last task is done."""
+        """Return the seconds until the last task is done."""
         return max(self.ends, default=0.0)
 
 
 def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
-    """Return when each task begins and ends. In the list, a task follows those it waits for.
+    """Return the begin and the end of each task. In the list, a task comes after those it waits
+    for.
 
     Where ranks need more than `processors` at once, for computations or transfers, they share them
     evenly. Raises ValueError for a task that waits for a later one.
@@ -75,7 +83,8 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
     if sum(needed.values()) > processors:
         return _sharing(tasks, processors)
     ranks = {rank for task in tasks for rank in task.ranks}
-    computing, linked = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)  # until when
+    # The end of the last task of each rank's lanes.
+    computing, linked = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
     starts, ends = list[float](), list[float]()
     for task in tasks:
         lane, start = computing if task.lane is Lane.COMPUTE else linked, 0.0
@@ -92,8 +101,11 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
 
 
 def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
-    """Return when each task begins and ends where ranks share `processors`, going from one end of a
-    task to the next. Only the part of a task that needs a processor is slowed by others."""
+    """Return the begin and the end of each task where ranks share `processors`.
+
+    The clock goes from one end of a task to the next. Only the part of a task that needs a
+    processor is slowed by others.
+    """
     waits = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     queues: dict[tuple[int, Lane], list[int]] = {}
@@ -147,8 +159,13 @@ def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
 
 @dataclass(frozen=True)
 class RankTime:
-    """How a rank spends a step; the seconds add up to it. `communication_s` are those in transfers
-    or waiting for them, `idle_s` those waiting for other ranks."""
+    """Seconds of a rank in a step, by use; they add up to the step.
+
+    compute_s: seconds of computing.
+    communication_s: seconds in transfers or waiting for them.
+    optimizer_s: seconds of the optimizer's update.
+    idle_s: seconds waiting for other ranks.
+    """
 
     compute_s: float
     communication_s: float
@@ -157,8 +174,8 @@ class RankTime:
 
 
 def rank_times(spans: Spans) -> dict[int, RankTime]:
-    """Return how every rank spends the step. A gap before a task counts as communication while the
-    transfers that the task waits for go on."""
+    """Return the seconds of every rank, by use. A gap before a task counts as communication while
+    the transfers that the task waits for go on."""
     lists: dict[int, list[int]] = {}
     for number, task in enumerate(spans.tasks):
         if task.lane is Lane.COMPUTE:

@@ -1,7 +1,7 @@
-"""A step as tasks: what the ranks compute, send and sum, in the runtime's order.
+"""A step as tasks: the ranks' computations, messages and sums, in the runtime's order.
 
-Actors are ranks that act as one (a copy of the model, or a shard group at a position of a
-pipeline) and run the schedule's instructions. Owns the order; the caller gives the costs.
+Actors are ranks that act as one (a copy of the model, or a shard group at a position of a pipeline)
+and run the schedule's instructions. Owns the order; the caller gives the costs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +19,23 @@ from whale_train.strategies.schedule.instructions import (
 )
 from whale_train.strategies.simulate.simulator import UPDATE, Lane, Task
 
-PIECES = 8  # the most in which a backward makes gradients ready for their sums
+PIECES = 8  # the most pieces in which a backward makes gradients ready for their sums
 
 
 def sum_pieces(elements: float) -> int:
-    """Return in how many pieces the gradients of `elements` parameters are summed, as a last
-    backward makes them ready."""
+    """Return the number of pieces in which the gradients of `elements` parameters are summed, as a
+    last backward makes them ready."""
     return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of an instruction, and `transfer_s` of them in collectives. `busy` is the part of
-    a send's seconds for which it occupies a processor."""
+    """Cost of an instruction.
+
+    seconds: the seconds it takes.
+    transfer_s: seconds of these that are spent in collectives.
+    busy: the part of a send's seconds for which it occupies a processor.
+    """
 
     seconds: float
     transfer_s: float = 0.0
@@ -40,8 +44,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Actor:
-    """`ranks` that act as one, in the pipeline numbered `copy`, and what they do in a step. `cost`
-    prices a computation, or a send until it has arrived."""
+    """Ranks that act as one in a step.
+
+    ranks: the ranks.
+    copy: the number of their pipeline.
+    instructions: the instructions they run, in order.
+    cost: gives the cost of a computation, or of a send until it has arrived.
+    update_s: seconds of the optimizer's update.
+    """
 
     ranks: tuple[int, ...]
     copy: int
@@ -52,10 +62,17 @@ class Actor:
 
 @dataclass(frozen=True)
 class Sync:
-    """Gradients summed over the actors `members` (numbers) for the chunks they hold: `seconds` of
-    transfers, in pieces as they become ready where `overlapped` with the last backward. `busy` is
-    the part of the transfers' time by which they slow computation, as they occupy a rank's
-    processor. `gathers_s` are the seconds of all-gathering parameters after the update (ZeRO)."""
+    """A sum of gradients over actors, for the chunks they hold.
+
+    members: the actors, by number.
+    seconds: seconds of transfers.
+    pieces: the number of pieces in which the gradients become ready, each summed then.
+    overlapped: whether the sum of the pieces overlaps with the last backward; if not, there is one
+        piece.
+    busy: the part of the transfers' time by which they slow computation, as they occupy a rank's
+        processor.
+    gathers_s: seconds of all-gathering parameters after the update (ZeRO).
+    """
 
     members: tuple[int, ...]
     seconds: float
@@ -67,7 +84,12 @@ class Sync:
 
 @dataclass(frozen=True)
 class Step:
-    """All of a step; `norm_s` are the seconds of the gradient norm's all-reduce over all ranks."""
+    """All of a step.
+
+    actors: the actors.
+    syncs: the sums of gradients.
+    norm_s: seconds of the gradient norm's all-reduce over all ranks.
+    """
 
     actors: Sequence[Actor]
     syncs: Sequence[Sync]
@@ -75,9 +97,13 @@ class Step:
 
 
 def floor_s(step: Step) -> float:
-    """Return a lower bound of a step's seconds: the computation of the busiest actor."""
+    """Return a lower bound, in seconds, of a step: the computation of the busiest actor."""
     costs_of = (
-        [actor.cost(each) for each in actor.instructions if each.kind in COMPUTATIONS]
+        [
+            actor.cost(instruction)
+            for instruction in actor.instructions
+            if instruction.kind in COMPUTATIONS
+        ]
         for actor in step.actors
     )
     return max(sum(cost.seconds - cost.transfer_s for cost in costs) for costs in costs_of)
@@ -97,8 +123,10 @@ class _Writer:
         self.ready: list[list[int]] = [[] for _ in step.actors]
         self.sent: dict[tuple[int, bool, int, int, int], int] = {}
         self.final = [_last_backwards(actor.instructions) for actor in step.actors]
-        self.pieces = [1] * len(step.actors)  # in which each makes gradients ready for their sums,
-        self.carried = [0.0] * len(step.actors)  # and for how long its processors carry one of them
+        # By actor: the pieces in which it makes gradients ready for their sums, and the seconds for
+        # which its processors carry the sum of one piece.
+        self.pieces = [1] * len(step.actors)
+        self.carried = [0.0] * len(step.actors)
         overlapped = [(sync, m) for sync in step.syncs if sync.overlapped for m in sync.members]
         for sync, member in overlapped:
             self.pieces[member] = max(self.pieces[member], sync.pieces)
@@ -109,12 +137,16 @@ class _Writer:
                 self.carried[member] += beside * sync.busy / others
 
     def written(self) -> list[Task]:
+        """Return the tasks of the step: instructions, sums of gradients, the norm, updates and
+        all-gathers."""
         self.run()
         summed = self.sums()
         if self.step.norm_s:
             everyone = tuple(rank for actor in self.step.actors for rank in actor.ranks)
             before = (n for number in range(len(self.last)) for n in self.after(number))
-            waits = tuple(dict.fromkeys((*before, *(n for each in summed for n in each))))
+            waits = tuple(
+                dict.fromkeys((*before, *(n for actor_sums in summed for n in actor_sums)))
+            )
             seconds = self.step.norm_s
             task = Task(everyone, Lane.COMPUTE, seconds, waits, seconds, UPDATE)
             norm = self.add(task)
@@ -135,16 +167,17 @@ class _Writer:
         return self.tasks
 
     def add(self, task: Task) -> int:
+        """Append a task and return its number."""
         self.tasks.append(task)
         return len(self.tasks) - 1
 
     def after(self, number: int) -> tuple[int, ...]:
-        """Return the tasks that an actor's next one waits for."""
+        """Return the tasks that an actor's next task waits for."""
         last = self.last[number]
         return () if last is None else (last,)
 
     def run(self) -> None:
-        """Write every actor's instructions, a receive after its send."""
+        """Add the tasks of every actor's instructions, each receive after its send."""
         at = [0] * len(self.step.actors)
         arrived: list[list[int]] = [[] for _ in self.step.actors]
         moved = True
@@ -202,7 +235,8 @@ class _Writer:
         self.sent[_wire(actor.copy, instruction)] = self.add(task)
 
     def sums(self) -> list[list[int]]:
-        """Write the sums of gradients, and return those that each actor's update waits for."""
+        """Add the sums of gradients, and return, for each actor, those that its update waits
+        for."""
         by_actor: list[list[int]] = [[] for _ in self.step.actors]
         for sync in self.step.syncs:
             ranks = tuple(self.step.actors[member].ranks[0] for member in sync.members)
@@ -236,7 +270,7 @@ def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int
 
 
 def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
-    """Return the places of the backwards that make the gradients of their chunk final."""
+    """Return the indices of the backwards that make the gradients of their chunk final."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(instructions):
         if instruction.kind in ENDS:

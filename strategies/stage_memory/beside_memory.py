@@ -1,4 +1,5 @@
-"""The bytes of experts beside a rest, of a member of a shard group."""
+"""The bytes of the parts that are split beside a rest (experts, above all), of a member of a shard
+group."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +20,15 @@ def with_beside(
     elements: Mapping[str, float],
     experts: Mapping[str, float],
 ) -> MemoryEstimate:
-    """Return the need of a member of `stage` that needs `rest` without its `experts`. These and
-    `elements`, of the rest, are elements by the parameters' paths."""
+    """Return the peak bytes of a member of `stage` with the parts that are split beside its rest.
+
+    job: the strategy on its devices.
+    stage: number of the stage.
+    rest: peak bytes of the member without these parts.
+    elements: elements of the parameters of the rest, by path.
+    experts: elements of the parameters of the split parts (experts, a head, other modules), by
+        path.
+    """
     keeper = job.keeper_beside(stage)
     streamed = keeper is not None and keeper.streams and not job.cluster.on_cpu
     if streamed:
@@ -33,7 +41,8 @@ def with_beside(
 
 
 def _a_stack(job: Staging, experts: Mapping[str, float]) -> MemoryEstimate:
-    """Return the need of experts that are streamed: one stack at a time, and its gradient."""
+    """Return the bytes of split parameters that are streamed: the largest one (a stack of experts),
+    and its gradient."""
     largest = max(experts, key=experts.__getitem__)
     there = {largest: experts[largest]}
     sizes = weights_bytes(there, job.profile, job.training.precision, 1, False)
@@ -42,9 +51,11 @@ def _a_stack(job: Staging, experts: Mapping[str, float]) -> MemoryEstimate:
 
 
 def _apart(job: Staging, stage: int, experts: Mapping[str, float]) -> MemoryEstimate:
-    """Return the need of experts that are on the device. Where copies partition the gradients of
-    the rest, all those of the experts are taken to be there together; else they come as the
-    backward makes them."""
+    """Return the bytes of split parameters that are on the device.
+
+    Where copies partition the gradients of the rest (ZeRO 2 or 3), all gradients of the split
+    parameters are taken to be there together. Else they are counted as the backward makes them.
+    """
     elements, keeper = sum(experts.values()), job.keeper_beside(stage)
     zero = keeper.zero if keeper else 0
     sizes = weights_bytes(experts, job.profile, job.training.precision, zero, False)
@@ -64,9 +75,13 @@ def _apart(job: Staging, stage: int, experts: Mapping[str, float]) -> MemoryEsti
 def _at_update(
     job: Staging, stage: int, need: MemoryEstimate, rest: float, experts: float
 ) -> MemoryEstimate:
-    """Return what of a `need` there is at the update of so many elements: no values, all gradients,
-    and what ZeRO 1 makes of them: a bucket, twice while it is summed, and, of experts whose copies
-    partition their optimizer, a flat copy of the part that is updated here."""
+    """Return the part of `need` that is there at the update of `rest` and `experts` elements: all
+    gradients, no values, and what ZeRO makes of gradients.
+
+    ZeRO 1 puts a bucket together, twice while it is summed; ZeRO 2 and 3 have no whole gradients of
+    the rest. Of experts whose copies partition their optimizer, there is a flat copy of the part
+    that is updated on this rank.
+    """
     copies, zero = len(job.data_parallel[stage][0]), job.zero
     rest = 0.0 if zero > 1 else rest
     moving = 2 * min(rest, REDUCE_BUCKET_ELEMENTS) if zero else 0.0

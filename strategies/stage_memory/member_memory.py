@@ -1,7 +1,7 @@
 """The peak bytes of a member of a shard group.
 
 A schedule is played instruction by instruction: forwards add saved tensors, backwards free them and
-leave gradients. The peak within any instruction is what it needs.
+leave gradients. The peak within any instruction is the memory that the member needs.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -38,10 +38,18 @@ from whale_train.strategies.stages.placement import (
 
 
 class MemberMemory:
-    """The bytes of one member of a shard group for its `chunks`, by their numbers: parameters, and
-    the liveness of forwards and backwards. `again`: blocks are recomputed in the backward.
-    `accumulates`: weight gradients are accumulated in place or deferred. For each of the member's
-    samples the group has so many `gathered`, of whose rows its experts get a part."""
+    """The bytes of one member of a shard group: parameters, and the liveness of forwards and
+    backwards.
+
+    job: the strategy on its devices.
+    chunks: chunks that the member holds, by their numbers.
+    axes: intervals of the members of shard groups, by axis.
+    member: index of the member in its shard group.
+    again: True if blocks are recomputed in the backward.
+    accumulates: True if weight gradients are accumulated in place or deferred.
+    gathered: samples of the group for each sample of the member; a part that is split beside copies
+        sees the rows of all of them.
+    """
 
     def __init__(
         self,
@@ -56,8 +64,8 @@ class MemberMemory:
         self._job, self._chunks, self._gathered = job, chunks, gathered
         self._accumulates, self._again = accumulates, again
         self._elements: dict[str, float] = {}
-        self._frozen: dict[str, float] = {}  # their bytes
-        self._experts: dict[str, float] = {}  # elements of those beside a rest
+        self._frozen: dict[str, float] = {}  # bytes of frozen weights
+        self._experts: dict[str, float] = {}  # elements of parameters split beside a rest
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
@@ -82,15 +90,15 @@ class MemberMemory:
 
     @property
     def _has_buckets(self) -> bool:
-        """Whether the rest beside experts has all gradients from its first step on, as
-        DistributedDataParallel's buckets."""
+        """Return True if the rest beside experts has all gradients from its first step on, as the
+        buckets of DistributedDataParallel."""
         job = self._job
         several = len(job.copies_of_rest[self._stage][0]) > 1
         return several and not (self._accumulates or job.zero or len(job.form.stages) > 1)
 
     @cached_property
     def _view(self) -> View:
-        """The sizes of the values as ranks run the model: as it is, or rewritten."""
+        """Return the sizes of the values as ranks run the model: as it is, or rewritten."""
         findings = self._job.findings
         view = findings.view
         if not self._job.as_is:
@@ -107,6 +115,8 @@ class MemberMemory:
         local: Mapping[str, float],
         again: bool,
     ) -> Passing:
+        """Return the liveness of one forward and backward of `chunk`, with gradients of the
+        parameters `local` (elements by path) alone."""
         job, part = self._job, chunk.slice
         if job.profile.graph is None or not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
@@ -115,7 +125,7 @@ class MemberMemory:
         read = ((name, job.graph[name]) for name in operations)
         paths = {name: canonical[op.path] for name, op in read if op.target == "parameter"}
         weights = {name: 4.0 * local[path] for name, path in paths.items() if path in local}
-        # The loss is a number, which nobody takes.
+        # The loss is a number, which no other stage takes.
         gives = [name for name in part.gives if name in operations and job.graph[name].shape]
         in_place = named_in_place(job, chunk) if self._accumulates else ()
         run = passing_again if again else passing
@@ -128,8 +138,8 @@ class MemberMemory:
 
     @cached_property
     def _made_in_order(self) -> tuple[str, ...]:
-        """The paths of the weights in the order in which a backward makes their gradients: that of
-        what reads them last in the forward."""
+        """Return the paths of the weights in the order in which a backward makes their gradients:
+        the reverse of the order in which the forward reads each weight last."""
         job, known = self._job, dict[str, None]()
         if job.profile.graph is None:
             return ()
@@ -137,18 +147,21 @@ class MemberMemory:
             for name in reversed(chunk.slice.operations):
                 read = (job.graph[x] for x in job.graph[name].inputs)
                 paths = (job.profile.parameter_by_path[x.path] for x in read if _is_weight(x))
-                known |= {each.path: None for each in paths if each.path in self._elements}
+                known |= {weight.path: None for weight in paths if weight.path in self._elements}
         return tuple(known)
 
     @cached_property
     def _largest_made(self) -> float:
-        """The bytes of the largest gradient that is made before it is accumulated."""
+        """Return the bytes of the largest gradient that a backward makes apart from the sum to
+        which it is added. Gradients that are accumulated in place are left out."""
         chunks = self._chunks.values() if self._accumulates else ()
         in_place = {x for chunk in chunks for x in added_in_place(self._job, chunk)}
         made = (n for path, n in self._elements.items() if path not in in_place)
         return 4.0 * max(made, default=0.0)
 
     def _unmeasured(self, chunk: StageChunk, local: Mapping[str, float], again: bool) -> Passing:
+        """Return the liveness of `chunk` where no operation's saved tensors were measured, from the
+        totals of its slice."""
         halved = precision_bytes(self._job.training.precision, self._job.zero).activations
         part, gradients = chunk.slice, 4.0 * sum(local.values())
         largest = 4.0 * max(local.values(), default=0.0)
@@ -159,8 +172,12 @@ class MemberMemory:
         return replace(once, kept=entering, forward=())
 
     def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
-        """Return the need of a rank that runs micro-batches of `samples` in the schedule's `order`,
-        of which it takes `own` itself (fewer only where members share them)."""
+        """Return the bytes that a rank needs at its peak, by what holds them.
+
+        order: instructions of the schedule that the rank runs.
+        samples: samples of a micro-batch.
+        own: samples of it that the rank takes itself, fewer only where members share them.
+        """
         rest = self.rest(order, own)
         if self._experts:
             return with_beside(self._job, self._stage, rest, self._elements, self._experts)
@@ -171,8 +188,8 @@ class MemberMemory:
         return next(iter(self._chunks.values())).stage
 
     def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """Return the need of everything but what is split beside copies, for micro-batches of
-        `samples`."""
+        """Return the bytes that a rank needs at its peak for all but what is split beside copies,
+        in micro-batches of which it takes `samples` itself."""
         job, held = self._job, sum(self._elements.values())
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         copies = len(job.copies_of_rest[self._stage][0])
@@ -186,7 +203,7 @@ class MemberMemory:
             order=self._made_in_order if job.zero >= 2 else (),
         )
         casts, steps = self._casts(order, sizes), self._steps(order, engine)
-        # Copies that the backward of the only forward lets go of, weight by weight, are values.
+        # 16-bit copies that an only backward frees weight by weight count as values.
         kept = casts if self._uses_up(order, engine) else 0.0
         worst = engine.worst(
             (come, added, values * samples + kept * left) for come, added, values, left in steps
@@ -206,18 +223,18 @@ class MemberMemory:
 
     def _on_their_way(self, order: Sequence[Instruction]) -> float:
         """Return the bytes of a sample's values and gradients that are received ahead of their use
-        and have not left yet: of each end of a chunk, those of a micro-batch."""
+        or have not left yet: for each end of a chunk, as many as one micro-batch has."""
         if not any(x.kind in (Kind.SEND, Kind.RECEIVE) for x in order):
             return 0.0
         size = self._view.num_bytes
         ends = ((chunk.slice.takes, chunk.slice.gives) for chunk in self._chunks.values())
         most = max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
-        return most * self._gathered  # all members have what all samples of the group come to
+        return most * self._gathered  # every member receives the values of all samples
 
     def _casts(self, order: Sequence[Instruction], sizes: Weights) -> float:
-        """Return the bytes of the 16-bit copies of weights, which a step makes once; where blocks
-        are recomputed, those of one block at a time. Under ZeRO 3 each forward makes its own, which
-        are kept until its backward."""
+        """Return the bytes of the 16-bit copies of weights. A step makes them once. Where blocks
+        are recomputed, the copies of one block are there at a time. Under ZeRO 3 each forward makes
+        its own copies, which are kept until its backward."""
         if not sizes.casts:
             return 0.0
         if self._again:
@@ -231,22 +248,22 @@ class MemberMemory:
         return sizes.casts * in_flight(order) / len(self._chunks)
 
     def _uses_up(self, order: Sequence[Instruction], engine: Gradients) -> bool:
-        """Return whether the backward frees the 16-bit copies of weights one by one: that of the
-        only micro-batch, where gradients have no buckets that last."""
+        """Return True if the backward frees the 16-bit copies of weights one by one, as the
+        backward of an only micro-batch does where gradients have no buckets that last."""
         buckets = engine.are_buckets and self._has_one_backward(order)
         return _has_one_forward(order) and not (buckets or self._again or self._job.zero)
 
     def _has_one_backward(self, order: Sequence[Instruction]) -> bool:
-        """Return whether a step has one forward and one backward of all there is, which is what
+        """Return True if a step has one forward and one backward of the whole model, as
         DistributedDataParallel wants (`assemble_stages` in runtime/assembly/build_stages.py)."""
         return self._job.as_is or (_has_one_forward(order) and len(self._job.form.stages) == 1)
 
     def _steps(
         self, order: Sequence[Instruction], engine: Gradients
     ) -> Iterator[tuple[float, float, float, float]]:
-        """Yield the moments on every instruction's Pareto front: the bytes of gradients, of
-        gradients about to be added to them, and of a sample's values; and the part of the weights
-        that are still read."""
+        """Yield the moments on every instruction's Pareto front as tuples of four: bytes of
+        gradients, bytes of gradients about to be added to them, bytes of a sample's values, and the
+        fraction of the weights that are still read."""
         last = {x.chunk: x for x in order if x.kind in ENDS}
         values = self._on_their_way(order)
         # DistributedDataParallel keeps its buckets from the first step on.
@@ -303,9 +320,9 @@ def _is_weight(operation: Operation) -> bool:
 def _part_of(
     chunk: StageChunk, axes: AxisIntervals, member: int, gathered: float
 ) -> Callable[[str], float]:
-    """Return the function from a value's name to the fraction of it that a member of the chunk's
-    shard group has: of rows, of those of as many samples as it has itself, of which the group has
-    `gathered` times as many."""
+    """Return the function from a value's name to the fraction of the value that a member of the
+    chunk's shard group has, relative to its own samples. Values inside a split part are of all
+    samples of the group, which has `gathered` times as many."""
     if chunk.sharded is None:
         return whole
     layouts, beside = chunk.sharded.assignment.layouts, chunk.beside
@@ -323,8 +340,9 @@ def _read_as(
     trained: Container[str],
     gathered: float,
 ) -> dict[tuple[str, str], float]:
-    """Return the parts of values that operations read after a cast that changes them: put together
-    of shards, or cut. What needs no gradient nobody keeps."""
+    """Return the fractions of values that operations read after a cast that changes their size
+    (puts shards together, or cuts), by (operation, value). Values without a gradient, which nobody
+    keeps, are left out."""
     if chunk.sharded is None:
         return {}
     return {
@@ -338,15 +356,15 @@ def _read_as(
 
 
 def _reads_as_one(chunk: StageChunk, graph: OperationGraph) -> frozenset[tuple[str, str]]:
-    """Return the operations that read a value as one with others, with that value: products that
-    alone read it entered (`runtime/kernels/column_parallel.py`)."""
-    found: dict[str, list[str]] = {}
+    """Return the pairs (operation, value) of products that alone read a value after a cast of kind
+    enter or reduce_enter, and read it as one (`runtime/kernels/column_parallel.py`)."""
+    readers: dict[str, list[str]] = {}
     for cast in chunk.sharded.assignment.casts if chunk.sharded is not None else ():
         if cast.user and cast.kind in ("enter", "reduce_enter"):
-            found.setdefault(cast.value, []).append(cast.user)
+            readers.setdefault(cast.value, []).append(cast.user)
     return frozenset(
         (user, value)
-        for value, users in found.items()
+        for value, users in readers.items()
         if all(graph[user].target in PRODUCTS for user in users)
         for user in users
     )

@@ -1,6 +1,6 @@
-"""The peak bytes of a strategy's ranks, and how much more of a batch they have room for.
+"""The peak bytes of a strategy's ranks, and the most samples and split units they have room for.
 
-What one member of a shard group needs for its chunks is `member_memory.py`'s.
+`member_memory.py` owns the bytes of one member of a shard group for its chunks.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -19,9 +19,14 @@ from whale_train.strategies.stages.placement import (
 
 
 class RankMemory:
-    """The bytes that every rank needs, by the samples it takes at a time: its share of `chunks`,
-    and what is alive at the peak of its schedule, `orders` by copy and position. `recomputed` are
-    the stages that recompute their blocks in the backward."""
+    """The bytes that every rank needs at its peak, by the samples that it takes at a time.
+
+    job: the strategy on its devices.
+    chunks: all chunks, in the order they run.
+    axes: intervals of the members of shard groups, by axis.
+    orders: instructions, by copy and position.
+    recomputed: stages that recompute their blocks in the backward.
+    """
 
     def __init__(
         self,
@@ -45,8 +50,8 @@ class RankMemory:
         self._most_units: dict[object, int] = {}
 
     def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
-        """Return the need of `rank` for micro-batches of `samples`, of which it takes `own` itself
-        (fewer than all only beside copies that share them)."""
+        """Return the bytes that `rank` needs for micro-batches of `samples`, of which it takes
+        `own` itself (fewer than all only beside copies that share them)."""
         copy, position = self._job.place_of(rank)
         stage = self._job.seats.stage_of[position]
         index = self._job.seats.positions[copy][position].index(rank)
@@ -59,13 +64,13 @@ class RankMemory:
         return self._estimates[key]
 
     def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
-        """Return the need of every rank for its largest micro-batch of `batches`."""
+        """Return the bytes that every rank needs for its largest micro-batch of `batches`."""
         return {rank: self.of(rank, *self._sizes(batches, rank)) for rank in self._ranks}
 
     def most(self, rank: int, batches: Batches) -> int:
-        """Return how many samples `rank` has room for at a time, at most the whole batch; -1 where
-        not even its weights fit. Where members share samples, those of the others are those of
-        `batches`."""
+        """Return the most samples that `rank` has room for at a time, up to the whole batch; -1
+        where not even its weights fit. Where members share samples, the group's samples are those
+        of `batches`."""
         room, gathered = self._job.cluster.devices[rank].room_bytes, self._sizes(batches, rank)[0]
         beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
 
@@ -75,9 +80,9 @@ class RankMemory:
         return most_within(need, self._job.training.global_batch, room)
 
     def most_units(self, rank: int, batches: Batches, own: int | None = None) -> int:
-        """Return how many units of what is split beside copies (classes, experts, shards) `rank`
-        has room for beside the rest and `own` samples, or those that it takes of `batches`; at most
-        all of them, and 0 where it has none for the rest."""
+        """Return the most units of what is split beside copies (classes, experts, shards) that
+        `rank` has room for beside the rest and `own` samples (None: its samples of `batches`). The
+        number is at most that of all units, and 0 where not even the rest fits."""
         copy, position = self._job.place_of(rank)
         stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
         sizes, room = self._sizes(batches, rank), self._job.cluster.devices[rank].room_bytes
@@ -89,8 +94,8 @@ class RankMemory:
         return self._most_units[key]
 
     def units(self, stage: int) -> int:
-        """Return how many units there are, over all members, of the finest of what a stage splits
-        beside copies."""
+        """Return the number of units, over all members, along the finest axis of what a stage
+        splits beside copies."""
         return max(self._axes[axis][-1][1] for axis in self._axes_beside(stage))
 
     def unit_bytes(self, rank: int, batches: Batches) -> float:
@@ -104,6 +109,8 @@ class RankMemory:
     def _units_within(
         self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], room: float
     ) -> int:
+        """Return the most units of what a stage splits beside copies that fit `room` bytes, for
+        `sizes` as `_sizes` returns them; all units for a rank that takes no samples."""
         count = self.units(stage)
         if not sizes[1]:
             return count
@@ -112,8 +119,8 @@ class RankMemory:
     def _with_units(
         self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], units: int
     ) -> float:
-        """Return the bytes that a member of a stage needs that has so many units of the finest of
-        what is split, and as large a part of the others."""
+        """Return the bytes that a member of a stage needs with `units` along the finest axis of
+        what is split, and as large a part along the other axes."""
         (samples, own), axes, finest = sizes, dict(self._axes), self.units(stage)
         for axis in self._axes_beside(stage):
             whole = axes[axis][-1][1]
@@ -122,6 +129,7 @@ class RankMemory:
         return held.needs(order, samples, own).total
 
     def _axes_beside(self, stage: int) -> Sequence[str]:
+        """Return the axes along which a stage cuts what it splits beside copies."""
         chunks = (self._chunks[number] for number in self._held_by[stage])
         return [axis for chunk in chunks if chunk.shares_samples for axis in chunk.axes]
 
@@ -157,8 +165,8 @@ class RankMemory:
         return [rank for copy in self._job.seats.positions for ranks in copy for rank in ranks]
 
     def _sizes(self, batches: Batches, rank: int) -> tuple[int, int]:
-        """Return the samples of the largest micro-batch of a rank's copy, and those that the rank
-        itself takes."""
+        """Return the samples of the largest micro-batch of a rank's copy, and the most of a
+        micro-batch that the rank itself takes."""
         copy, position = self._job.place_of(rank)
         samples = batches.largest(copy)
         stage = self._job.seats.stage_of[position]
@@ -170,6 +178,8 @@ class RankMemory:
     def _member(
         self, stage: int, member: int, order: Sequence[Instruction], gathered: float = 1.0
     ) -> MemberMemory:
+        """Return the bytes of a member of a stage's shard groups, kept for orders that accumulate
+        alike."""
         joins = not self._job.as_is and _accumulates(order)
         if all(self._chunks[number].beside is None for number in self._held_by[stage]):
             gathered = 1.0
@@ -186,16 +196,20 @@ class RankMemory:
         order: Sequence[Instruction],
         gathered: float,
     ) -> MemberMemory:
+        """Return the bytes of a member of a stage's shard groups with its shards along `axes`."""
         chunks = {number: self._chunks[number] for number in self._held_by[stage]}
         joins, again = not self._job.as_is and _accumulates(order), stage in self._recomputed
         return MemberMemory(self._job, chunks, axes, member, again, joins, gathered)
 
 
 def most_within(need: Callable[[int], float], limit: int, room: float) -> int:
-    """Return the largest number up to `limit` whose `need`, which ascends, is within `room`; -1
-    where that of none is. Needs are nearly lines: it is looked for where a line has it, and, in
-    every other turn, halfway."""
-    low, high = -1, limit + 1  # within, and not
+    """Return the largest number up to `limit` for which `need`, an ascending function to bytes, is
+    within `room` bytes; -1 where even 0 is not.
+
+    Needs are nearly linear. The search tries the number that a line between the bounds found so far
+    gives and, in every other turn, the middle.
+    """
+    low, high = -1, limit + 1  # `low` is within `room`, `high` is not
     at_low = at_high = 0.0
     guess = 0
     halve = False
@@ -216,8 +230,8 @@ def most_within(need: Callable[[int], float], limit: int, room: float) -> int:
 
 
 def _accumulates(order: Sequence[Instruction]) -> bool:
-    """Return whether weight gradients are accumulated in place or deferred: not where every chunk
-    has one backward (`assemble_stages` in runtime/assembly/build_stages.py)."""
+    """Return True if weight gradients are accumulated in place or deferred. They are not where
+    every chunk has one backward (`assemble_stages` in runtime/assembly/build_stages.py)."""
     chunks = {x.chunk for x in order}
     several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
     return several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)

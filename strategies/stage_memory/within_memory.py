@@ -1,6 +1,7 @@
-"""The samples, classes and experts that fit the memory of every device, or that none do.
+"""The samples, classes and experts that fit the memory of every device, and the refusal where none
+do.
 
-`rank_memory.py` owns the bytes of each rank; this file what follows from them.
+`rank_memory.py` owns the bytes of each rank; this file owns the limits that follow from them.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,11 @@ from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
 
 
 class ShortOfMemoryError(PlanError):
-    """Some rank needs `short_bytes` more than its device has; `work` was spent on the plan."""
+    """A plan in which some rank needs more bytes than its device has.
+
+    short_bytes: the largest excess of a rank's need over its device's memory.
+    work: simulated tasks and laid-out ranks that were spent on the plan.
+    """
 
     def __init__(self, fault: Fault, short_bytes: float, work: int) -> None:
         super().__init__([fault])
@@ -31,8 +36,13 @@ class ShortOfMemoryError(PlanError):
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that the ranks of `job` have and, by `memory`, need for `batches` of the model
-    cut as `cut`."""
+    """The memory that the ranks of a strategy have, and the memory they need.
+
+    job: the strategy on its devices.
+    cut: the model in chunks.
+    memory: bytes that each rank needs.
+    batches: micro-batches for which they are needed.
+    """
 
     job: Staging
     cut: Chunked
@@ -41,15 +51,15 @@ class Room:
 
     @cached_property
     def short_bytes(self) -> float:
-        """The largest excess of a rank's need over its device's memory; not positive where all
-        fit."""
+        """Return the largest excess of a rank's need over its device's memory, in bytes; not
+        positive where all fit."""
         needs = self.memory.of_batches(self.batches)
         devices = self.job.cluster.devices
         return max(need.total - devices[rank].room_bytes for rank, need in needs.items())
 
     def samples(self) -> tuple[int, ...]:
-        """Return how many samples each rank has room for at a time; 0 or less where some rank has
-        none for a single one."""
+        """Return the most samples that each rank has room for at a time; 0 or less for a rank that
+        has no room for one."""
         by_key: dict[object, int] = {}
         samples = []
         for rank, device in enumerate(self.job.cluster.devices):
@@ -60,9 +70,12 @@ class Room:
         return tuple(samples)
 
     def caps(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
-        """Return how many units of what is split beside copies (classes, experts, shards) each
-        member of its shard group has room for, in every copy, beside the rest and `own` samples, or
-        those that it takes: by stage, of those with such splits."""
+        """Return the most units of what is split beside copies (classes, experts, shards) that each
+        member of a shard group has room for in every copy, by stage. Stages without such a part are
+        left out.
+
+        The units are beside the rest and `own` samples (None: the samples that the rank takes).
+        """
         beside = dict.fromkeys(chunk.stage for chunk in self.cut.chunks if chunk.shares_samples)
         return {
             stage: tuple(
@@ -73,14 +86,14 @@ class Room:
         }
 
     def caps_of_unlike(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
-        """Return the caps of stages whose members could give each other some: not of those that
-        have as much memory, and as many units."""
+        """Return the caps of stages whose members could give each other units. Stages whose members
+        all have as much memory and as many units are left out."""
         alike = {x.stage for x in self.cut.chunks if x.shares_samples and self._are_alike(x)}
         return {stage: caps for stage, caps in self.caps(own).items() if stage not in alike}
 
     def _are_alike(self, chunk: StageChunk) -> bool:
-        """Return whether all members of a chunk's shard groups have as much memory and as many
-        units, but for one more."""
+        """Return True if all members of a chunk's shard groups have as much memory, and as many
+        units to within one."""
         devices, axes = self.job.cluster.devices, [self.cut.axes[x] for x in chunk.axes]
         ranks = (rank for group in self.job.replicas[chunk.stage] for rank in group)
         held = [[b - a for a, b in intervals] for intervals in axes]
@@ -89,8 +102,14 @@ class Room:
 
 
 def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) -> None:
-    """Raise ShortOfMemoryError where some rank of `room` needs more than its device has, saying by
-    how much and what helps. `times` price the chunks; `work` goes into the error."""
+    """Raise ShortOfMemoryError where some rank of `room` needs more than its device has. The error
+    says by how much, and what helps.
+
+    room: memory that the ranks have and need.
+    times: seconds of the chunks.
+    micro_batches: number of micro-batches of a copy.
+    work: work that was spent on the plan, for the error.
+    """
     short = room.short_bytes
     if short <= 0:
         return
@@ -112,6 +131,7 @@ def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) 
 
 
 def _no_room(room: Room) -> Fault:
+    """Return the fault of the rank whose need exceeds its device's memory most."""
     devices = room.job.cluster.devices
     needs = room.memory.of_batches(room.batches)
     over = {rank: need.total - devices[rank].room_bytes for rank, need in needs.items()}
@@ -129,8 +149,8 @@ def _no_room(room: Room) -> Fault:
 
 
 def _no_room_for_one(room: Room) -> Fault | None:
-    """Return the fault of a device that cannot even hold its copy, one sample and one class of a
-    split head, or one expert; None where all can."""
+    """Return the fault of the device with the least memory, where it cannot even hold its copy, one
+    sample and one class of a split head, or one expert; None where it can."""
     job, devices = room.job, room.job.cluster.devices
     tight = min(range(len(devices)), key=lambda rank: devices[rank].room_bytes)
     need, has = room.memory.for_one(tight, room.batches), devices[tight].room_bytes
@@ -146,7 +166,8 @@ def _no_room_for_one(room: Room) -> Fault | None:
 
 
 def _what(room: Room, stage: int) -> str:
-    """Return of what there are units beside the copies of a stage, in words."""
+    """Return the word for the units of what is split beside the copies of a stage: classes, experts
+    or shards."""
     chunks = [chunk for chunk in room.cut.chunks if chunk.stage == stage]
     if any(chunk.head for chunk in chunks):
         return "classes"
@@ -154,8 +175,8 @@ def _what(room: Room, stage: int) -> str:
 
 
 def _no_room_beside(room: Room, stage: int, most: int) -> Fault:
-    """Return the fault of classes, or experts, that the members of a stage have no room for, of
-    which there is room for `most`."""
+    """Return the fault of the classes, experts or shards for which the members of a stage have no
+    room; they have room for `most`."""
     job, what, count = room.job, _what(room, stage), room.memory.units(stage)
     short = (count - most) * room.memory.unit_bytes(job.replicas[stage][0][0], room.batches)
     rule = (
@@ -169,6 +190,7 @@ def _no_room_beside(room: Room, stage: int, most: int) -> Fault:
 
 
 def _no_room_for_batch(room: Room, most: int) -> Fault:
+    """Return the fault of a global batch of which only `most` samples fit."""
     job, batch = room.job, room.job.training.global_batch
     missing = batch - most
     sample = room.memory.sample_bytes(0, room.batches)
@@ -180,7 +202,7 @@ def _no_room_for_batch(room: Room, most: int) -> Fault:
 
 
 def _fitting_zero(job: Staging) -> str:
-    """Return, as a remedy, the least ZeRO of the whole model that fits one sample on every
+    """Return a remedy: the lowest ZeRO stage of the whole model that fits one sample on every
     device."""
     cluster, profile = job.cluster, job.profile
     for name, zero, offload in (
@@ -198,7 +220,8 @@ def _fitting_zero(job: Staging) -> str:
 
 def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float | None:
     """Return the bytes that each device of `cluster` needs for one sample under `strategy`, which
-    copies the whole model; None where the strategy has no form there, or some device has less."""
+    copies the whole model; None where the strategy has no form there, or some device has less
+    memory."""
     enough = replace(job.training, global_batch=len(cluster.devices), accumulate=1)
     form = form_of(strategy, cluster, enough, [])
     if form is None:
@@ -214,7 +237,7 @@ def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float 
 
 def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
     """Return the stages that recompute their blocks: all with `recompute: full`, and those with
-    `auto` of which some rank does not fit its device by `memory`."""
+    `auto` of which some rank does not fit its device by `memory` (bytes by rank)."""
     recomputed = set()
     for stage, form in enumerate(job.form.stages):
         ranks = [rank for group in job.replicas[stage] for rank in group]

@@ -47,8 +47,9 @@ class Findings:
     _results: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], _Result]) -> _Result:
-        """Return what `compute` returns, or raise the PlanError it raises, calling it only for the
-        first use of `key`, which must name everything the result depends on."""
+        """Return the result of `compute`, called only for the first use of `key`. A PlanError that
+        `compute` raises is raised at every use. `key` must name everything that the result depends
+        on."""
         if key not in self._results:
             try:
                 self._results[key] = compute()
@@ -60,22 +61,26 @@ class Findings:
         return result
 
     def sharded(self, key: Hashable, members: int, choose: Callable[[], Sharded]) -> Sharded:
-        """Return the patterns that `choose` finds for a group of `members`, or those known already
-        of another size of group that has the same. `key` names all else that they depend on."""
+        """Return the layouts that `choose` finds for a group of `members`. Layouts that are known
+        of a group of another size are returned instead where both sizes have the same ones
+        (`Sharded.groups`). `key` names everything else that the layouts depend on."""
         known: list[Sharded] = self._results.setdefault(("sharded", key), [])
-        found = next((each for each in known if members in each.groups), None)
-        if found is None:
-            known.append(found := choose())
-        return found
+        chosen = next((patterns for patterns in known if members in patterns.groups), None)
+        if chosen is None:
+            known.append(chosen := choose())
+        return chosen
 
     @property
     def graph(self) -> OperationGraph:
+        """Return the exported graph of the model, which must have one."""
         assert self.profile.graph is not None
         return self.profile.graph
 
     @cached_property
     def samples(self) -> Judgement:
-        """What the loss of the model's batch is of its samples, as far as its graph says."""
+        """Return the judgement of the loss of a batch by the model's graph: a mean or a sum over
+        the samples, a value in which samples meet, or unknown, where there is no graph or no rule
+        for an operation."""
         profile = self.profile
         if profile.unequal_parts:
             return Judgement("meets", because=profile.unequal_parts)
@@ -85,31 +90,34 @@ class Findings:
 
     @cached_property
     def sample_states(self) -> Mapping[str, State]:
-        """How every value of the graph depends on the samples of a batch."""
+        """Return the way in which every value of the graph depends on the samples of a batch, by
+        name."""
         return states_of(self.graph, self.profile.batch_norm_modules)
 
     @cached_property
     def prices(self) -> Prices:
+        """Return the cache of the seconds of operations at the precision of training."""
         return Prices(self.graph, self.precision)
 
     @cached_property
     def likeness(self) -> Likeness:
+        """Return the cache that numbers slices of the model which are equal but for names."""
         return Likeness(self.profile, self.prices.works)
 
     @cached_property
     def view(self) -> View:
-        """The sizes of the graph's values at the precision of training."""
+        """Return the sizes of the graph's values at the precision of training."""
         return View.at(self.graph, self.precision)
 
     def weights_to_cut(self, members: int) -> tuple[int, ...]:
-        """Return, for each possible cut in `order`, how many of the weights read before it can be
-        sharded over a group of `members`."""
+        """Return the number of weights read before each place of `order` that can be sharded over a
+        group of `members`."""
         return self.once(("to cut", members), lambda: self._weights_to_cut(members))
 
     @cached_property
     def tied(self) -> frozenset[str]:
-        """The paths of parameters that several blocks read. Stages that hold the same one each
-        have it whole, and its gradients are summed over all of them."""
+        """Return the paths of parameters that several blocks read. A stage that holds such a
+        parameter has it whole, and its gradients are summed over all stages that do."""
         readers: dict[str, set[str]] = {}
         for name in self.order.operations:
             for read in (self.graph[x] for x in self.graph[name].inputs):
@@ -132,64 +140,71 @@ class Findings:
 
     @cached_property
     def trained_elements(self) -> float:
-        """The elements of all parameters that are trained."""
+        """Return the number of elements of all parameters that are trained."""
         unused = (self.profile.parameter_by_path[path] for path in self.profile.unused_parameters)
         return float(self.profile.parameter_elements - sum(p.elements for p in unused))
 
     def copied_elements(self, split_head: bool) -> float:
-        """Return the trained elements that every copy holds: all, or all but a split head's."""
+        """Return the number of trained elements that every copy holds: all, or with `split_head`
+        all but the head's weight."""
         return self.trained_elements - (self.head_elements if split_head else 0)
 
     @cached_property
     def head_elements(self) -> int:
-        """The elements of the largest output projection's weight; 0 where none is known."""
+        """Return the number of elements of the largest output projection's weight; 0 where none is
+        known."""
         weight = self.head_weight
         return 0 if weight is None else self.profile.parameter_by_path[weight].elements
 
     @cached_property
     def head_weight(self) -> str | None:
-        """The path of the weight of the largest output projection; None where none is known."""
+        """Return the path of the weight of the largest output projection; None where none is
+        known."""
         heads = self.heads if self.profile.graph else ()
         by_path = self.profile.parameter_by_path
         paths = [by_path[head.weight].path for head in heads]
         return max(paths, key=lambda path: by_path[path].elements, default=None)
 
     def weight_width(self, zero: int) -> float:
-        """Return the mean bytes of an element of the model's parameters as ranks hold them."""
+        """Return the mean bytes of an element of the model's parameters as ranks hold them under
+        ZeRO stage `zero`."""
         return self.once(("width", zero), lambda: weight_width(self.profile, self.precision, zero))
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:
+        """Return all output projections of the model, the one with the largest weight first."""
         return find_heads(self.profile)
 
     @cached_property
     def mixtures(self) -> Mapping[str, int]:
-        """The experts of every mixture, by the value that says where their rows end."""
+        """Return the number of experts of every mixture, by the name of the value that holds the
+        ends of the experts' rows. Empty without a graph."""
         return mixtures_of(self.graph) if self.profile.graph is not None else {}
 
     @cached_property
     def blocks(self) -> Mapping[str, Sequence[Operation]]:
-        """The operations of every block, in order."""
-        found: dict[str, list[Operation]] = {}
+        """Return the operations of every block, in order, by the block's path."""
+        by_block: dict[str, list[Operation]] = {}
         for operation in self.graph:
             if operation.target not in HELD:
-                found.setdefault(block_of(operation.module), []).append(operation)
-        return found
+                by_block.setdefault(block_of(operation.module), []).append(operation)
+        return by_block
 
     def under_rows(self, value: str) -> tuple[str, ...]:
-        """Return what runs while the rows `value` come back from their experts."""
+        """Return the operations that run while the rows `value` come back from their experts."""
         block = self.blocks[block_of(self.graph[value].module)]
         return self.once(("under", value), lambda: under_rows(self.graph, block, value))
 
     @cached_property
     def router_biases(self) -> Mapping[str, str]:
-        """The buffers that the routers of mixtures choose experts by, as `mixtures` names these."""
+        """Return the paths of the buffers by which the routers of mixtures choose experts, by the
+        names of the mixtures in `mixtures`."""
         return router_biases_of(self.graph, self.mixtures) if self.mixtures else {}
 
     @cached_property
     def experts(self) -> SplitParts | None:
-        """The experts of a mixture, as they lie over any devices; None where there are none that
-        rows can be sent to."""
+        """Return the experts of the model's mixtures, laid over a group of any size; None where
+        there are none to which rows can be sent."""
         graph = self.profile.graph
         if graph is None:
             return None
@@ -201,11 +216,13 @@ class Findings:
 
     @cached_property
     def expert_elements(self) -> float:
-        """The elements of the experts of a mixture that are trained."""
+        """Return the number of elements of the experts that are trained."""
         weights = self.experts.sharded.weights if self.experts else ()
         by_path = self.profile.parameter_by_path
         return float(sum(by_path[path].elements for path in weights if path in by_path))
 
     @cached_property
     def order(self) -> Sequenced:
+        """Return the operations that a pipeline deals out to stages, and the places where it may be
+        cut."""
         return sequenced(self.graph)

@@ -1,6 +1,5 @@
-"""What a stage splits beside copies of its rest, found in its slice of the model: experts of a
-mixture, spread over the devices that share the samples, other modules, or an output head.
-"""
+"""The parts that a stage splits beside copies of its rest, found in its slice of the model: experts
+of a mixture, spread over the devices that share the samples, other modules, or an output head."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -26,8 +25,11 @@ from whale_train.strategies.stages.split_names import is_named, names_of, neares
 
 @dataclass(frozen=True)
 class BesideCopies:
-    """What a stage splits beside copies of its rest: the `parts`, and the output projection that
-    they are, if they are one alone."""
+    """The parts that a stage splits beside copies of its rest.
+
+    parts: the parts, joined into one.
+    head: the output projection, where it is the only part; else None.
+    """
 
     parts: SplitParts
     head: Head | None
@@ -36,13 +38,22 @@ class BesideCopies:
 def split_parts(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> BesideCopies:
-    """Return all that the splits beside the copies of a stage's rest name, over its devices. Raises
-    PlanError."""
-    splits, found = job.form.stages[stage].splits, list[SplitParts]()
+    """Return the parts that the splits beside the copies of a stage's rest name, over the stage's
+    devices.
+
+    job: the strategy on its devices.
+    stage: number of the stage.
+    part: the stage's slice of the model.
+    shared: stages of every weight that several stages hold, by path.
+
+    Raises PlanError where a split names nothing that can be split so, where two nodes name the same
+    weight, and where a value that enters or leaves the stage does not have the batch first.
+    """
+    splits, all_parts = job.form.stages[stage].splits, list[SplitParts]()
     heads: list[Head] = []
     body = job.form.stages[stage].body
     assert body is not None
-    copied = frozenset[str]()  # by name; what nobody names is copied all the same
+    copied = frozenset[str]()  # weights named by the copies; weights nobody names are copied too
     if body.modules != ("*",):
         copied = frozenset(_named(job, part, body.modules))
     for split in splits:
@@ -58,7 +69,7 @@ def split_parts(
             profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
             heads.append(_head_of(job, part, shared, split, profile))
             parts = _head_parts(job, stage, part, split, heads[-1])
-        found.append(parts or _dense(job, stage, part, split, named))
+        all_parts.append(parts or _dense(job, stage, part, split, named))
     split = splits[0]
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     remedy = "use a split of the whole stage"
@@ -66,7 +77,7 @@ def split_parts(
         rule = f"shares the samples, and {crossing}, which enters or leaves its stage, has no "
         raise PlanError([Fault(key, value, f"{rule}batch first", remedy)])
     try:
-        joined = together(found)
+        joined = together(all_parts)
     except SplitRefused as refusal:
         key, rule = splits[0].path.rpartition("[")[0], f"splits parts that meet: {refusal}"
         remedy = f"name each module in one split, or {remedy}"
@@ -89,13 +100,13 @@ def _refuse_named_twice(job: Staging, split: Split, body: Replicate, paths: Set[
 def named_weights(
     job: Staging, part: Slice, shared: Mapping[str, tuple[int, ...]], split: Split
 ) -> frozenset[str]:
-    """Return the paths of the weights of `part` that `split` names. Those that several stages hold
-    (`shared`) are none of them: they stay whole, so that their gradients can be added."""
+    """Return the paths of the weights of `part` that `split` names. Weights that several stages
+    hold (`shared`) are left out: they stay whole, so that their gradients can be added."""
     return frozenset(path for path in _named(job, part, split.modules) if path not in shared)
 
 
 def _named(job: Staging, part: Slice, modules: Sequence[str]) -> Iterator[str]:
-    """Yield the paths of the weights of `part` in what `modules` (paths, globs, `head`) name."""
+    """Yield the paths of the weights of `part` that lie in `modules` (paths, globs, `head`)."""
     names = set(modules)
     if "head" in names:
         names |= {head.module for head in job.findings.heads}
@@ -103,7 +114,8 @@ def _named(job: Staging, part: Slice, modules: Sequence[str]) -> Iterator[str]:
 
 
 def _is_head(job: Staging, split: Split, body: Replicate) -> bool:
-    """Return whether what a split beside copies names is the head, and no experts."""
+    """Return True if a split beside copies names the head, and not experts (which are looked for
+    first)."""
     if split.dim == "tensor":
         return False
     if split.modules == ("*",):
@@ -112,8 +124,8 @@ def _is_head(job: Staging, split: Split, body: Replicate) -> bool:
 
 
 def _head_parts(job: Staging, stage: int, part: Slice, split: Split, head: Head) -> SplitParts:
-    """Return a head over a stage's devices: its classes, unless the split says otherwise, and what
-    is added to them (a bias) with them. Raises PlanError."""
+    """Return the head over a stage's devices, cut by its classes unless the split says otherwise.
+    Parameters that are added to the classes (a bias) are cut with them. Raises PlanError."""
     members = job.form.stages[stage].shards
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     if head.classes < members:
@@ -126,7 +138,7 @@ def _head_parts(job: Staging, stage: int, part: Slice, split: Split, head: Head)
 
 
 def _is_table(job: Staging, part: Slice, weight: str) -> bool:
-    """Return whether an embedding of `part` reads `weight`."""
+    """Return True if an embedding of `part` reads `weight`."""
     paths = job.profile.weights_read(part.operations)
     return any(
         paths.get(op.inputs[0]) == weight
@@ -136,7 +148,8 @@ def _is_table(job: Staging, part: Slice, weight: str) -> bool:
 
 
 def _added_to_classes(job: Staging, part: Slice, head: Head) -> Iterator[str]:
-    """Yield the paths of the parameters that nothing but what is made of the logits reads."""
+    """Yield the paths of the parameters that only the head's product and operations after it read,
+    without the head's weight."""
     graph, after = job.graph, job.graph.descendants({head.operation})
     readers = after | {head.operation}
     for name, path in job.profile.weights_read(part.operations).items():
@@ -152,8 +165,9 @@ def _dense(
     named: Set[str],
     head: Head | None = None,
 ) -> SplitParts:
-    """Return what a split beside copies names, but for the head if it names everything else, as
-    layouts of its weights divide it. Raises PlanError."""
+    """Return the part whose weights are `named`, as layouts of these weights divide it over the
+    stage's devices. Where the split and the copies name everything, the head is left out, unless
+    the part is the `head` itself. Raises PlanError."""
     members = job.form.stages[stage].shards
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     body = job.form.stages[stage].body
@@ -194,7 +208,7 @@ def _experts(
     named: frozenset[str],
 ) -> SplitParts | None:
     """Return the experts among the weights `named`, spread over a stage's devices; None where there
-    are none, and others are meant. Raises PlanError."""
+    are no experts and the split may mean something else. Raises PlanError."""
     if split.dim not in ("auto", "experts") or "head" in split.modules:
         return None
     form = job.form.stages[stage]
@@ -203,11 +217,11 @@ def _experts(
     try:
         read = job.profile.weights_read(part.operations).items()
         among = {name: path for name, path in read if path in named}
-        found = _routed(job, part, among, form.shards, axis)
+        experts = _routed(job, part, among, form.shards, axis)
     except SplitRefused as refusal:
         rule = f"are experts, which cannot be split beside copies of the rest: {refusal}"
         raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
-    if found is None and split.dim == "experts":
+    if experts is None and split.dim == "experts":
         rule = f"finds no stacks of at least {form.shards} experts in {span(part.modules)}"
         remedy = "use fewer devices, or a replicate around the list"
         if job.findings.experts is None:
@@ -217,14 +231,15 @@ def _experts(
             rule = f"finds experts in {span(part.modules)} that another stage holds as well"
             remedy = "use one stage, or model.share_layers=false"
         raise PlanError([Fault(key, value, rule, remedy)])
-    return found
+    return experts
 
 
 def _routed(
     job: Staging, part: Slice, named: Mapping[str, str], members: int, axis: str
 ) -> SplitParts | None:
-    """Return the experts of `part` among the parameters `named` over so many `members`: the same
-    for all that there are enough experts for. Raises SplitRefused."""
+    """Return the experts of `part` among the parameters `named`, spread over `members`; None where
+    there are none. The answer is the same, and kept, for every group with experts enough for each
+    member. Raises SplitRefused."""
     everywhere = job.findings.experts
     if everywhere is not None and members <= min(everywhere.sharded.axes.values()):
         members = 2
@@ -235,9 +250,9 @@ def _routed(
 
 
 def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
-    """Return the first of some values that cross between stages whose first dimension is not the
-    batch, with as many rows of each sample next to each other; "" if there is none (the loss, a
-    number, crosses to nobody)."""
+    """Return the first of the values `names` that does not have the batch as its first dimension,
+    with as many rows of each sample next to each other; "" where all have. The loss, a number that
+    crosses to no other stage, is allowed."""
     states = job.findings.sample_states
 
     def is_by_sample(name: str) -> bool:
@@ -256,7 +271,8 @@ def _head_of(
     profile: ModelProfile,
 ) -> Head:
     """Return the head that a split beside copies names, in a slice with its `profile`. Raises
-    PlanError where there is none."""
+    PlanError where there is none, where another stage holds its weight as well, and where a value
+    that enters the stage does not have the batch first."""
     gives_loss = job.graph.operations[-1].inputs[0] in part.operations
     all_heads = find_heads(profile) if gives_loss else ()
     heads = matching(all_heads, split.modules)
@@ -283,13 +299,15 @@ def _head_of(
 
 
 def _instead_of_head(job: Staging) -> str:
+    """Return the remedy where a head cannot be split beside copies."""
     if job.chunk_count == 1:
         return "use strategy=dp or a zero strategy"
     return "use another stage for it, or a split of the whole stage"
 
 
 def _profile_of(job: Staging, part: Slice) -> ModelProfile:
-    """Return the profile of one slice of the model, with the values it takes as inputs."""
+    """Return the profile of one slice of the model. The values that the slice takes are its
+    inputs."""
     inside = set(part.operations)
     taken = [
         replace(job.graph[name], target="input", args=(), kwargs=(), after=())
@@ -301,6 +319,6 @@ def _profile_of(job: Staging, part: Slice) -> ModelProfile:
 
 
 def span(modules: Sequence[str]) -> str:
-    """Return `a ... b` for a run of modules, for messages."""
+    """Return the text `a ... b` that names a run of modules in messages."""
     named = [module or "(the model)" for module in modules]
     return named[0] if len(named) == 1 else f"{named[0]} ... {named[-1]}" if named else "nothing"

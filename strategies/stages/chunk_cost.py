@@ -27,10 +27,15 @@ from whale_train.strategies.stages.placement import (
 
 
 class ChunkTimes:
-    """The seconds of a strategy's chunks on the positions that hold them. `recomputed` are the
-    stages that recompute their blocks in the backward. Beside a split head, or experts, the members
-    of a shard group share the samples of a micro-batch, each within the `limits` of its rank
-    (empty: no limit)."""
+    """The seconds of a strategy's chunks on the positions that hold them.
+
+    job: the strategy on its devices.
+    chunks: all chunks, in the order they run.
+    axes: intervals of the members of shard groups, by axis.
+    recomputed: stages that recompute their blocks in the backward.
+    limits: the most samples that each rank takes at a time, which bound the shares of members that
+        share the samples of a micro-batch (empty: no limit).
+    """
 
     def __init__(
         self,
@@ -46,8 +51,8 @@ class ChunkTimes:
         self._parts = [_parts(chunk) if chunk.shares_samples else () for chunk in chunks]
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
-        """Return the times of a micro-batch of chunk `number`, and the part of them that is
-        transfers."""
+        """Return the seconds of a micro-batch of `samples` in chunk `number`, and the part of them
+        that is transfers."""
         ranks = self.job.seats.positions[copy][position]
         link = group_link(self.job.cluster, ranks, by_memory=True)
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
@@ -61,7 +66,8 @@ class ChunkTimes:
         )
 
     def stage_s(self, stage: int, copy: int, position: int, samples: int) -> float:
-        """Return the seconds of a micro-batch in all chunks that a position of `stage` holds."""
+        """Return the seconds of a micro-batch of `samples` in all chunks that a position of `stage`
+        holds."""
         return sum(
             self.of(number, copy, position, samples)[0].total
             for number, chunk in enumerate(self.chunks)
@@ -69,9 +75,12 @@ class ChunkTimes:
         )
 
     def member_shares(self, number: int, ranks: Sequence[int], samples: int) -> tuple[int, ...]:
-        """Return the samples of a micro-batch that each of `ranks`, the members of a shard group
-        that share those of chunk `number`, takes. The limits of the ranks hold unless they
-        leave no room for all samples: the search for shares also prices what does not fit."""
+        """Return the number of samples that each of `ranks`, the members of a shard group, takes of
+        a micro-batch of `samples` in chunk `number`, whose samples members share.
+
+        The limits of the ranks hold unless they leave no room for all samples: the search for
+        shares also prices what does not fit.
+        """
         limits = [self.limits[rank] if self.limits else samples for rank in ranks]
         room = most_shared(self.job.strategy.balance, limits)
         if room < samples or min(limits) < 1:
@@ -92,7 +101,8 @@ class ChunkTimes:
         return shares
 
     def _rest_s(self, number: int, device: Device, samples: int) -> float:
-        """Return the seconds of `samples` in what chunk `number` has copies of."""
+        """Return the seconds of `samples` in the part of chunk `number` of which every member has a
+        copy."""
         chunk = self.chunks[number]
         return sum(
             self.job.findings.prices.times(
@@ -120,8 +130,8 @@ class ChunkTimes:
     def _priced(
         self, number: int, ranks: Sequence[int], samples: int, shares: Sequence[int], link: Link
     ) -> tuple[Times, Times]:
-        """Return the times of the group's slowest member, which the others wait for, with its
-        collectives, and those of the collectives alone."""
+        """Return two sums of times: those of the group's slowest member, for which the others wait,
+        with its collectives, and those of the collectives alone."""
         chunk = self.chunks[number]
         if chunk.shares_samples:
             members = [self._beside(number, i, rank, shares) for i, rank in enumerate(ranks)]
@@ -136,6 +146,8 @@ class ChunkTimes:
         return slowest + moved, moved
 
     def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
+        """Return the times of member `index` of a shard group whose members all run the same
+        `samples`."""
         chunk, device = self.chunks[number], self.job.cluster.devices[rank]
         if self.job.profile.graph is None:
             return whole_times(chunk.slice.flops * samples, device, self.job.training.precision)
@@ -149,8 +161,8 @@ class ChunkTimes:
         )  # fmt: skip
 
     def _beside(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
-        """Return the times of a member of a group that shares samples: of its shard of what is
-        split for all of them, and of its copy of the rest for its share."""
+        """Return the times of a member of a group that shares samples: its shard of the split part
+        for all samples of the group, and its copy of the rest for its own share."""
         chunk, total = self.chunks[number], Times()
         axes = {**self.axes, BATCH: tile(sum(shares), shares)}
         device = self.job.cluster.devices[rank]
@@ -169,12 +181,13 @@ class ChunkTimes:
     def _under_products(
         self, chunk: StageChunk, ranks: Sequence[int], samples: int, shares: Sequence[int]
     ) -> Times:
-        """Return, less than nothing, the times of rows that come back from experts while all of
-        `ranks` have products to run."""
+        """Return the times, negative or 0, that a step saves because rows come back from experts
+        while all of `ranks` have products to run."""
         job, hidden = self.job, Times()
         nodes = {job.cluster.node_of[rank] for rank in ranks}
         by_memory = job.cluster.shared_memory is not None and len(nodes) == 1
-        if chunk.sharded is None or not chunk.expert_axes or by_memory:  # who copies does no else
+        # A copy through shared memory occupies the processors that would run the products.
+        if chunk.sharded is None or not chunk.expert_axes or by_memory:
             return hidden
         casts = chunk.sharded.assignment.casts
         for value in dict.fromkeys(cast.value for cast in casts if cast.kind == COMBINE):
@@ -209,8 +222,8 @@ class ChunkTimes:
 
 
 def _parts(chunk: StageChunk) -> Sequence[Segment]:
-    """Return what a chunk whose samples are shared runs: what is split, and what there are copies
-    of."""
+    """Return two segments of a chunk whose samples are shared: the rest, of which there are copies,
+    and the part that is split."""
     assert chunk.sharded is not None
     assert chunk.beside is not None
     operations, beside = chunk.slice.operations, chunk.beside

@@ -1,7 +1,7 @@
 """The chunks of a strategy: where the model is cut, and the layouts of each chunk's tensors.
 
-A chunk is the part of the model that a stage runs at a time; the whole model where nothing cuts it.
-`placement.py` owns which devices hold it, `schedule/orders.py` when it runs.
+A chunk is the part of the model that a stage runs at a time. Where nothing cuts the model, all of
+it is one chunk. `placement.py` owns which devices hold a chunk, `schedule/orders.py` when it runs.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -35,10 +35,16 @@ from whale_train.strategies.tensor_parallel.region import SEQUENCE
 
 @dataclass(frozen=True)
 class Chunked:
-    """A model in `chunks`, in the order they run, which begin and end at `places` (indices into
-    `Sequenced.places`). `edges` are the pairs of chunks of which the first sends to the second,
-    with whether a gradient comes back; `axes` the intervals of the members of shard groups;
-    `shared` the stages of every parameter that several stages hold."""
+    """A model cut into chunks.
+
+    places: indices into `Sequenced.places` at which chunks begin and the last one ends; empty where
+        the model runs as it is.
+    chunks: the chunks, in the order they run.
+    edges: pairs of chunks of which the first sends to the second; True if a gradient comes back.
+    axes: intervals of the members of shard groups, by axis.
+    shared: stages of every trained parameter that several stages hold, by path.
+    decisions: choices that nobody asked for, with reasons.
+    """
 
     places: tuple[int, ...]
     chunks: tuple[StageChunk, ...]
@@ -49,13 +55,16 @@ class Chunked:
 
 
 Caps = tuple[tuple[int, tuple[int, ...]], ...]
-"""By stage, how many classes of a split head, or experts, each member may have at most."""
+"""(stage, the most units of what it splits beside copies that each member may have) of stages."""
 
 
 def chunked(job: Staging, places: tuple[int, ...] | None = None, caps: Caps = ()) -> Chunked:
-    """Return the model of `job` in chunks, cut at `places`, or by default so that the slowest stage
-    takes least. The members of a stage that `caps` has take at most so much of what it splits
-    beside copies. Raises PlanError."""
+    """Return the model of `job` in chunks, cut at `places` (indices into `Sequenced.places`), or by
+    default so that the slowest stage takes the fewest seconds.
+
+    `caps` limit the units of what a stage splits beside copies that each of its members gets.
+    Stages that are not in `caps` have no limit. Raises PlanError.
+    """
     if job.as_is:
         return Chunked((), (StageChunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
     stages = range(len(job.form.stages))
@@ -93,6 +102,8 @@ def _chunked(
     moved: tuple[int, ...] | None,
     caps: Caps,
 ) -> Chunked:
+    """Return the model of `job` in chunks, cut at the places `moved` (None: balanced by `speeds`).
+    The other parameters are as in `chunked`. Raises PlanError."""
     findings, stages = job.findings, len(job.form.stages)
     places = moved or _balanced(job, speeds)
     decisions = list(_explained(job, places, moved is not None))
@@ -113,7 +124,8 @@ def _chunked(
 
 
 def _refuse_torn_state(job: Staging, slices: Sequence[Slice]) -> None:
-    """Raise PlanError for a cut that would part what reads a buffer from what changes it."""
+    """Raise PlanError for a cut between an operation that reads a buffer and one that changes
+    it."""
     torn = torn_buffer(job.graph, [part.operations for part in slices]) if len(slices) > 1 else ""
     if torn:
         rule = f"cuts between operations that read the buffer {torn}, which the forward changes"
@@ -123,16 +135,17 @@ def _refuse_torn_state(job: Staging, slices: Sequence[Slice]) -> None:
 
 
 def _speeds(job: Staging) -> tuple[float, ...]:
-    """Return the speed of every chunk's stage in the copy where it is slowest."""
+    """Return the speed of every chunk's stage in the copy where the stage is slowest, in the units
+    of `Staging.stage_speeds`."""
     by_copy = [job.stage_speeds(copy) for copy in range(job.form.copies)]
     slowest = [min(speeds) for speeds in zip(*by_copy, strict=True)]
     return tuple(slowest * (job.chunk_count // len(slowest)))
 
 
 def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the places where chunks begin and the last ends, such that the slowest takes least.
-    Raises PlanError where the model has too few places, or the modules that stages name allow
-    none."""
+    """Return the places where chunks begin and the last ends, such that the slowest chunk takes the
+    fewest seconds. Raises PlanError where the model has too few places, or where the modules that
+    stages name allow no cut."""
     order, count = job.findings.order, job.chunk_count
     if count == 1:
         return (0, len(order.places) - 1)
@@ -180,9 +193,16 @@ def cut_by_speed(
     members: tuple[int, ...],
     fixed: Mapping[int, int],
 ) -> tuple[int, ...] | None:
-    """Return the places where chunks begin and the last ends, such that the slowest takes least;
-    None where there are too few places. Each chunk has a speed and a shard group of so many
-    `members`, something to train and, where possible, to shard. `fixed` is as in `balanced`."""
+    """Return the places where chunks begin and the last ends, such that the slowest chunk takes the
+    fewest seconds; None where there are too few places.
+
+    findings: analysis of the model.
+    speeds: speed of each chunk's stage; only their proportions count.
+    members: size of each chunk's shard group.
+    fixed: stage that must hold an operation, by position in `order.operations` (see `balanced`).
+
+    Each chunk has something to train and, where possible, something to shard.
+    """
     order = findings.order
 
     def cut(sharded: bool) -> tuple[int, ...] | None:
@@ -203,8 +223,8 @@ def cut_by_speed(
 
 
 def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
-    """Return the pairs of chunks of which the first sends to the second, with whether a gradient
-    comes back: that of a floating-point value made from a parameter."""
+    """Return the pairs of chunks of which the first sends to the second. The value is True if a
+    gradient comes back, as it does for a floating-point value made from a parameter."""
     graph = job.graph
     maker = {name: chunk for chunk, part in enumerate(slices) for name in part.gives}
     edges: dict[tuple[int, int], bool] = {}
@@ -223,6 +243,12 @@ def _chunk(
     interval: tuple[int, ...],
     shared: Mapping[str, tuple[int, ...]],
 ) -> StageChunk:
+    """Return the chunk of slice `part` on `stage`, with its layouts where the stage is a split.
+
+    `interval` has the positions in `Sequenced.operations` at which the slice begins and ends,
+    `shared` the stages of every weight that several stages hold. Layouts are computed once for
+    slices that are equal but for names. Raises PlanError where nothing can be sharded.
+    """
     form, findings = job.form.stages[stage], job.findings
     held_elsewhere = tuple(path for path in part.weights if path in shared)
     alike = findings.once(
@@ -235,11 +261,12 @@ def _chunk(
     if form.body is not None:
         named = tuple((split.modules, split.dim, split.patterns) for split in form.splits)
         key: Hashable = (interval, form.shards, named, form.body.modules, held_elsewhere)
-        found = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
-        parts = found.parts
-        return StageChunk(stage, part, key, parts.sharded, parts.operations, found.head)
+        beside = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
+        parts = beside.parts
+        return StageChunk(stage, part, key, parts.sharded, parts.operations, beside.head)
     what: tuple[Hashable, ...] = (alike, split.dim)
-    if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
+    # Equal slices differ in names, so layouts chosen by names hold for one slice alone.
+    if split.patterns or split.modules != ("*",):
         what = (*what, interval, split)
     key = (what, form.shards)
     typed = findings.sharded(
@@ -247,7 +274,8 @@ def _chunk(
         form.shards,
         lambda: sharded(job, part, named_weights(job, part, shared, split), split, form.shards),
     )
-    like = findings.once(("like", what, typed.groups), lambda: part)  # the slice it was found for
+    # The slice for which the layouts were found.
+    like = findings.once(("like", what, typed.groups), lambda: part)
     if not typed.weights:
         _refuse_whole(job, stage, part, shared)
     owner = stage if job.chunk_count > 1 else None
@@ -259,8 +287,9 @@ def _chunk(
 
 
 def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:
-    """Return a stage's names for the axes that are not named after weights: groups of other stages
-    cut their tokens otherwise."""
+    """Return a stage's own names for the axes that are not named after weights, by their names in
+    `typed`. Groups of other stages cut their tokens at other places. Empty where `stage` is None,
+    the only one."""
     if stage is None:
         return {}
     return {axis: f"stage_{stage}.{axis}" for axis in typed.axes if axis.startswith(SEQUENCE)}
@@ -282,10 +311,12 @@ def _refuse_whole(
 def _axes(
     job: Staging, chunks: Sequence[StageChunk], caps_of: Mapping[int, Sequence[int]]
 ) -> AxisIntervals:
-    """Return the intervals of every axis over its shard group, in proportion to the members' speed
-    over all copies, so that copies hold the same shards. Those of what is split beside copies are
-    within the caps of their stage, if it has some. Raises PlanError where a member would get
-    none."""
+    """Return the intervals of every axis over its shard group.
+
+    Intervals are in proportion to the speed of the members, summed over all copies, so that copies
+    hold the same shards. Intervals of what is split beside copies are within the caps of their
+    stage, where `caps_of` has some. Raises PlanError where a member would get nothing.
+    """
     axes: dict[str, tuple[tuple[int, int], ...]] = {}
     for chunk in chunks:
         units = dict(chunk.sharded.axes) if chunk.sharded else {}
@@ -307,12 +338,13 @@ def _axes(
 
 
 def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
-    """Refuse a split whose local shapes do not agree on some member of the shard group."""
+    """Raise PlanError for a split whose local shapes do not agree on some member of the shard
+    group."""
     for chunk in chunks:
         if chunk.sharded is None:
             continue
         assignment, cut = chunk.sharded.assignment, tuple(axes[axis] for axis in chunk.axes)
-        if routed := chunk.expert_axes:  # whose rows are as many as the router sends
+        if routed := chunk.expert_axes:  # the router decides how many rows these have
             laid = assignment.layouts.items()
             dense = {x: to for x, to in laid if getattr(to, "axis", "") not in routed}
             assignment = replace(assignment, layouts=dense)
@@ -329,8 +361,8 @@ def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisInterval
 
 
 def _refuse_sums_in_parts(job: Staging, chunks: Sequence[StageChunk]) -> None:
-    """Raise PlanError where a sum over the batch, of which copies tell each other theirs, is cut
-    over the members of a shard group."""
+    """Raise PlanError where a sum over the batch that copies exchange is cut over the members of a
+    shard group."""
     for chunk in chunks:
         form = job.form.stages[chunk.stage]
         layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
@@ -347,7 +379,7 @@ def _refuse_sums_in_parts(job: Staging, chunks: Sequence[StageChunk]) -> None:
 
 
 def _shared_weights(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:
-    """Return the stages of every weight that several stages hold (tied weights)."""
+    """Return the stages of every weight that several stages hold (tied weights), by path."""
     holders: dict[str, set[int]] = {}
     for chunk, part in enumerate(slices):
         for path in part.weights:

@@ -1,7 +1,7 @@
-"""The engines of a strategy's stages: what each holds, and who sums its gradients.
+"""The engines of a strategy's stages: what each holds, and which ranks sum its gradients.
 
-A stage has one engine, or two where a split head, or experts, stand beside copies of the rest:
-every member of the shard group holds the whole rest, and its own classes of the head, or experts.
+A stage has one engine, or two where a part (a head, experts, other modules) is split beside copies
+of the rest: every member of the shard group then holds the whole rest, and a shard of that part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,12 @@ from whale_train.strategies.stages.placement import (
 
 @dataclass(frozen=True)
 class StageEngine:
-    """One engine of a stage. `elements` are the parameters that each member of the shard group
-    holds of a copy; `groups` the ranks that hold the same ones and sum their gradients; `keeper`
-    says how these keep them (None: each has all)."""
+    """One engine of a stage.
+
+    elements: number of elements of the parameters that each member of a shard group holds.
+    groups: groups of ranks that hold the same parameters and sum their gradients.
+    keeper: ZeRO and offload settings of these groups (None: every rank has all).
+    """
 
     elements: tuple[float, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -31,14 +34,15 @@ class StageEngine:
 
     @property
     def streams(self) -> bool:
-        """Whether its weights come from the host when they are read."""
+        """Return True if the weights come from the host when they are read."""
         return self.keeper is not None and self.keeper.streams
 
 
 def engines_of_stages(
     job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals
 ) -> Sequence[Sequence[StageEngine]]:
-    """Return the engines of every stage; that of what is split beside the rest is the second."""
+    """Return the engines of every stage: the first is of the rest, or of the whole stage, and the
+    second, if any, of the part that is split beside it."""
     engines_by_stage = []
     for stage, form in enumerate(job.form.stages):
         stage_chunks = [chunk for chunk in chunks if chunk.stage == stage]
@@ -67,8 +71,8 @@ def engines_of_stages(
 def held_elements(
     job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
-    """Return how many elements of each of a chunk's parameters one member of its shard group
-    holds, by path."""
+    """Return the number of elements of each of a chunk's parameters that one member of its shard
+    group holds, by path."""
     paths, by_path = chunk.slice.parameters, job.profile.parameter_by_path
     whole = job.findings.once(
         ("elements", paths), lambda: {path: float(by_path[path].elements) for path in paths}
@@ -84,8 +88,8 @@ def held_elements(
 def frozen_of_member(
     job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
-    """Return how many bytes of each of a chunk's frozen weights one member of its shard group has,
-    by path."""
+    """Return the bytes of each of a chunk's frozen weights that one member of its shard group
+    holds, by path."""
     whole = job.findings.once("frozen bytes", partial(frozen_bytes, job.profile, job.training))
     return {
         path: whole[path] * fraction(chunk.shards.get(path), axes, member)
@@ -94,7 +98,8 @@ def frozen_of_member(
 
 
 def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
-    """Return the fraction of a tensor of `layout` that member `index` of a shard group has."""
+    """Return the fraction of a tensor of `layout` that member `index` of a shard group has; 1.0
+    where the tensor is not cut along one of `axes`."""
     if not isinstance(layout, Shard) or layout.axis not in axes:
         return 1.0
     start, stop = axes[layout.axis][index]
@@ -104,6 +109,7 @@ def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
 def _held(
     job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals, member: int
 ) -> Mapping[str, float]:
+    """Return the elements of all parameters of `chunks` that `member` holds, by path."""
     held: dict[str, float] = {}  # a parameter that several chunks of a stage read is held once
     for chunk in chunks:
         held |= held_elements(job, chunk, axes, member)

@@ -1,7 +1,7 @@
 """Gradient accumulation fusion: weights whose gradients no backward makes apart from their sum.
 
 In a step of several backwards, products and lookups add to their weights' gradients in place
-(`runtime/kernels/weight_gradients.py`); autograd sums the gradients of all other parameters.
+(`runtime/kernels/weight_gradients.py`). Autograd sums the gradients of all other parameters.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -12,7 +12,7 @@ from whale_train.strategies.stages.placement import StageChunk, Staging
 
 def added_in_place(job: Staging, chunk: StageChunk) -> Mapping[str, Set[str]]:
     """Return the parameters of `chunk` whose gradients are accumulated in place, by path, with the
-    targets of the operations that read them: none in a model that runs as it is, whose gradients
+    targets of the operations that read them. Empty for a model that runs as it is, whose gradients
     autograd sums."""
     if job.as_is:
         return {}
@@ -33,7 +33,7 @@ def added_in_place(job: Staging, chunk: StageChunk) -> Mapping[str, Set[str]]:
 
 
 def named_in_place(job: Staging, chunk: StageChunk) -> Set[str]:
-    """Return the graph's names of the parameters of `chunk` that are `added_in_place`."""
+    """Return the names in the graph of the parameters of `chunk` that `added_in_place` returns."""
     if job.as_is:
         return frozenset()
     graph, canonical = job.graph, job.profile.parameter_by_path

@@ -1,5 +1,5 @@
-"""The all-reduces of a strategy's gradients: every stage's over its copies, and those of tied
-weights over the stages that hold them.
+"""The all-reduces of a strategy's gradients: those of every stage over its copies, and those of
+tied weights over the stages that hold them.
 
 Owns what is summed, over which ranks and for how long; `simulate/tasks.py` owns when.
 """
@@ -26,9 +26,14 @@ def gradient_sums(
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> list[Sync]:
-    """Return all sums of a step, in their order. `engines` are those of each stage, `shared` the
-    stages of each tied weight, `actors` the numbers of the simulated actors by copy and position.
-    Where a step has `one_backward`, copies on one host sum in shared memory.
+    """Return all sums of gradients of a step, in their order.
+
+    job: the strategy on its devices.
+    engines: engines of each stage.
+    shared: stages of each tied weight, by path.
+    crowd: number of groups whose transfers leave each node.
+    actors: numbers of the simulated actors, by copy and position.
+    one_backward: True if a step runs one backward; copies on one host then sum in shared memory.
 
     Torch's engine sums tied weights over all their holders after everything else has started.
     DeepSpeed waits for these sums before it reduces its partitions, which contain the tied weights
@@ -52,8 +57,8 @@ def _of_tied(
     crowd: Crowd,
     actors: Mapping[tuple[int, int], int],
 ) -> Iterator[Sync]:
-    """Yield the sum of each tied weight, which all its holders have whole (docs/adr/009), over
-    them, due after their last backwards."""
+    """Yield the sum of each tied weight's gradients over all ranks that hold it, each of which has
+    it whole (docs/adr/009). It is due after their last backwards."""
     for path, stages in shared.items():
         holders = sorted(rank for s in stages for ranks in job.replicas[s] for rank in ranks)
         seconds = sum_time_s(job.cluster, holders, 4 * _elements(job, path), crowd)
@@ -70,7 +75,8 @@ def _of_stages(
     one_backward: bool,
 ) -> Iterator[Sync]:
     """Yield the sum of each engine's gradients over its copies, without the `tied_elements` of the
-    stage (none of them a split head's), which are summed separately."""
+    stage, which are summed separately. No tied weight belongs to a part that is split beside
+    copies."""
     for stage, of_stage in enumerate(engines):
         for number, engine in enumerate(of_stage):
             elements = max(engine.elements) - (0.0 if number else tied_elements[stage])
@@ -93,8 +99,8 @@ def _of_engine(
     zero: int,
     in_memory: bool,
 ) -> Sync:
-    """Return the sum of `elements` gradients over `group`, one of the groups that sum at the
-    same time."""
+    """Return the sum of `elements` gradients over `group`, one of the groups that sum at the same
+    time."""
     link = group_link(job.cluster, group, crowd, by_memory=in_memory)
     num_bytes = job.training.sent_width * elements
     members = _members(job, (stage,), actors)
@@ -110,14 +116,15 @@ def _of_engine(
 
 
 def is_replicate(job: Staging, stage: int) -> bool:
-    """Return whether a stage's copies are of the whole model as it is, or of all but a split
-    head."""
+    """Return True if a stage's copies are of the whole model as it is, or of all but a part that is
+    split beside them."""
     return job.as_is or job.form.stages[stage].body is not None
 
 
 def _members(
     job: Staging, stages: Sequence[int], actors: Mapping[tuple[int, int], int]
 ) -> tuple[int, ...]:
+    """Return the numbers of the actors at positions of `stages`."""
     positions = {position for stage in stages for position in job.seats.of_stage(stage)}
     return tuple(number for (_, position), number in actors.items() if position in positions)
 

@@ -1,8 +1,8 @@
 """Micro-batches: how a copy of a pipeline cuts its samples, and which positions own which.
 
-Copies share the global batch so that all finish at once, by the seconds of their slowest stage;
-copies of a stage share micro-batches, and the members beside a split head samples, in the same way.
-Where `limits` are known, no rank takes more samples at a time than fit its memory.
+Copies share the global batch so that all finish at once, by the seconds of their slowest stage.
+Copies of a stage share micro-batches in the same way, and members beside a split part share
+samples. Where `limits` are known, no rank takes more samples at a time than fit its memory.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,20 @@ Intervals = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Batches:
-    """The micro-batches of every copy of the pipeline: `samples` as intervals of the global batch,
-    `owners` the position that owns each micro-batch, by copy and chunk. Where the members of a
-    stage's shard groups share samples, `members` are, by copy, stage and micro-batch, the interval
-    of it that each takes; else empty."""
+    """The micro-batches of every copy of the pipeline. Intervals are [start, stop).
+
+    samples: intervals of the global batch, by copy and micro-batch.
+    owners: position that owns each micro-batch, by copy, chunk and micro-batch.
+    members: interval of a micro-batch that each member of a shard group takes, by copy, stage and
+        micro-batch; empty where no members share samples.
+    """
 
     samples: tuple[Intervals, ...]
     owners: tuple[tuple[tuple[int, ...], ...], ...]
     members: tuple[tuple[tuple[Intervals, ...], ...], ...] = ()
 
     def largest(self, copy: int) -> int:
-        """Return the samples of the largest micro-batch of a copy."""
+        """Return the number of samples of the largest micro-batch of a copy."""
         return self._largest[copy]
 
     @cached_property
@@ -60,10 +63,16 @@ MOST_PARTS = 1_000_000  # micro-batches of a step, of all stages of all copies
 def share_batch(
     job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> Batches:
-    """Return the global batch in micro-batches, as even as whole samples allow. `times` price the
-    chunks of `job`; `limits` are the most samples each rank takes at a time (empty: no limit).
+    """Return the global batch in micro-batches, as even as whole samples allow.
+
+    job: the strategy on its devices.
+    times: seconds of the chunks of `job`.
+    micro_batches: number of micro-batches of every copy.
+    limits: the most samples that each rank takes at a time (empty: no limit).
+
     Raises PlanError where a copy would be left without samples, BatchTooLargeError where the limits
-    are too low."""
+    are too low.
+    """
     samples: list[Intervals] = []
     owned: list[tuple[tuple[int, ...], ...]] = []
     members: list[tuple[tuple[Intervals, ...], ...]] = []
@@ -79,18 +88,22 @@ def share_batch(
 
 
 def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decision]) -> int:
-    """Return the micro-batches of a copy: as many as the strategy says, or enough for a small
-    bubble, which `decisions` then gains."""
+    """Return the number of micro-batches of a copy: the number that the strategy asks for, or
+    enough for a small bubble. A number that was not asked for is added to `decisions`. Raises
+    PlanError where a step would have more than MOST_PARTS parts."""
     form, pipeline = job.form, job.form.pipeline
     if pipeline is None:
         key, asked = "train.accumulate", job.training.accumulate
     else:
         key, asked = f"{pipeline.path}.micro_batches", pipeline.micro_batches or 0
-    each = form.copies * len(form.stages)
-    if asked > 1 and asked * each > MOST_PARTS:
-        rule = f"makes {asked * each:,} parts of a step on {each:,} stages of all copies, and at "
+    num_stages = form.copies * len(form.stages)
+    if asked > 1 and asked * num_stages > MOST_PARTS:
+        rule = (
+            f"makes {asked * num_stages:,} parts of a step on {num_stages:,} stages of all copies, "
+            "and at "
+        )
         rule += f"most {MOST_PARTS:,} are planned for"
-        remedy = f"use at most {max(1, MOST_PARTS // each)}"
+        remedy = f"use at most {max(1, MOST_PARTS // num_stages)}"
         raise PlanError([Fault(key, str(asked), rule, remedy)])
     if asked or pipeline is None:
         return asked
@@ -109,9 +122,9 @@ def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decisio
 def copy_shares(
     job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the samples of each copy of the pipeline: enough for `micro_batches` that leave no
-    copy of a stage and no member beside a split head without a sample. Raises what `share_batch`
-    raises."""
+    """Return the number of samples of each copy of the pipeline. Every share is enough for
+    `micro_batches` that leave no copy of a stage, and no member beside a split part, without a
+    sample. Raises PlanError and BatchTooLargeError as `share_batch` does."""
     form, total = job.form, job.training.global_batch
     minimum = form.members * max(micro_batches, *(stage.copies for stage in form.stages))
     copies = range(form.copies)
@@ -132,7 +145,8 @@ def copy_shares(
 
 
 def _most_of_copy(job: Staging, copy: int, limits: Sequence[int]) -> int:
-    """Return the samples of the largest micro-batch that all ranks of a copy have room for."""
+    """Return the number of samples of the largest micro-batch for which all ranks of a copy have
+    room."""
     most = []
     for position, ranks in enumerate(job.seats.positions[copy]):
         stage = job.form.stages[job.seats.stage_of[position]]
@@ -180,7 +194,7 @@ def _shared_by_equals(job: Staging, seconds: Sequence["partial[float]"]) -> list
 def _owners(
     job: Staging, times: ChunkTimes, copy: int, micro_batches: int, size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, per chunk, the position that owns each micro-batch."""
+    """Return the position that owns each micro-batch, by chunk."""
     of_stage = []
     for stage in range(len(job.form.stages)):
         positions = job.seats.of_stage(stage)
@@ -194,21 +208,21 @@ def _owners(
 def _members(
     job: Staging, times: ChunkTimes, copy: int, sizes: Sequence[int]
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """Return, by stage, the interval of every micro-batch that each member of a group takes that
-    shares its samples; nothing for a stage where none does."""
-    found: list[tuple[Intervals, ...]] = [()] * len(job.form.stages)
+    """Return the interval of every micro-batch that each member of a shard group takes, by stage.
+    The entry of a stage whose members do not share samples is empty."""
+    by_stage: list[tuple[Intervals, ...]] = [()] * len(job.form.stages)
     for number, chunk in enumerate(times.chunks):
-        if chunk.shares_samples and not found[chunk.stage]:
+        if chunk.shares_samples and not by_stage[chunk.stage]:
             (position, *_) = job.seats.of_stage(chunk.stage)
             ranks = job.seats.positions[copy][position]
-            found[chunk.stage] = tuple(
+            by_stage[chunk.stage] = tuple(
                 tile(size, times.member_shares(number, ranks, size)) for size in sizes
             )
-    return tuple(found)
+    return tuple(by_stage)
 
 
 def refuse_batch_norm(job: Staging, micro_batches: int) -> None:
-    """Raise PlanError where micro-batches would each have BatchNorm statistics of their own."""
+    """Raise PlanError where every micro-batch would have BatchNorm statistics of its own."""
     norms = job.profile.batch_norm_modules
     if not norms or not job.training.sync_batchnorm or micro_batches == 1:
         return

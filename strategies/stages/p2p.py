@@ -10,7 +10,7 @@ from whale_train.strategies.stages.placement import StageChunk, Staging
 
 
 class Sends:
-    """The messages between the positions that hold `chunks`."""
+    """The bytes, links and seconds of the messages between the positions that hold `chunks`."""
 
     def __init__(self, job: Staging, chunks: Sequence[StageChunk]) -> None:
         self._job, self._chunks = job, chunks
@@ -23,8 +23,8 @@ class Sends:
         return group_link(self._job.cluster, ends, self._senders, by_memory=True)
 
     def num_bytes(self, sender: int, receiver: int, samples: int) -> float:
-        """Return the bytes of a micro-batch of `samples` that one chunk sends to another: values,
-        or, to an earlier chunk, their gradients."""
+        """Return the bytes that one chunk sends to another for a micro-batch of `samples`: values
+        to a later chunk, and their gradients to an earlier one."""
         key = (sender, receiver, samples)
         if key not in self._bytes:
             maker, taker = sorted((sender, receiver))
@@ -40,9 +40,9 @@ class Sends:
     def transits(
         self, copy: int, batches: Batches, edges: Mapping[tuple[int, int], bool]
     ) -> dict[tuple[int, int], float]:
-        """Return the seconds of sending a copy's largest micro-batch from chunk to chunk, forward
-        along `edges` and back along those with a gradient: over the slowest link between the
-        positions involved. Edges within a position are left out."""
+        """Return the seconds of sending a copy's largest micro-batch from chunk to chunk: forward
+        along `edges`, and back along those with a gradient. Each is over the slowest link between
+        the positions involved. Edges within a position are left out."""
         samples = batches.largest(copy)
         owners, seconds = batches.owners[copy], dict[tuple[int, int], float]()
         for (first, last), gradient in edges.items():

@@ -1,7 +1,7 @@
-"""A strategy on its devices: which rank holds which shard of which stage of which copy.
+"""The placement of a strategy: which rank holds which shard of which stage of which copy.
 
-Ranks are numbered by copy of the pipeline, then stage, copy of the stage and shard; where stages
-name the kind of device that holds them, so are the ranks of each kind.
+Ranks are numbered by copy of the pipeline, then by stage, by copy of the stage and by shard. Where
+stages name the kind of device that holds them, each takes the next ranks of its kind in this order.
 """
 
 from collections import Counter
@@ -28,18 +28,22 @@ VIRTUAL_STAGES = 2  # chunks a device holds under interleaved_1f1b
 
 AxisIntervals = Mapping[
     str, tuple[tuple[int, int], ...]
-]  # every axis' interval, by member of a shard group
+]  # by axis, the [start, stop) of each member of a shard group
 
 
 @dataclass(frozen=True)
 class Seats:
-    """The ranks of a strategy's positions: `positions[copy][p]` is the shard group at position p,
-    `stage_of[p]` the stage it holds."""
+    """The ranks at each position of a strategy's pipelines.
+
+    positions: ranks of the shard group at position p of a copy, as `positions[copy][p]`.
+    stage_of: number of the stage that position p holds, as `stage_of[p]`; equal in all copies.
+    """
 
     positions: tuple[tuple[tuple[int, ...], ...], ...]
     stage_of: tuple[int, ...]
 
     def of_stage(self, stage: int) -> list[int]:
+        """Return the positions that hold `stage`, ascending."""
         return [position for position, held in enumerate(self.stage_of) if held == stage]
 
     def edges(self) -> Iterator[tuple[int, int]]:
@@ -53,9 +57,11 @@ class Seats:
 def seats(
     stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
 ) -> Seats:
-    """Return the seats of `copies` of `stages`, each (kind of device or None for any, copies of the
-    stage, shards of a copy): copy by copy, stage by stage, each takes the next ranks of its
-    kind."""
+    """Return the ranks of `copies` of a pipeline of `stages` on `devices`, which are in rank order.
+
+    Each stage is (kind of device or None for any, copies of the stage, shards of a copy). Copy by
+    copy and stage by stage, each takes the next ranks of its kind.
+    """
     unseated: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
     for kind in {kind for kind, _, _ in stages} - {None}:
         unseated[kind] = iter([rank for rank, dev in enumerate(devices) if dev.name == kind])
@@ -73,11 +79,19 @@ def seats(
 
 @dataclass(frozen=True)
 class StageChunk:
-    """A slice of the model and the stage that runs it, with its layouts (`sharded`) where the stage
-    is a split. Beside copies of the rest, operations `beside`, if that is not None, run on rows of
-    other members as well, and `sharded` lays those out alone, with tables that no sample has a part
-    in; `head` is the output projection where they are one alone.
-    Chunks of one `key` differ only in names and in the number of their stage."""
+    """A slice of the model and the stage that runs it. Chunks of one `key` differ only in names and
+    in the number of their stage.
+
+    stage: number of the stage.
+    slice: operations, values and weights of the chunk.
+    key: cache key of what is derived from the chunk.
+    sharded: layouts of the chunk's values over its shard group; None where the stage is no split.
+        Beside copies, it lays out only the operations `beside`, shards of weights, and values that
+        are made of such shards alone.
+    beside: operations that run on rows of other members as well, where a part is split beside
+        copies of the rest; None where the stage has no such part.
+    head: the output projection, where it alone is what is split beside copies.
+    """
 
     stage: int
     slice: Slice
@@ -88,21 +102,21 @@ class StageChunk:
 
     @property
     def shares_samples(self) -> bool:
-        """Whether the members of the shard group take different samples of a micro-batch."""
+        """Return True if the members of the shard group take different samples of a micro-batch."""
         return self.beside is not None
 
     def has_own_losses(self, loss: str) -> bool:
-        """Return whether members that share samples each have a `loss` of their own."""
+        """Return True if members that share samples each compute a `loss` of their own."""
         return self.beside is not None and loss not in self.beside
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """The chunk's sharded parameters, by canonical path."""
+        """Return the layouts of the chunk's sharded parameters, by canonical path."""
         return self.sharded.weights if self.sharded is not None else {}
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes along which experts are spread beside copies."""
+        """Return the axes along which experts are spread beside copies."""
         if self.sharded is None or self.beside is None:
             return ()
         patterns = self.sharded.patterns
@@ -111,13 +125,13 @@ class StageChunk:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which the chunk's parameters and values are sharded."""
+        """Return the axes along which the chunk's parameters and values are sharded."""
         return tuple(self.sharded.axes) if self.sharded is not None else ()
 
 
 def alike_members(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
-    """Return, for each member of a shard group, the first member with intervals as large as its own
-    along the axes `named`; nothing where no axis is sharded."""
+    """Return the first member whose intervals along the axes `named` have the same sizes, for each
+    member of a shard group; an empty list where none of these axes is in `axes`."""
     sharded = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
     first: dict[tuple[int, ...], int] = {}
     sizes = [
@@ -128,7 +142,15 @@ def alike_members(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Staging:
-    """A strategy, the model and training it is for, and the devices it is on."""
+    """A strategy in the form it has on a cluster, with the model and the training it is planned
+    for.
+
+    strategy: the request's strategy.
+    cluster: the devices it uses, one for each rank.
+    findings: the analysis cache of the model.
+    training: batch, precision and optimizer.
+    form: copies, stages and shards, as `form_of` returns them.
+    """
 
     strategy: Strategy
     cluster: Cluster
@@ -138,26 +160,30 @@ class Staging:
 
     @cached_property
     def seats(self) -> Seats:
+        """Return the ranks at every position of every copy."""
         stages = [(stage.device, stage.copies, stage.shards) for stage in self.form.stages]
         return seats(stages, self.form.copies, self.cluster.devices)
 
     @property
     def profile(self) -> ModelProfile:
+        """Return the profile of the model."""
         return self.findings.profile
 
     @property
     def graph(self) -> OperationGraph:
+        """Return the exported graph of the model, which must have one."""
         return self.findings.graph
 
     @cached_property
     def as_is(self) -> bool:
-        """True where ranks run the user's module itself, and not its exported graph."""
+        """Return True if ranks run the user's module itself, and not its exported graph."""
         return not needs_graph(self.strategy) and not self.batch_sums
 
     @cached_property
     def batch_sums(self) -> Mapping[str, int]:
-        """The sums over the batch that copies tell each other, with their degrees (see
-        `independence/states.py`)."""
+        """Return the sums over the batch that copies exchange, by name of the value, with their
+        degrees (see `independence/states.py`). Empty for one copy, and where the request vouches
+        that samples are independent."""
         copies = self.form.copies * self.form.members
         if copies == 1 or self.training.samples_are_independent:
             return {}
@@ -165,20 +191,20 @@ class Staging:
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage of the copies; 0 without one."""
+        """Return the ZeRO stage of the copies; 0 where they partition nothing."""
         return self.form.keeper.zero if self.form.keeper else 0
 
     @property
     def chunk_count(self) -> int:
-        """The number of chunks the model is cut into."""
+        """Return the number of chunks the model is cut into."""
         pipeline = self.form.pipeline
         interleaved = pipeline is not None and pipeline.schedule == "interleaved_1f1b"
         return len(self.form.stages) * (VIRTUAL_STAGES if interleaved else 1)
 
     @cached_property
     def task_graphs(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of every stage's TaskGraphs: one, or one for the rest and one for a split
-        head."""
+        """Return the numbers of every stage's TaskGraphs: one, or two where a part is split beside
+        copies of the rest, of which the first is the rest."""
         numbers, start = [], 0
         for stage in self.form.stages:
             stop = start + (2 if stage.body else 1)
@@ -187,7 +213,8 @@ class Staging:
         return tuple(numbers)
 
     def member_speeds(self, stage: int) -> list[float]:
-        """Return the FLOP/s of each index in the stage's shard groups, summed over its copies."""
+        """Return the FLOP/s of each member of the stage's shard groups, summed over the copies of
+        the stage."""
         speeds = [0.0] * self.form.stages[stage].shards
         for group in self.replicas[stage]:
             for index, rank in enumerate(group):
@@ -196,8 +223,8 @@ class Staging:
         return speeds
 
     def stage_speeds(self, copy: int) -> list[float]:
-        """Return the speed of every stage of a copy in FLOP/s, or in devices where the strategy
-        balances evenly."""
+        """Return the speed of every stage of a copy: FLOP/s, or the number of devices where the
+        strategy balances evenly."""
         precision = self.training.precision
         even = self.strategy.balance == "even"
         speeds = [0.0] * len(self.form.stages)
@@ -214,22 +241,23 @@ class Staging:
 
     @cached_property
     def replicas(self) -> Sequence[tuple[tuple[int, ...], ...]]:
-        """The shard groups that hold each stage."""
-        found: list[list[tuple[int, ...]]] = [[] for _ in self.form.stages]
+        """Return the shard groups that hold each stage, by stage."""
+        by_stage: list[list[tuple[int, ...]]] = [[] for _ in self.form.stages]
         for of_copy in self.seats.positions:
             for stage, ranks in zip(self.seats.stage_of, of_copy, strict=True):
-                found[stage].append(ranks)
-        return [tuple(groups) for groups in found]
+                by_stage[stage].append(ranks)
+        return [tuple(groups) for groups in by_stage]
 
     @cached_property
     def data_parallel(self) -> Sequence[tuple[tuple[int, ...], ...]]:
-        """For each stage and each shard of it, the ranks that hold it."""
+        """Return the ranks that hold each shard of each stage, by stage and shard."""
         return [tuple(zip(*groups, strict=True)) for groups in self.replicas]
 
     @cached_property
     def copies_of_rest(self) -> Sequence[tuple[tuple[int, ...], ...]]:
-        """For each stage, the groups of ranks that hold the same parameters of it outside a split
-        head; beside one, every member of every shard group holds the whole rest."""
+        """Return the groups of ranks that hold the same parameters outside of what is split beside
+        copies, by stage. Where a stage has such a part, this is one group of all its ranks: every
+        member of every shard group holds the whole rest."""
         return [
             of_shards if stage.body is None else (tuple(sorted(chain.from_iterable(groups))),)
             for stage, of_shards, groups in zip(
@@ -242,14 +270,19 @@ class Staging:
         return self._places[rank]
 
     def stage_of_rank(self, rank: int) -> int:
-        """Return the stage that a rank holds a part of."""
+        """Return the stage of which a rank holds a part."""
         return self.seats.stage_of[self._places[rank][1]]
 
     def keeper_beside(self, stage: int) -> Replicate | None:
-        """Return how the experts beside a stage's rest are kept, which some other engine runs: as
-        the rest is, but that no more than their optimizer is partitioned, over their own copies,
-        or offloaded; None where neither is. Weights of their only copy are streamed (docs/adr/051)
-        where those of the rest are on the hosts."""
+        """Return the ZeRO and offload settings of the parts that are split beside a stage's rest
+        (experts, a head, other modules), which have an engine of their own; None where each rank
+        keeps its part whole.
+
+        The settings are those of the rest, but with ZeRO 1 at most: the copies of a part partition
+        its optimizer, or offload it, and nothing else. Weights of which there is only one copy are
+        streamed (docs/adr/051) where those of the rest are on the hosts. A rest without ZeRO, and
+        an only copy without offload, give None.
+        """
         form, keeper = self.form.stages[stage], self.form.keeper
         if keeper is None or not keeper.zero:
             return None
@@ -273,8 +306,8 @@ class Staging:
 def form_of(
     strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
 ) -> Form | None:
-    """Return the form of `strategy` on `cluster`, or None after adding to `faults` everything that
-    is wrong with it whatever the model."""
+    """Return the form of `strategy` on `cluster`. Return None after adding to `faults` every fault
+    that the strategy has with any model."""
     before = len(faults)
     sizes = {len(node.devices) for node in cluster.nodes}
     per_node = sizes.pop() if len(sizes) == 1 else 0
@@ -286,7 +319,7 @@ def form_of(
     form = read_form(strategy, kinds, per_node, cluster.name, faults)
     if form is None:
         devices = len(cluster.devices)
-        if not needs_graph(strategy) and training.global_batch < devices:  # whatever its degrees
+        if not needs_graph(strategy) and training.global_batch < devices:  # with any degrees
             faults.append(_too_few_samples(training.global_batch, devices, "devices"))
         return None
     batch, pipeline = training.global_batch, form.pipeline

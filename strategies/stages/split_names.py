@@ -1,5 +1,5 @@
-"""The weights that splits name by globs, held against those that a model and its stages have, and
-how they may be cut.
+"""The weights that splits name by globs: which of them a model and its stages have, and how they
+may be cut.
 
 A glob that names nothing, or whose pattern no weight gets, is a fault: it would change nothing.
 """
@@ -17,13 +17,14 @@ from whale_train.strategies.tensor_parallel.region import matches
 
 
 def names_of(profile: ModelProfile, path: str) -> tuple[str, ...]:
-    """Return the names of the weight `path`: several, where it is tied."""
+    """Return the names of the weight `path`: several where it is tied."""
     weight = profile.weight_by_path[path]
     return weight.path, *weight.aliases
 
 
 def is_named(profile: ModelProfile, path: str, modules: Sequence[str]) -> bool:
-    """Return whether the weight `path` lies in what one of `modules` (paths or globs) names."""
+    """Return True if the weight `path` lies inside a module that one of `modules` (paths or globs)
+    names."""
     inside = (name.rpartition(".")[0] for name in names_of(profile, path))
     return any(is_inside(module, glob) for module in inside for glob in modules)
 
@@ -54,7 +55,8 @@ def refuse_unknown_names(job: Staging, faults: list[Fault]) -> None:
 
 
 def nearest_modules(weights: Sequence[str], mistyped: str) -> str:
-    """Return, as a remedy, what a split of `weights`, paths, may name."""
+    """Return a remedy for the name `mistyped`: modules with weights, whose paths are `weights`,
+    that a split may name."""
     modules = list(dict.fromkeys(path.rpartition(".")[0] for path in weights))
     near = closest(mistyped, [*modules, *(f"*.{x.rpartition('.')[2]}" for x in modules)])
     remedy = f"use head, or modules with weights, such as {listed(modules)}"
@@ -62,7 +64,7 @@ def nearest_modules(weights: Sequence[str], mistyped: str) -> str:
 
 
 def _nearest_weights(profile: ModelProfile, mistyped: str) -> str:
-    """Return, as a remedy, what a pattern may name."""
+    """Return a remedy for the glob `mistyped`: weights and modules that a pattern may name."""
     names = list(profile.weight_by_path)
     of_any_block = dict.fromkeys(_of_any_block(name) for name in names)
     modules = {path.rpartition(".")[0] for path in (*names, *of_any_block)}
@@ -72,14 +74,15 @@ def _nearest_weights(profile: ModelProfile, mistyped: str) -> str:
 
 
 def _of_any_block(name: str) -> str:
-    """Return a glob of a weight's last two names, or the one name it has."""
+    """Return a glob of a weight's last two names. A name of fewer than three parts is returned
+    unchanged."""
     parts = name.split(".")
     return name if len(parts) < 3 else f"*.{parts[-2]}.{parts[-1]}"
 
 
 def refuse_idle_patterns(job: Staging, chunks: Sequence[StageChunk]) -> None:
-    """Raise PlanError for patterns that no weight of their stages has, with the reason. Stages
-    whose patterns are equal have one list, of which each takes what is for its weights."""
+    """Raise PlanError for patterns that no weight of their stages gets, with the reason. Stages
+    whose patterns are equal have one list, of which each takes the entries for its weights."""
     held: dict[tuple[tuple[str, str], ...], list[tuple[Split, StageChunk]]] = {}
     for chunk in chunks:
         for split in job.form.stages[chunk.stage].splits:
@@ -95,13 +98,13 @@ def refuse_idle_patterns(job: Staging, chunks: Sequence[StageChunk]) -> None:
 
 
 def _matched(job: Staging, chunk: StageChunk, glob: str) -> Iterator[str]:
-    """Yield the weights of a chunk that a pattern's glob names."""
+    """Yield the paths of the weights of a chunk that a pattern's glob names."""
     return (p for p in chunk.slice.weights if matches(names_of(job.profile, p), glob))
 
 
 def _is_had(job: Staging, chunk: StageChunk, glob: str, pattern: str) -> bool:
-    """Return whether some weight of a chunk has the `pattern` that is asked of those `glob` names:
-    the columns of a product that a cross-entropy reads are the vocabulary."""
+    """Return True if some weight of a chunk that `glob` names is cut by the `pattern` asked for.
+    The columns of a product that a cross-entropy reads count as its vocabulary."""
     had: Mapping[str, str] = dict.fromkeys(chunk.shards, "vocabulary")
     if chunk.sharded is not None:
         had = chunk.sharded.patterns
@@ -115,7 +118,9 @@ def _why_idle(
     before: Sequence[tuple[str, str]],
     glob: str,
 ) -> tuple[str, str]:
-    """Return why no weight has the pattern asked of those that `glob` names, and a remedy."""
+    """Return the rule and the remedy of the fault where no weight gets the pattern asked of `glob`.
+    `users` are the splits that have the pattern, with their chunks; `before` are the (glob,
+    pattern) listed before it."""
     matched = [(split, path) for split, chunk in users for path in _matched(job, chunk, glob)]
     if not matched:
         return "names weights of other stages alone", "give it to a split of these, or leave it out"
@@ -143,8 +148,15 @@ def sharded(
     split: Split,
     members: int,
 ) -> Sharded:
-    """Return the layouts of a stage's slice over so many `members`, which takes and gives whole
-    values: of its weights, those that are `named`, by path, may be cut as `split` says."""
+    """Return the layouts of a stage's slice over a group of `members`. The slice takes and gives
+    whole values.
+
+    job: the strategy on its devices.
+    part: the slice.
+    named: paths of the weights that may be cut; all others stay whole.
+    split: dimension and patterns by which they are cut.
+    members: size of the shard group.
+    """
     whole = [(path, "replicate") for path in part.weights if path not in named]
     return choose_patterns(
         job.graph,

@@ -41,8 +41,14 @@ from whale_train.strategies.stages.placement import Staging
 
 
 class StagedStep:
-    """The costs of a strategy's step. `orders` are the instructions by copy and position, `shared`
-    the stages of every parameter that several stages hold."""
+    """The costs of a strategy's step.
+
+    job: the strategy on its devices.
+    times: seconds of the chunks.
+    batches: micro-batches of every copy.
+    orders: instructions, by copy and position.
+    shared: stages of every parameter that several stages hold, by path.
+    """
 
     def __init__(
         self,
@@ -96,8 +102,8 @@ class StagedStep:
         return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """Yield every rank's device and node; nodes are numbered in the order in which the ranks of
-        the copy are first on them."""
+        """Yield the device (its `id`) and the node of every rank of a copy. Nodes are numbered in
+        the order in which the ranks of the copy are first on them."""
         numbers: dict[int, int] = {}
         for rank in (rank for ranks in positions for rank in ranks):
             node = numbers.setdefault(self.cluster.node_of[rank], len(numbers))
@@ -138,9 +144,12 @@ class StagedStep:
 
     def _gradients_s(self, number: int, ranks: Sequence[int], adds: bool, alone: bool) -> float:
         """Return the seconds that a backward of chunk `number` takes beside making gradients, on
-        the slowest of `ranks`, its shard group. A later backward `adds` its gradients to the sums,
-        except those that are accumulated in place. The first fills embedding gradients with zeros,
-        unless it is not `alone` and only lookups accumulate to them."""
+        the slowest of `ranks`, its shard group.
+
+        A later backward `adds` its gradients to the sums, except those that are accumulated in
+        place. The first backward fills embedding gradients with zeros. It does not where it is not
+        `alone` (a later one follows) and other operations than lookups read the table.
+        """
         devices = [self.cluster.devices[rank] for rank in ranks]
         key = (number, adds, alone, *map(id, devices))
         if key not in self._gradients:
@@ -161,8 +170,8 @@ class StagedStep:
 
     @property
     def _has_one_backward(self) -> bool:
-        """True where a step runs one backward of everything a rank holds: copies on one host then
-        sum gradients in shared memory (runtime/comms/process_groups.py)."""
+        """Return True if a step runs one backward of everything a rank holds. Copies on one host
+        then sum gradients in shared memory (runtime/comms/process_groups.py)."""
         one = all(len(of_copy) == 1 for of_copy in self.batches.samples)
         return one and len(self.times.chunks) == 1
 
@@ -172,10 +181,12 @@ class StagedStep:
 
     @cached_property
     def _sizes(self) -> Sequence[Sequence[int]]:
-        """The samples of every micro-batch, by copy."""
+        """Return the number of samples of every micro-batch, by copy."""
         return [[stop - start for start, stop in of_copy] for of_copy in self.batches.samples]
 
     def _cost(self, copy: int, position: int, instruction: Instruction, samples: int) -> Cost:
+        """Return the cost of a computation on a micro-batch of `samples`, with exchanges over the
+        batch and ZeRO 3's all-gathers."""
         times, moved = self.times.of(instruction.chunk, copy, position, samples)
         if self.synchronises or self.job.batch_sums:
             exchanged = self._exchanged(instruction.chunk)
@@ -192,12 +203,12 @@ class StagedStep:
         return Cost(backward + gathers[1], transfers + gathers[1])
 
     def _gathers_s(self, copy: int, position: int) -> tuple[float, float]:
-        """Return the seconds of ZeRO 3's parameter all-gathers in a forward and in a backward,
-        which no schedule splits under ZeRO."""
+        """Return the seconds of ZeRO 3's parameter all-gathers in a forward and in a backward. No
+        schedule splits a backward under ZeRO."""
         if self.job.zero < 3:
             return 0.0, 0.0
         stage = self.job.seats.stage_of[position]
-        engine = self.engines[stage][0]  # ZeRO has none of a split head's
+        engine = self.engines[stage][0]  # parts split beside the rest have ZeRO 1 at most
         group, held = engine.groups[0], max(engine.elements)
         width = self.job.findings.weight_width(self.job.zero)
         link = group_link(self.cluster, group, self.crowd)
@@ -213,11 +224,11 @@ class StagedStep:
         forward, backward = gather_stops_s(
             held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision
         )
-        # Streamed weights come once more in the backward, and their gradients go.
+        # The backward fetches streamed weights once more, and sends their gradients to the host.
         return sent + forward + streamed, sent + backward + 2 * streamed
 
     def _streamed_s(self, copy: int, position: int) -> float:
-        """Return the seconds in which the streamed weights of a stage come from the hosts."""
+        """Return the seconds in which the streamed weights of a stage come from the hosts, once."""
         width = self.job.findings.weight_width(1)
         devices = [self.cluster.devices[r] for r in self.job.seats.positions[copy][position]]
         return sum(
@@ -227,30 +238,32 @@ class StagedStep:
         )
 
     def _exchanged(self, number: int) -> Times:
-        """Return the times in which the copies of a chunk's stage exchange what is of the whole
-        batch: statistics of BatchNorm, sums over it."""
+        """Return the times in which the copies of a chunk's stage exchange statistics of BatchNorm
+        and sums over the batch."""
         if number not in self._over_batch:
             self._over_batch[number] = self._priced_exchange(number)
         return self._over_batch[number]
 
     def _priced_exchange(self, number: int) -> Times:
+        """Return the times of `_exchanged`, computed anew."""
         chunk, job = self.times.chunks[number], self.job
         if job.profile.graph is None:
             return Times()
         group = job.copies_of_rest[chunk.stage][0]
         operations, link = chunk.slice.operations, group_link(self.cluster, group, self.crowd)
         assignment = chunk.sharded.assignment if chunk.sharded else None
-        found = batch_sum_times(
+        exchange = batch_sum_times(
             job.graph, [n for n in operations if n in job.batch_sums], len(group), link
         )
         if self.synchronises:
             channels = part_of(assignment, self.times.axes, 0)
-            found += batch_norm_times(job.graph, operations, len(group), link, channels)
+            exchange += batch_norm_times(job.graph, operations, len(group), link, channels)
         if chunk.stage in self.times.recomputed:
-            found += Times(backward_input=found.forward)
-        return found
+            exchange += Times(backward_input=exchange.forward)
+        return exchange
 
     def _update_s(self, rank: int) -> float:
+        """Return the seconds of the optimizer's update on `rank`."""
         copy, position = self.job.place_of(rank)
         number = self.job.seats.stage_of[position]
         member = self.job.seats.positions[copy][position].index(rank)

@@ -1,8 +1,9 @@
-"""Which ways a weight could be cut: what the search of `choose.py` has to choose from.
+"""Candidates for the cut of every weight, from which the search of `choose.py` chooses.
 
 A weight is a parameter that a product, a convolution or a table lookup reads, perhaps through a
-transpose. Its candidates are its output and input dimensions, its experts or its rows; a fused
-weight (several projections in one) is found by looking ahead at what takes its result apart.
+transpose. Its candidates are its output and input dimensions, its experts or its rows. A fused
+weight (several projections in one) is recognised by looking ahead at the operations that take its
+result apart.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,7 +50,11 @@ _LOOK_AHEAD = 40  # operations; a fused result is taken apart a handful of opera
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """A pattern's name and the cut it means, along an axis of the weight's own."""
+    """A way to cut a weight.
+
+    pattern: the name of the pattern.
+    layout: the cut that it means, along an axis of the weight's own.
+    """
 
     pattern: str
     layout: Shard
@@ -57,9 +62,14 @@ class WeightSharding:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter with a choice: its path, the operation that first reads it, and its candidates
-    in the order of preference. `follows` is whether that operation sees how its other operand
-    lies, and takes the weight in rows where that is cut; a transpose does not."""
+    """A parameter with a choice.
+
+    path: its path.
+    reader: the operation that first reads it.
+    candidates: the ways to cut it, in the order of preference.
+    follows: whether the reader sees the layout of its other operand, and takes the weight in rows
+        where that is cut. A transpose does not.
+    """
 
     path: str
     reader: str
@@ -70,29 +80,33 @@ class Weight:
 def find_weights(
     graph: OperationGraph, region: set[str], parameters: Mapping[str, str], fineness: Fineness
 ) -> dict[str, Weight]:
-    """Return the parameters of `region` that a product, convolution or lookup reads there, by path;
-    what is too coarse by `fineness` is no candidate."""
-    found: dict[str, Weight] = {}
+    """Return the parameters of `region` that a product, convolution or lookup reads there, by path.
+
+    `parameters` maps the names of parameter operations to paths. A cut with fewer units than
+    `fineness` allows is no candidate.
+    """
+    weights: dict[str, Weight] = {}
     for operation in graph:
         if operation.name not in region:
             continue
         for name in _weights_read(graph, operation):
             root, dims = _through_transposes(graph, name)
             path = parameters.get(root, "")
-            if not path or path in found or root not in region:
+            if not path or path in weights or root not in region:
                 continue
             candidates = _candidates(graph, operation, dims, path, graph[root], fineness)
             chained = root != name
             reader = _first_reader(graph, root, operation.name)
             if candidates:
-                found[path] = Weight(path, reader, candidates, not chained)
-    return found
+                weights[path] = Weight(path, reader, candidates, not chained)
+    return weights
 
 
 def cuts_of(
     graph: OperationGraph, operation: Operation, parameters: Mapping[str, str]
 ) -> Iterator[WeightSharding]:
-    """Yield the candidates of the weights that `operation` reads, be they worth having or not."""
+    """Yield the candidates of the weights that `operation` reads, whether they are worth having or
+    not."""
     for name in _weights_read(graph, operation):
         root, dims = _through_transposes(graph, name)
         if root in parameters:
@@ -116,7 +130,7 @@ _WEIGHT_POSITION = {
 
 
 def sees_otherwise(operation: Operation) -> bool:
-    """Return whether `operation` gives a weight as it is, but transposed, cast or copied."""
+    """Return whether `operation` gives a weight itself, transposed, cast or copied."""
     copies = ("aten.to.dtype", "aten.contiguous.default", "aten.clone.default")
     return RULES.get(operation.target) in _CHAIN or operation.target in copies
 
@@ -127,8 +141,8 @@ def _first_reader(graph: OperationGraph, root: str, reader: str) -> str:
 
 
 def _through_transposes(graph: OperationGraph, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter that `name` is a transpose of, and which of its dimensions each
-    dimension of `name` is."""
+    """Return the parameter that `name` is a transpose of, and, for each dimension of `name`, the
+    parameter's dimension that it is."""
     operation = graph[name]
     dims = tuple(range(len(operation.shape or ())))
     while sees_otherwise(operation):
@@ -160,20 +174,21 @@ def _candidates(
     parameter: Operation,
     fineness: Fineness,
 ) -> tuple[WeightSharding, ...]:
-    """`dims` are the parameter's dimensions as the operation sees them."""
+    """Return the candidates of the weight `parameter`, read by `operation`. `dims` are the
+    parameter's dimensions as the operation sees them."""
     rule = RULES[operation.target]
     shape = parameter.shape or ()
-    listed: list[tuple[str, int, tuple[int, ...]]] = []
+    cuts: list[tuple[str, int, tuple[int, ...]]] = []
 
     def plain(pattern: str, seen: int) -> None:
-        listed.append((pattern, dims[seen], (shape[dims[seen]].fixed,)))
+        cuts.append((pattern, dims[seen], (shape[dims[seen]].fixed,)))
 
     def fused(seen: int, result: int) -> None:
         pattern = "vocabulary" if _feeds_cross_entropy(graph, operation.name) else "column"
         plain(pattern, seen)
         extent = shape[dims[seen]].fixed
         for pieces in parts_of(graph, operation.name, result, extent):
-            listed.append((pattern, dims[seen], pieces))
+            cuts.append((pattern, dims[seen], pieces))
 
     rank = len(operation.shape or ())
     if rule is embedding:
@@ -194,19 +209,19 @@ def _candidates(
         out = 0 if rule is linear else 1
         fused(out, rank - 1)
         plain("row", 1 - out)
-    found = []
-    for pattern, dim, pieces in listed:
+    shardings = []
+    for pattern, dim, pieces in cuts:
         if fineness.allows(min(pieces)):
-            found.append(WeightSharding(pattern, shard(dim, path, pieces)))
-    return tuple(dict.fromkeys(found))
+            shardings.append(WeightSharding(pattern, shard(dim, path, pieces)))
+    return tuple(dict.fromkeys(shardings))
 
 
 def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tuple[int, ...]]:
-    """Return the parts into which `name`'s users take its dimension `dim` of `extent`, where they
-    do."""
+    """Return the lengths of the parts into which the users of `name` take its dimension `dim` of
+    `extent`: a list of one tuple, or an empty list where they do not take it apart."""
     edges = {0, extent}
     seen: set[tuple[str, int, int]] = set()
-    stack = [(name, dim, 1)]  # a value, its dimension, and how many elements one index of it is
+    stack = [(name, dim, 1)]  # a value, its dimension, and the elements that one index is
     while stack and len(seen) < _LOOK_AHEAD:
         value, at, scale = stack.pop(0)
         if (value, at, scale) in seen:
@@ -226,7 +241,8 @@ def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tu
 
 
 def _edges(graph: OperationGraph, operation: Operation, value: str, at: int) -> tuple[int, ...]:
-    """Return where `operation` cuts dimension `at` of what it takes apart."""
+    """Return the indices at which `operation` cuts dimension `at` of the value that it takes
+    apart."""
     typed = Typed(operation, {}, graph)
     rule, shape = RULES.get(operation.target), graph[value].shape or ()
     kind = operation.target.removeprefix("aten.")
@@ -251,18 +267,19 @@ def _onward(
     graph: OperationGraph, operation: Operation, value: str, at: int, scale: int, extent: int
 ) -> tuple[int, int] | None:
     """Return the dimension of `operation`'s result that the fused dimension leads to, and its
-    scale."""
+    scale; None where it leads to none. The scale is the number of fused elements that one index of
+    the dimension stands for."""
     rule, shape = RULES.get(operation.target), graph[value].shape or ()
     target = operation.shape or ()
     probe = Shard(at, "probe", 1, (extent // scale,))
     if rule is reshape:
-        found = viewed(probe, shape, target)
-        if found is None or found[0].outer != 1:
+        view = viewed(probe, shape, target)
+        if view is None or view[0].outer != 1:
             return None
-        length = sum(flat_pieces(found[0]) or ())
-        # Nor any longer than what was fused, where a view moves elements of other dimensions in.
-        fits = target[found[0].dim] == Size(length) and length and extent % length == 0
-        return (found[0].dim, extent // length) if fits else None
+        length = sum(flat_pieces(view[0]) or ())
+        # It is no longer than the fused dimension, where a view moves in elements of others.
+        fits = target[view[0].dim] == Size(length) and length and extent % length == 0
+        return (view[0].dim, extent // length) if fits else None
     if rule is pointwise:
         same = len(shape) == len(target) and shape[at] == target[at]
         return (at, scale) if same and product(shape) == product(target) else None
@@ -274,7 +291,8 @@ def _onward(
 
 
 def _feeds_cross_entropy(graph: OperationGraph, name: str) -> bool:
-    """Return whether the classes of a loss are what it computes: no other product comes between."""
+    """Return whether the result of the operation `name` is the classes of a cross-entropy: no other
+    product comes between."""
     stack, seen = [name], set[str]()
     while stack and len(seen) < _LOOK_AHEAD:
         value = stack.pop(0)

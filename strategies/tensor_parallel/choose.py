@@ -1,6 +1,6 @@
 """The pattern of every weight: replicate, column, row, vocabulary or experts.
 
-Owns what is asked for and what is answered; `viterbi.py` finds it.
+Owns the question and the answer; `viterbi.py` searches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,14 @@ from whale_train.strategies.tensor_parallel.viterbi import cheapest
 
 @dataclass(frozen=True)
 class Sharded:
-    """A region typed with its weights cut.
+    """A region with the layouts of its values, its weights cut.
 
-    `weights` are the parameters that are cut, by canonical path, and buffers that are cut with
-    them (a batch norm's statistics); `axes` the units of every axis they are cut along, to be
-    dealt out to the group's members. `patterns` names each weight's pattern. A group of any size in
-    `groups` has the same.
+    assignment: the layouts of the values, and the casts.
+    weights: the cuts of the parameters that are cut, by canonical path, and of the buffers that are
+        cut with them (a batch norm's statistics).
+    axes: the units of every axis that they are cut along, to be dealt out to the group's members.
+    patterns: the name of each weight's pattern.
+    groups: the sizes of groups for which all this is the same.
     """
 
     assignment: Assignment
@@ -41,7 +43,7 @@ class Sharded:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The modules whose weights stayed replicated."""
+        """Return the paths of the modules that have weights which stayed replicated."""
         left = (path for path, pattern in self.patterns.items() if pattern == "replicate")
         return tuple(dict.fromkeys(path.rpartition(".")[0] for path in left))
 
@@ -60,16 +62,22 @@ def choose_patterns(
     dim: str = "auto",
     key: str = "strategy.graph.split",
 ) -> Sharded:
-    """Lay the operations `region` of `graph` over a group of `group_size` ranks.
+    """Return the layouts of the operations `region` of `graph` over a group of `group_size` ranks.
 
-    `parameters` maps the region's parameter operations to canonical paths (a tied parameter has
-    one), `held` those paths to their elements. `given` are the layouts of values from outside,
-    `wanted` those in which values are handed on. `by_hand` are (glob over parameter or module
-    paths, pattern), of which the first counts that matches a weight and that it can have; a tied
-    weight has `aliases`, further paths. `dim` limits the choice: `auto`, `tensor` (no
-    experts), `vocabulary` (tables and output classes only), `experts`; `sequence` is `tensor` with
-    what lies between the products (norms, dropout, residuals) cut by tokens. Raises PlanError, its
-    keys below `key`, for a pattern that cannot be had.
+    parameters: from the region's parameter operations to canonical paths (a tied parameter has
+        one).
+    held: from those paths to their elements.
+    given: the layouts of values from outside.
+    wanted: the layouts in which values are handed on.
+    by_hand: pairs of a glob over parameter or module paths, and a pattern. The first counts that
+        matches a weight and that the weight can have.
+    aliases: further paths of tied weights, by canonical path.
+    dim: limits the choice. `auto`: no limit. `tensor`: no experts. `vocabulary`: tables and output
+        classes only. `experts`: experts only. `sequence`: as `tensor`, and values between the
+        products (norms, dropout, residuals) are cut by tokens.
+    key: the key of the request below which faults are reported.
+
+    Raises PlanError for a pattern that a weight cannot have.
     """
     chosen = set(region)
     asked = Region(
@@ -91,7 +99,8 @@ def _by_hand(
     aliases: Mapping[str, Sequence[str]],
     key: str,
 ) -> dict[str, str]:
-    """Return which weight gets which pattern. Raises PlanError for what cannot be had."""
+    """Return the pattern of every weight that is given one by hand, by path. Raises PlanError for a
+    pattern that no matching weight can have."""
     fixed: dict[str, str] = {}
     faults = []
     paths = sorted(set(region.parameters.values()))
@@ -117,8 +126,8 @@ def _by_hand(
 
 
 def _had(region: Region, path: str, pattern: str) -> str:
-    """Return the candidates' name for the pattern asked of a weight, empty where it cannot have it:
-    the columns of a product that a cross-entropy reads are the vocabulary."""
+    """Return the name among a weight's candidates of the pattern asked for; '' where the weight
+    cannot have it. The columns of a product that a cross-entropy reads are the vocabulary."""
     if pattern == "replicate":
         return pattern
     weight = region.weights.get(path)
@@ -132,7 +141,7 @@ def _had(region: Region, path: str, pattern: str) -> str:
 
 
 def _answer(region: Region, best: State) -> Sharded:
-    """Return the layouts of the best state, read off its records."""
+    """Return the layouts of the best state, from its records."""
     records = []
     record = best.record
     while record is not None:
@@ -144,18 +153,18 @@ def _answer(region: Region, best: State) -> Sharded:
     patterns: dict[str, str] = {}
     layouts: dict[str, Layout] = {**region.given}
     casts: list[Cast] = []
-    for each in records:
-        for path, pattern, layout in each.decisions:
+    for entry in records:
+        for path, pattern, layout in entry.decisions:
             laid = axes.laid(layout)
             if isinstance(laid, Shard):
                 weights[path] = laid
             if pattern:
                 patterns[path] = pattern
-        if each.name:
-            layouts[each.name] = axes.laid(each.layout)
+        if entry.name:
+            layouts[entry.name] = axes.laid(entry.layout)
         casts += [
             Cast(c.user, c.value, c.kind, axes.laid(c.source), axes.laid(c.target))
-            for c in each.casts
+            for c in entry.casts
         ]
     for operation in region.operations:
         path = region.parameter_path(operation.name)
@@ -163,8 +172,8 @@ def _answer(region: Region, best: State) -> Sharded:
     assignment = Assignment(
         layouts,
         tuple(casts),
-        {each.name: each.becomes for each in records if each.becomes},
-        tuple(each.name for each in records if each.gathered),
+        {entry.name: entry.becomes for entry in records if entry.becomes},
+        tuple(entry.name for entry in records if entry.gathered),
         {
             operation.name: "shared" if layouts[operation.name] == R else "own"
             for operation in region.operations

@@ -1,4 +1,4 @@
-"""States of the search for patterns: one way each to have laid everything so far, and its cost."""
+"""States of the search for patterns: each one way to have laid everything so far, and its cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,17 @@ StateCost = tuple[int, float, int]
 
 @dataclass(frozen=True)
 class Record:
-    """What one operation added to a state, and the record before it."""
+    """Additions of one operation to a state.
+
+    before: the record before this one.
+    name: the name of the operation; '' where the record is of none.
+    layout: the layout of its value.
+    casts: the casts on the way into it.
+    becomes: the distributed operation that replaces it; '' for none.
+    gathered: whether it is given whole tensors of cut values.
+    decisions: the weights that it decides, as their path, pattern and layout. The pattern is '' for
+        a parameter without a choice.
+    """
 
     before: "Record | None"
     name: str
@@ -25,9 +35,16 @@ class Record:
 
 @dataclass(frozen=True)
 class State:
-    """One way to have laid everything so far. `layouts` are of values still to be read that are
-    not R; `decided` of parameters still to be read; `made` the casts of such values, which need
-    not be made again."""
+    """One way to have laid everything so far.
+
+    layouts: the layouts of values still to be read that are not R.
+    decided: the layouts of parameters still to be read, by path.
+    made: the layouts to which values still to be read have been cast, so that the cast need not be
+        made again.
+    axes: the axes that values are cut along.
+    cost: the cost so far.
+    record: the last record.
+    """
 
     layouts: Mapping[str, Layout]
     decided: Mapping[str, Layout]
@@ -38,8 +55,13 @@ class State:
 
 
 def moved(cast: Cast, size: float, gradient: bool, reduced: bool) -> tuple[float, int]:
-    """Return the bytes that a cast moves per rank, forward and backward, and how many collectives
-    it is. `size` is what a gather moves; an all-reduce moves it twice."""
+    """Return the bytes that a cast moves per rank, forward and backward together, and its number of
+    collectives.
+
+    size: bytes that a gather moves; an all-reduce moves twice as many.
+    gradient: whether the value has a gradient.
+    reduced: whether the sum of the value has been taken before.
+    """
     back = 1.0 if gradient else 0.0
     match cast.kind:
         case "enter":
@@ -60,8 +82,8 @@ def moved(cast: Cast, size: float, gradient: bool, reduced: bool) -> tuple[float
 
 
 def signature(state: State) -> Any:
-    """Return what decides a state's future: all layouts to come, with axes named by order of
-    appearance, and their units."""
+    """Return a key of everything that decides a state's future: all layouts to come, with axes
+    named by order of appearance, and their units."""
     names: dict[str, int] = {}
 
     def of(layout: Layout) -> Any:
@@ -79,5 +101,5 @@ def signature(state: State) -> Any:
 
 
 def plus(cost: StateCost, left_whole: int, sent: float, casts: int) -> StateCost:
-    """`cost` and so much more."""
+    """Return `cost` with `left_whole` elements, `sent` bytes and `casts` collectives added."""
     return cost[0] + left_whole, cost[1] + sent, cost[2] + casts

@@ -40,15 +40,15 @@ from whale_train.strategies.tensor_parallel.state import (
 )
 
 _BEAM = 64  # states kept; blocks of the models at hand need fewer than half of them
-_SAMPLES = 8  # for which bytes are counted: a nominal micro-batch
-# Of an element. All patterns move the same dtype, and (n - 1) / n of it around a ring of n: only
-# ratios matter.
+_SAMPLES = 8  # the samples for which bytes are counted: a nominal micro-batch
+# Bytes of an element. All patterns move the same dtype, and (n - 1) / n of it around a ring of n:
+# only ratios matter.
 _BYTES = 4
 
 
 def cheapest(region: Region, fixed: Mapping[str, str]) -> State:
-    """Return the cheapest state at the end of `region`. `fixed` are patterns given by hand, by
-    path."""
+    """Return the cheapest state at the end of `region`. `fixed` are the patterns that are given by
+    hand, by path."""
     return _Search(region, fixed).run()
 
 
@@ -58,6 +58,7 @@ class _Search:
         self._by_tokens = region.dim == "sequence"
 
     def run(self) -> State:
+        """Return the cheapest state at the end of the region."""
         first = {name: x for name, x in self.region.given.items() if x != R}
         states = [State(first, {}, {}, Axes(fineness=self.region.fineness), (0, 0.0, 0), None)]
         for position, operation in enumerate(self.region.operations):
@@ -73,7 +74,7 @@ class _Search:
         return min((self.handed_on(state) for state in states), key=lambda s: s.cost)
 
     def step(self, state: State, operation: Operation) -> Iterator[State]:
-        """Yield the states after `operation`: one for every choice it leaves."""
+        """Yield the states after `operation`, one for every choice it leaves."""
         known = {name: self.layout(state, name) for name in operation.inputs}
         open_weights = [
             name for name in operation.inputs
@@ -93,6 +94,7 @@ class _Search:
         yield from self.decisions(state, operation, known, name, weight)
 
     def left_whole(self, state: State, path: str) -> State:
+        """Return the state after the weight `path` is left whole."""
         decided = ((path, "replicate", R),)
         record = Record(state.record, "", R, (), "", False, decided)
         cost = plus(state.cost, self.region.counted.get(path, 0), 0.0, 0)
@@ -102,7 +104,7 @@ class _Search:
         self, state: State, operation: Operation, known: dict[str, Layout], name: str,
         weight: Weight,
     ) -> Iterator[State]:  # fmt: skip
-        """Yield every pattern the weight read as `name` may have here."""
+        """Yield the states of every pattern that the weight read as `name` may have here."""
         fixed, path = self.fixed.get(weight.path), weight.path
         made = 0
         for candidate in weight.candidates:
@@ -136,10 +138,13 @@ class _Search:
                 yield from self.applied(left, operation, known, whole(known), stays, True)
 
     def shuns(self, candidate: WeightSharding) -> bool:
-        """Return whether a table would be cut otherwise than by rows: by columns a gather would do
-        where rows need an all-reduce, but sums of tables (words and positions) share that one, and
-        so do heads that are tied to them. And rows of a weight follow the input; an input is not
-        cut for them."""
+        """Return whether a candidate is not tried unless it is asked for.
+
+        A table is not cut by columns. A gather would do for columns where rows need an all-reduce,
+        but sums of tables (words and positions) share that one, and so do heads that are tied to
+        them. Nor is a weight cut by rows where these follow the input: an input is not cut for
+        them.
+        """
         path = candidate.layout.axis
         if candidate.pattern == "row":
             return self.region.weights[path].follows
@@ -153,11 +158,15 @@ class _Search:
         self, state: State, operation: Operation, known: dict[str, Layout],
         decided: tuple[tuple[str, str, Layout], ...], keep_cut: bool = False,
     ) -> Iterator[State]:  # fmt: skip
-        """Yield the states that the rule gives; and with whole tensors where there is no rule,
-        where it would have values cut that a gradient comes back to, or right after a weight's
-        product. A weight that is cut for this very operation is not gathered for it."""
+        """Yield the states after `operation`: those of its rule, and one with whole tensors in
+        three cases.
+
+        These are: no rule applies; the rule would have values cut that a gradient comes back to; or
+        the operation comes right after a weight's product. A weight that is cut for this very
+        operation (`keep_cut`) is not gathered for it.
+        """
         typing = typing_of(self.region.graph, operation, known, self.region.gradients)
-        found = 0
+        num_states = 0
         if self._by_tokens and (typing is None or R in typing.wants.values()):
             sequenced = self.scattered(state, operation, known)
             if sequenced is not None:
@@ -165,7 +174,7 @@ class _Search:
                 return
         if typing is not None:
             for result in self.applied(state, operation, known, typing, decided, False):
-                found += 1
+                num_states += 1
                 yield result
         moves = typing is not None and any(
             isinstance(wish, Shard) and known[name] != wish and name in self.region.gradients
@@ -174,14 +183,18 @@ class _Search:
         )  # fmt: skip
         moves = moves or any(isinstance(x, Shard) and name in self.region.made_by_weight
                              for name, x in known.items())  # fmt: skip
-        if (not found and not keep_cut) or (found and moves):
+        if (not num_states and not keep_cut) or (num_states and moves):
             yield from self.applied(state, operation, known, whole(known), decided, typing is None)
 
     def scattered(
         self, state: State, operation: Operation, known: Mapping[str, Layout]
     ) -> tuple[State, Operation, Mapping[str, Layout], Typing] | None:
-        """`operation` done on shards of the sequence, where it would need sums of values
-        [batch, tokens, width]: those are scattered as they are summed."""
+        """Return the arguments of `applied` for `operation` done on shards of the sequence: the
+        state, the operation, the layouts of its inputs and its typing.
+
+        That is where it would need sums of values [batch, tokens, width]: they are scattered as
+        they are summed. None where some sum is of another shape, or no rule applies to the shards.
+        """
         sums = {
             name: by_token(self.region.graph[name]) for name, x in known.items()
             if isinstance(x, PartialSum)
@@ -205,7 +218,8 @@ class _Search:
         self, state: State, operation: Operation, known: Mapping[str, Layout], typing: Typing,
         decided: tuple[tuple[str, str, Layout], ...], gathered: bool,
     ) -> Iterator[State]:  # fmt: skip
-        """Yield the state after `operation` is typed so; none where an axis would be too coarse."""
+        """Yield the state after `operation` with this `typing`; none where an axis would be too
+        coarse."""
         axes = state.axes.after(typing)
         if axes is None or self.loses_updates(state, typing, known):
             return
@@ -247,35 +261,37 @@ class _Search:
         self, state: State, user: str, wants: Mapping[str, Layout], known: Mapping[str, Layout],
         axes: Axes,
     ) -> tuple[Cast, ...]:  # fmt: skip
-        """Return the casts on the way into `user`. A sum once taken is there for all who come
-        later, as if the value had been whole, or scattered, from the start."""
-        found = []
+        """Return the casts on the way into `user`. A sum that was taken once is available to all
+        later readers, as if the value had been whole, or scattered, from the start."""
+        casts = []
         there = {c.value: c for c in casts_of(user, wants, known, self.region.gradients, axes)}
         for name, laid in known.items():
             cast = there.get(name)
             if isinstance(state.layouts.get(name), PartialSum) and not isinstance(laid, PartialSum):
                 target = cast.target if cast else laid
                 if isinstance(target, PartialSum):
-                    continue  # which is what it still is
+                    continue  # the value is still a partial sum
                 kind = "reduce_slice" if cast and cast.kind == "slice" else cast_kind(P, target)
                 cast = Cast(user, name, kind, P, target)
             if cast is not None:
-                found.append(cast)
-        return tuple(found)
+                casts.append(cast)
+        return tuple(casts)
 
     def layout(self, state: State, name: str) -> Layout:
+        """Return the layout in which a reader finds the value `name`."""
         path = self.region.parameter_path(name)
-        found = state.decided.get(path, R) if path else state.layouts.get(name, R)
-        if isinstance(found, PartialSum):
+        laid = state.decided.get(path, R) if path else state.layouts.get(name, R)
+        if isinstance(laid, PartialSum):
             made = state.made.get(name, ())
             if R in made:
                 return R
-            found = next((x for x in made if isinstance(x, Shard)), found)
-        return state.axes.laid(found)
+            laid = next((x for x in made if isinstance(x, Shard)), laid)
+        return state.axes.laid(laid)
 
     def absorbable(self, state: State, name: str, known: Layout) -> str:
         """Return the path of a parameter that may be held as its one user wants it (a bias, a norm
-        inside a sharded region), or of a buffer that is updated where it stands."""
+        inside a sharded region), or of a buffer that is updated in place; '' for any other value.
+        """
         path = self.region.parameter_path(name)
         free = path and path not in state.decided and path not in self.region.weights
         alone = self.region.uses.get(path) == 1
@@ -283,7 +299,7 @@ class _Search:
         return path if free and alone and known == R and not by_hand else ""
 
     def loses_updates(self, state: State, typing: Typing, known: Mapping[str, Layout]) -> bool:
-        """Return whether statistics would be updated in a slice or a gathered copy of the
+        """Return whether statistics would be updated in a slice or a gathered copy of their
         buffer."""
         return any(
             wish != known[name] and not self.absorbable(state, name, known[name])
@@ -296,7 +312,8 @@ class _Search:
     def paid(
         self, state: State, casts: tuple[Cast, ...]
     ) -> tuple[StateCost, Mapping[str, tuple[Layout, ...]]]:
-        """Return the cost after `casts`, none of which is made twice of one value."""
+        """Return the cost after `casts`, and the casts made by then. A cast of a value is made
+        once."""
         cost, made = state.cost, state.made
         for cast in casts:
             there = made.get(cast.value, ())
@@ -314,7 +331,7 @@ class _Search:
         return cost, made
 
     def forgetting(self, state: State, operation: Operation, position: int) -> State:
-        """Without the values that nobody reads any more."""
+        """Return the state without the values that no later operation reads."""
         gone = [
             name for name in (*operation.inputs, operation.name)
             if self.region.last_use.get(name, -1) <= position
@@ -330,7 +347,8 @@ class _Search:
         )
 
     def merged(self, states: list[State]) -> list[State]:
-        """Return the cheapest of the states that agree on all that is still to be read."""
+        """Return the states that differ in what is still to be read, the cheapest of each kind, at
+        most `_BEAM` of them."""
         if len(states) == 1:
             return states
         best: dict[Any, State] = {}
@@ -341,6 +359,7 @@ class _Search:
         return sorted(best.values(), key=lambda state: state.cost)[:_BEAM]
 
     def handed_on(self, state: State) -> State:
+        """Return the state after the casts of the values that are handed on."""
         known = {name: self.layout(state, name) for name in self.region.wanted}
         casts = self.casts(state, "", self.region.wanted, known, state.axes)
         cost, made = self.paid(state, casts)

@@ -1,6 +1,6 @@
-"""The calibrations this machine keeps: a file for each kind of device, found without being asked.
+"""Own the calibrations that this machine keeps, a file for each kind of device.
 
-`mode=calibrate` writes them; every plan for such devices reads them.
+`mode=calibrate` writes them. Every plan for such devices reads them without being asked.
 """
 
 import os
@@ -18,7 +18,8 @@ VARIABLE = "WHALE_TRAIN_CALIBRATIONS"
 
 
 def folder() -> Path:
-    """Return where calibrations are: $WHALE_TRAIN_CALIBRATIONS, or in the user's configuration."""
+    """Return the folder of calibrations: $WHALE_TRAIN_CALIBRATIONS, or in the user's
+    configuration."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -28,10 +29,10 @@ def folder() -> Path:
 
 def kept() -> list[Calibration]:
     """Return all calibrations, by name. Raises ConfigError for a file that is none."""
-    found, faults = [], []
+    calibrations, faults = [], []
     for path in sorted(folder().glob("*.yaml")):
         try:
-            found.append(Calibration.from_mapping(load_yaml(path)))
+            calibrations.append(Calibration.from_mapping(load_yaml(path)))
         except ConfigError as error:
             why = "; ".join(fault.rule for fault in error.faults)
             faults.append(Fault(str(path), "", f"is no calibration ({why})", REMEDY))
@@ -39,13 +40,15 @@ def kept() -> list[Calibration]:
             faults.append(Fault(str(path), "", f"is no calibration ({error})", REMEDY))
     if faults:
         raise ConfigError(faults)
-    return found
+    return calibrations
 
 
 def keep(calibration: Calibration) -> Path:
-    """Write it, in the place of one of the same device; what that has of other precisions, and of
-    links where they were not measured again, stays. Raises ConfigError where it cannot be
-    written."""
+    """Write a calibration, and return its file.
+
+    It replaces that of the same device. The old figures of other precisions stay, and those of
+    links where they were not measured again. Raises ConfigError where the file cannot be written.
+    """
     path = folder() / f"{calibration.name}.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

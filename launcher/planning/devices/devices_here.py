@@ -1,5 +1,5 @@
-"""Whether the devices of an inventory are here, on which host each of its nodes is, and which card
-each rank is to open."""
+"""Find the devices of an inventory on the hosts: the host of each node, and the card of each
+rank."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,14 +16,18 @@ from whale_train.strategies.hardware.gpu_facts import GpuFacts, device_of, is_ca
 from whale_train.strategies.plan.plan import Decision, Plan
 
 _REMEDY = "use launcher=emulate, or hardware=local"
-# What joins hosts of which nobody says what does: the slowest that clusters of GPUs are sold with.
+# The network of hosts for which none is given: the slowest that clusters of GPUs are sold with.
 _UNKNOWN_NETWORK = LINKS["ethernet_10g"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plan's ranks are to run: on the devices of `cluster`, whose nodes are in the order of
-    the hosts. `device` is what they run on, which stands for another where they are `emulated`."""
+    """The devices that a plan's ranks run on.
+
+    cluster: the devices of the plan. The nodes are in the order of the hosts.
+    device: the kind of device that the ranks run on.
+    emulated: whether that stands for another device.
+    """
 
     cluster: Cluster
     device: Literal["cpu", "cuda"]
@@ -31,8 +35,8 @@ class Place:
 
 
 def joined_cluster(name: str, hosts: Sequence[Host]) -> Cluster:
-    """Return the GPUs of the hosts, as many of each as it has ranks. Raises ConfigError where a
-    host has fewer."""
+    """Return the cluster of the hosts' GPUs, as many of each host as it has ranks. Raises
+    ConfigError where a host has fewer."""
     faults, nodes = [], []
     for host in hosts:
         cards = host.cards[: len(host.ranks)]
@@ -49,8 +53,11 @@ def joined_cluster(name: str, hosts: Sequence[Host]) -> Cluster:
 
 
 def processes_joined(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
-    """Return the CPU processes of `cluster` on the hosts whose ranks they are, each with its share
-    of its host's memory, where there are as many."""
+    """Return the CPU processes of `cluster`, placed on the hosts that have their ranks.
+
+    Each process has an equal share of its host's memory. The cluster is returned unchanged for one
+    host, and where the ranks are not as many as the processes.
+    """
     (node,) = cluster.nodes
     if len(hosts) < 2 or len(node.devices) != sum(len(host.ranks) for host in hosts):
         return cluster
@@ -63,10 +70,14 @@ def processes_joined(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
 
 
 def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
-    """Return where the ranks run.
+    """Return the devices that the ranks run on.
 
-    Raises ConfigError where devices are wanted that are not on the hosts, or GPUs are there and are
-    not the inventory's: to train on CPUs beside them has to be asked for.
+    request: the request, whose launcher may ask for emulation.
+    cluster: the devices of the inventory.
+    hosts: the hosts that ranks run on.
+
+    Raises ConfigError in `mode=train` where the devices are not on the hosts, or where GPUs are
+    there that are not the inventory's: training on CPUs beside them has to be asked for.
     """
     kind, in_earnest = request.launcher.kind, request.mode == "train"
     if cluster.on_cpu:
@@ -76,36 +87,39 @@ def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
         return Place(_on_hosts_emulated(cluster, hosts), "cpu", True)
     if not has_gpus:
         rule = f"needs the devices of hardware={cluster.name}, and this machine has no GPU"
-        found: Cluster | list[Fault] = [Fault("launcher", "local", rule, _REMEDY)]
+        cluster_or_faults: Cluster | list[Fault] = [Fault("launcher", "local", rule, _REMEDY)]
     else:
-        found = _on_hosts(cluster, hosts)
-    if isinstance(found, Cluster):
-        return Place(found, "cuda", False)
+        cluster_or_faults = _on_hosts(cluster, hosts)
+    if isinstance(cluster_or_faults, Cluster):
+        return Place(cluster_or_faults, "cuda", False)
     if in_earnest:
-        raise ConfigError(found)
+        raise ConfigError(cluster_or_faults)
     return Place(cluster, "cpu", True)
 
 
 def seated(plan: Plan, used: Cluster, hosts: Sequence[Host]) -> Plan:
-    """Return the plan with the card that each rank opens, for devices `used` that are here."""
+    """Return the plan with the UUID of the card that each rank opens. The devices `used` have to be
+    on the hosts."""
     cards = cards_of(used, hosts)
     ranks = (replace(rank, uuid=card.uuid) for rank, card in zip(plan.ranks, cards, strict=True))
     return replace(plan, ranks=tuple(ranks))
 
 
 def cards_of(used: Cluster, hosts: Sequence[Host]) -> list[GpuFacts]:
-    """Return the cards that the devices `used`, which are on the hosts, are."""
+    """Return the cards of the devices `used`, which have to be on the hosts, in the order of the
+    ranks."""
     by_node = {host.node: host for host in hosts}
-    found = []
+    cards = []
     for node in used.nodes:
         host = by_node[node.at]
         numbers = _numbers_of(node.devices, host)
-        found += [host.cards[number] for number in numbers if number is not None]
-    return found
+        cards += [host.cards[number] for number in numbers if number is not None]
+    return cards
 
 
 def refuse_other_order(used: Cluster, hosts: Sequence[Host], faults: list[Fault]) -> None:
-    """Refuse devices whose ranks are not in the order in which ranks were started on the hosts."""
+    """Add a fault where the plan numbers the ranks in another order than they were started on the
+    hosts."""
     if not any(node.at for node in used.nodes):
         return
     planned = [node.at for node in used.nodes for _ in node.devices]
@@ -117,7 +131,8 @@ def refuse_other_order(used: Cluster, hosts: Sequence[Host], faults: list[Fault]
 
 
 def said_of_figures(used: Cluster) -> list[Decision]:
-    """Return what the plan says of cards whose figures are those of their properties."""
+    """Return a note for each kind of card whose figures come from its properties, since neither the
+    catalogue nor a calibration has it."""
     unknown = {device.name for device in used.devices if not device.kernels} - DEVICES.keys()
     return [
         Decision(
@@ -131,8 +146,11 @@ def said_of_figures(used: Cluster) -> list[Decision]:
 
 
 def _on_hosts(cluster: Cluster, hosts: Sequence[Host]) -> Cluster | list[Fault]:
-    """Return the inventory with its nodes in the order of the hosts that they are; or, for each
-    node that none of the hosts is, and each host that is none, what it is."""
+    """Return the inventory, with its nodes in the order of the hosts that have their devices.
+
+    Where a host is no node, or a node no host, faults are returned instead. They name each such
+    node, and the devices of each such host.
+    """
     left = list(cluster.nodes)
     nodes: list[Node] = []
     strangers = []
@@ -163,9 +181,12 @@ def _on_hosts(cluster: Cluster, hosts: Sequence[Host]) -> Cluster | list[Fault]:
 
 
 def _on_hosts_emulated(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
-    """Return the inventory with its nodes in the order of the hosts whose ranks stand for their
-    devices, as many as these are; one host stands for all. Raises ConfigError where some do not
-    fit."""
+    """Return the inventory, with its nodes in the order of the hosts whose ranks emulate their
+    devices.
+
+    A host stands for a node with as many devices as the host has ranks. A single host stands for
+    all nodes. Raises ConfigError where some do not fit.
+    """
     if len(hosts) < 2:
         return cluster
     left, nodes = list(cluster.nodes), []
@@ -185,46 +206,54 @@ def _on_hosts_emulated(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
 
 
 def _counts(numbers: Iterable[int]) -> str:
-    """Return `8, 8 and 4`."""
+    """Return numbers as text, such as `8, 8 and 4`."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def _number(cluster: Cluster, node: Node) -> int:
-    return next(number for number, each in enumerate(cluster.nodes) if each is node)
+    """Return the index of a node in the inventory."""
+    return next(number for number, other in enumerate(cluster.nodes) if other is node)
 
 
 def _is_on(node: Node, host: Host, hosts: int) -> bool:
-    """Return whether a host has the devices of a node, and, of several, as many ranks."""
+    """Return whether a host has the devices of a node and, where there are several `hosts`, as many
+    ranks."""
     fits = None not in _numbers_of(node.devices, host)
     return fits and (hosts == 1 or len(node.devices) == len(host.ranks))
 
 
 def _numbers_of(wanted: Sequence[Device], host: Host) -> list[int | None]:
-    """Return, for each device wanted, the number of a card of the host that is one, each card once;
-    None where there is none left. Of a host whose ranks see one card each, a rank's is its own."""
+    """Return the index of a card of the host for each wanted device, each card at most once.
+
+    An index is None where no card is left. Where each rank of the host sees its own cards alone,
+    the card of a rank is one of these.
+    """
     have = list(enumerate(map(device_of, host.cards)))
     visible = host.visible if len(host.visible) == len(wanted) else ()
-    found: list[int | None] = []
+    numbers: list[int | None] = []
     for place, device in enumerate(wanted):
         seen = visible[place] if visible else {card.uuid for card in host.cards}
         card = next(
             (
-                (number, each)
-                for number, each in have
-                if _is(device, each) and host.cards[number].uuid in seen
+                (number, candidate)
+                for number, candidate in have
+                if _is(device, candidate) and host.cards[number].uuid in seen
             ),
             None,
         )
-        found.append(None if card is None else card[0])
+        numbers.append(None if card is None else card[0])
         if card is not None:
             have.remove(card)
-    return found
+    return numbers
 
 
 def _is(wanted: Device, have: Device) -> bool:
-    """Return whether a card is the device wanted: of its name, or of figures that an inventory
-    gives a card which the catalogue does not have, if it has as much memory."""
+    """Return whether a card is the wanted device.
+
+    It is where the names are the same. A card that the catalogue does not have is also a device of
+    the inventory's own figures, where it has at least as much memory.
+    """
     if wanted.name == have.name:
         return True
     is_own = wanted.name not in DEVICES and not is_catalogued(have)
@@ -232,7 +261,7 @@ def _is(wanted: Device, have: Device) -> bool:
 
 
 def _not_here(cluster: Cluster, host: Host) -> Fault:
-    """Return what this host, the only one, has instead of the inventory's only node."""
+    """Return the fault of the only host, which lacks a device of the inventory's only node."""
     (node,) = cluster.nodes
     numbers = _numbers_of(node.devices, host)
     missing = next(x for x, number in zip(node.devices, numbers, strict=True) if number is None)
@@ -246,13 +275,14 @@ def _not_here(cluster: Cluster, host: Host) -> Fault:
 
 
 def _has(host: Host) -> str:
-    """Return `8 x t4_16gb`, and how many ranks are there."""
+    """Return the devices of a host as text, such as `8 x t4_16gb`, with the number of its ranks
+    where it has several."""
     ranks = f" and {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
     return f"{_listed(map(device_of, host.cards)) or 'no GPU'}{ranks}"
 
 
 def _listed(devices: Iterable[Device]) -> str:
-    """Return `8 x v100_sxm2_32gb and 2 x t4_16gb`."""
+    """Return devices as text, such as `8 x v100_sxm2_32gb and 2 x t4_16gb`."""
     return " and ".join(
         f"{count} x {name}" for name, count in Counter(device.name for device in devices).items()
     )

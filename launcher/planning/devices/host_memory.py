@@ -1,4 +1,4 @@
-"""Whether hosts have the memory that a plan's ranks take of it, before any of them takes it."""
+"""Check that hosts have the memory that a plan's ranks need, before any rank takes it."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,12 @@ def refuse_small_hosts(
     on_cpu: bool,
     faults: list[Fault],
 ) -> None:
-    """Refuse hosts without room for the initial weights, which, if they are built `is_whole`, are
-    built once for ranks that the launcher starts, and by each rank that somebody else started; or,
-    `on_cpu`, without room for what their ranks compute on."""
+    """Add a fault for each host without room for its ranks.
+
+    is_whole: whether initial weights are built whole. They are built once for ranks that the
+        launcher starts, and by each rank that others started.
+    on_cpu: whether ranks compute in the host's memory, so that it has to hold all they need.
+    """
     whole = weight_bytes(profile) if is_whole else 0
     for host in hosts:
         builders, there = len(host.ranks) or 1, in_bytes(host.memory_bytes)
@@ -42,4 +45,7 @@ def refuse_small_hosts(
 def weight_bytes(profile: ModelProfile) -> int:
     """Return the bytes of a model's parameters and buffers as they are built."""
     weights = (*profile.parameters, *profile.frozen)
-    return sum(each.elements * each.bytes_per_element for each in weights) + profile.buffer_bytes
+    return (
+        sum(parameter.elements * parameter.bytes_per_element for parameter in weights)
+        + profile.buffer_bytes
+    )

@@ -1,6 +1,6 @@
-"""From a Request and the hosts there are to the devices that its plan is for, as measured.
+"""Find the devices that the plan of a Request is for, with their measured figures.
 
-Which of the hosts is which node of the inventory is `devices_here.py`'s.
+`devices_here.py` matches the hosts with the nodes of the inventory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,16 @@ from whale_train.strategies.hardware.inventory import read_inventory
 
 
 def this_host_of(request: Request) -> tuple[Host, ...]:
-    """Return the host that this is; GPUs that nobody asks for are not looked for."""
+    """Return this host. Its GPUs are looked for only where the request may use them."""
     looks = request.mode == "train" or "kind" in request.hardware
     return (this_host(visible_gpus() if looks else ()),)
 
 
 def place_of(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> Place | None:
-    """Return where the ranks run, on the devices of the inventory, or of the hosts where that is
-    asked for."""
+    """Return the devices that the ranks run on, or None after adding to `faults`.
+
+    They are the inventory's devices, or, for `hardware=local`, those of the hosts.
+    """
     name = request.names.get("hardware", "hardware")
     machine = facts_of(hosts[0])
     try:
@@ -54,8 +56,11 @@ def place_of(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> Pl
 
 
 def _with_ranks(hardware: Mapping[str, Any], hosts: Sequence[Host]) -> Mapping[str, Any]:
-    """Return an inventory with as many CPU processes as ranks were started, where it leaves their
-    number open: under torchrun it may be another each time they are started."""
+    """Return the inventory with as many CPU processes as ranks were started, where it leaves their
+    number open.
+
+    Under torchrun that number may change each time the ranks are started.
+    """
     ranks = sum(len(host.ranks) for host in hosts)
     if not ranks or hardware.get("kind") is None or hardware.get("devices", AUTO) != AUTO:
         return hardware
@@ -63,13 +68,17 @@ def _with_ranks(hardware: Mapping[str, Any], hosts: Sequence[Host]) -> Mapping[s
 
 
 def _has_ranks_on_gpus(hosts: Sequence[Host]) -> bool:
+    """Return whether ranks were started on hosts with GPUs."""
     return any(host.ranks for host in hosts) and any(host.cards for host in hosts)
 
 
 def _as_measured(cluster: Cluster, request: Request, hosts: Sequence[Host]) -> Cluster:
-    """`cluster` with the figures that were measured of its devices, and the processors that its
-    CPU processes share: of all of them, and of fewer where these have more threads each. Raises
-    ConfigError for a calibration that cannot be read."""
+    """Return `cluster` with the measured figures of its devices.
+
+    CPU processes on one host also get the number of processes that the cores can compute at once,
+    and the same figures for fewer processes, where these have another number of threads each.
+    Raises ConfigError for a calibration that cannot be read.
+    """
     cores = sum(host.cores for host in hosts)
     threads = partial(threads_of, request, cores)
     if cluster.on_cpu:
@@ -80,6 +89,9 @@ def _as_measured(cluster: Cluster, request: Request, hosts: Sequence[Host]) -> C
 
 
 def threads_of(request: Request, cores: int, ranks: int) -> int:
-    """Return the threads of each of so many CPU processes: what the request says, or the
-    environment for all its programs, or else a share of the cores."""
+    """Return the number of threads of each of `ranks` CPU processes.
+
+    It is that of the request, else that of the environment (OMP_NUM_THREADS), else an equal share
+    of the cores.
+    """
     return request.launcher.threads or threads_asked() or max(1, cores // ranks)

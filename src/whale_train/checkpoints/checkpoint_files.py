@@ -1,4 +1,4 @@
-"""A checkpoint as files: which there are, and whether all of it is there.
+"""Write and check a checkpoint as files: their names, and whether all of them are there.
 
     checkpoints/step_N/
         model/, optimizer/    safetensors, each with the blocks that one rank saved
@@ -7,10 +7,10 @@
         plan.json, request.json
         manifest.json         every file with its size and CRC-32: written last
 
-A checkpoint is written in a folder with another name, and gets its own when it has its manifest.
-A safetensors file (`checkpoints/safetensors_files.py`) has one block of a name, so a rank has
-several files where it saves several. Ranks write the files and the launcher checks them: neither
-torch nor hydra is known here.
+A checkpoint is written in a folder with another name, and gets its own when it has its manifest. A
+safetensors file (`checkpoints/safetensors_files.py`) has one block of a name, so that a rank has
+several files where it saves several blocks of a tensor. Ranks write the files, and the launcher
+checks them: neither torch nor hydra is imported here.
 """
 
 import json
@@ -31,20 +31,25 @@ from whale_train.checkpoints.safetensors_files import (
 )
 
 CHECKPOINTS = "checkpoints"  # in the run directory
-MODEL = "model"  # in it as well: the trained weights
-PARTS_OF_MODEL = ".parts_of_model"  # what ranks hand to rank 0 at the end of a run
-UNFINISHED_MODEL = ".unfinished_model"  # and what that makes of it
-STOP = "stop"  # where the launcher asks the ranks to save and end
-SAVED = "checkpoints.jsonl"  # a line a checkpoint, written or failed
+MODEL = "model"  # in the run directory too: the trained weights
+PARTS_OF_MODEL = ".parts_of_model"  # the weights that ranks hand to rank 0 at the end of a run
+UNFINISHED_MODEL = ".unfinished_model"  # the folder in which rank 0 joins them
+STOP = "stop"  # a file by which the launcher asks the ranks to save and end
+SAVED = "checkpoints.jsonl"  # one line for each checkpoint, written or failed
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished_"
-_CRC = "crc32"  # of a manifest
+_CRC = "crc32"  # the key of a manifest's own checksum
 _CHUNK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file: its path in the checkpoint, size, and CRC-32."""
+    """A file in a manifest.
+
+    path: the path in the checkpoint.
+    bytes: the size, in bytes.
+    crc32: the CRC-32 of the content.
+    """
 
     path: str
     bytes: int
@@ -53,8 +58,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`step` optimizer steps were done. `seconds` is how long the files took to write. In its file
-    there is a checksum of the rest beside that."""
+    """The manifest of a checkpoint. Its file has a checksum of the rest, too.
+
+    step: number of optimizer steps done.
+    seconds: the time that writing the files took, in seconds.
+    files: all other files of the checkpoint.
+    """
 
     step: int
     seconds: float
@@ -62,15 +71,18 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of all files together."""
         return sum(file.bytes for file in self.files)
 
     def to_json(self) -> str:
+        """Return the text of the manifest's file, with its checksum."""
         content = json.loads(json.dumps(asdict(self)))
         return json.dumps({**content, _CRC: _checksum_of(content)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
-        """Return the manifest of a checkpoint. Raises BrokenCheckpoint."""
+        """Return the manifest of a checkpoint. Raises BrokenCheckpoint where it is missing, damaged
+        or not valid."""
         path = checkpoint / MANIFEST
         content = read_json(path)
         try:
@@ -88,8 +100,10 @@ class Manifest:
 
 
 def _record(path: object, bytes: object, crc32: object) -> FileRecord:
-    """Return a manifest's record of a file. Raises ValueError for one that is none, or names a file
-    outside of the checkpoint."""
+    """Return the record of a file from the values in a manifest.
+
+    Raises ValueError for values of other types, and for a path outside of the checkpoint.
+    """
     if not isinstance(path, str) or not is_whole_number(bytes) or not is_whole_number(crc32):
         raise ValueError("a file's path, size or checksum is none")
     parts = PurePosixPath(path).parts
@@ -101,55 +115,61 @@ def _record(path: object, bytes: object, crc32: object) -> FileRecord:
 
 
 def _checksum_of(content: Any) -> int:
+    """Return the CRC-32 of a manifest's content without its checksum."""
     return zlib.crc32(json.dumps(content).encode())
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Return where the checkpoint after `step` steps is kept."""
+    """Return the folder of the checkpoint after `step` steps."""
     return run_dir / CHECKPOINTS / f"step_{step}"
 
 
 def unfinished(checkpoint: Path) -> Path:
-    """Return the folder in which a checkpoint is written."""
+    """Return the folder in which a checkpoint is written before it is whole."""
     return checkpoint.with_name(f"{_UNFINISHED}{checkpoint.name}")
 
 
 def unfinished_in(run_dir: Path) -> list[Path]:
-    """Return what is left of checkpoints and of trained weights that were never finished."""
+    """Return the paths of checkpoints and trained weights in a run directory that were never
+    finished."""
     model = [run_dir / name for name in (PARTS_OF_MODEL, UNFINISHED_MODEL)]
     return [*unfinished_checkpoints(run_dir), *(path for path in model if path.exists())]
 
 
 def unfinished_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the folders in which checkpoints are written, or were when the writing ended."""
+    """Return the folders of checkpoints that are being written, or whose writing was cut off."""
     return sorted((run_dir / CHECKPOINTS).glob(f"{_UNFINISHED}*"))
 
 
 def unfinished_before(run_dir: Path, step: int) -> list[Path]:
-    """Return the folders in which checkpoints of earlier steps were written. Into one of a later
-    step another rank may be writing: it goes on once its own part of this one is written."""
-    found = _numbered(run_dir / CHECKPOINTS, f"{_UNFINISHED}step_")
-    return [path for number, path in found if number < step]
+    """Return the folders of unfinished checkpoints of steps before `step`.
+
+    Another rank may be writing into the folder of a later step: it goes on once its own part of
+    this checkpoint is written.
+    """
+    numbered = _numbered(run_dir / CHECKPOINTS, f"{_UNFINISHED}step_")
+    return [path for number, path in numbered if number < step]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the newest first, whole or not."""
+    """Return the checkpoints in a folder, the newest first, including those that are not whole."""
     return [path for _, path in sorted(_numbered(folder, "step_"), reverse=True)]
 
 
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
-    """Return what in a folder is named `prefix` and a number, by that number."""
-    found = [(path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*")]
-    return [(int(number), path) for number, path in found if number.isdecimal()]
+    """Return the number and the path of every entry of a folder whose name is `prefix` and a
+    number."""
+    candidates = [(path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*")]
+    return [(int(number), path) for number, path in candidates if number.isdecimal()]
 
 
 def check(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint of which every byte is as it was written.
+    """Read every byte of a checkpoint, and return its manifest.
 
-    Raises BrokenCheckpoint, which names the file that is not.
+    Raises BrokenCheckpoint, which names the file that is not as it was written.
     """
     manifest = Manifest.read(checkpoint)
-    with ThreadPoolExecutor() as pool:  # which zlib lets compute at once
+    with ThreadPoolExecutor() as pool:  # zlib computes without the GIL
         for fault in pool.map(lambda file: _fault(checkpoint, file), manifest.files):
             if fault:
                 raise BrokenCheckpoint(fault)
@@ -157,7 +177,7 @@ def check(checkpoint: Path) -> Manifest:
 
 
 def _fault(checkpoint: Path, record: FileRecord) -> str:
-    """Return what is wrong with a file of a checkpoint, '' if nothing is."""
+    """Return the fault of a file of a checkpoint, or '' where it is as it was written."""
     path = checkpoint / record.path
     try:
         size = size_of(path)
@@ -173,7 +193,7 @@ def _fault(checkpoint: Path, record: FileRecord) -> str:
 
 
 def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
+    """Return the CRC-32 of a file's content."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -182,8 +202,11 @@ def checksum(path: Path) -> int:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Return the safetensors files in a folder of a checkpoint that its manifest has: whatever else
-    lies there is not the checkpoint's. In a folder of none, all of them."""
+    """Return the safetensors files in a folder of a checkpoint.
+
+    Only files in the manifest are returned: others in the folder do not belong to the checkpoint.
+    Where the folder is in no checkpoint, all files are returned.
+    """
     if not (folder.parent / MANIFEST).exists():
         return sorted(folder.glob("*.safetensors"))
     paths = (folder.parent / file.path for file in Manifest.read(folder.parent).files)
@@ -191,6 +214,6 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, list[StoredBlock]]:
-    """Return the blocks of every tensor of a folder of a checkpoint, by name. Raises
-    BrokenCheckpoint."""
+    """Return the blocks of every tensor in a folder of a checkpoint, by name. Raises
+    BrokenCheckpoint where a file is broken, or blocks do not make up a tensor."""
     return join_blocks(tensor_files(folder))

@@ -1,4 +1,4 @@
-"""What a checkpoint's `state.json` says: all of a run's state that no tensor has."""
+"""Read `state.json` of a checkpoint: all state of a run that is in no tensor."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,11 @@ _Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 
 class LossScaleState(BaseModel):
-    """fp16's loss scale, after `good_steps` finite steps in a row."""
+    """The state of fp16's loss scale.
+
+    value: the loss scale.
+    good_steps: number of finite steps in a row since the scale last changed.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -22,9 +26,16 @@ class LossScaleState(BaseModel):
 
 
 class CheckpointState(BaseModel):
-    """`step` steps are done, `skipped` of them without an update, and `samples` samples are seen of
-    `num_samples` (None in checkpoints that do not say). `data` is the fingerprint of the data (None
-    in checkpoints without). `delinks`: layers that share their weights part here."""
+    """The state of a run after a step.
+
+    step: number of optimizer steps done.
+    samples: number of samples seen.
+    num_samples: number of samples in the data; None in checkpoints that do not say.
+    loss_scale: the state of fp16's loss scale; None in other precisions.
+    delinks: whether layers that share their weights part here.
+    skipped: number of steps without an update, among those done.
+    data: the fingerprint of the data; None in checkpoints without one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
 
@@ -38,7 +49,8 @@ class CheckpointState(BaseModel):
 
     @classmethod
     def read(cls, checkpoint: Path) -> "CheckpointState":
-        """Return the state of a checkpoint. Raises BrokenCheckpoint for one that has none."""
+        """Return the state of a checkpoint. Raises BrokenCheckpoint where it is missing or not
+        valid."""
         path = checkpoint / STATE
         content: Any = read_json(path)
         try:

@@ -1,9 +1,9 @@
-"""Safetensors files as their headers describe them: which blocks of which tensors, and where.
+"""Read the headers of safetensors files: the blocks of tensors in each file, and their places.
 
-Each file of a checkpoint says in its header where in the whole tensor its blocks begin, as
+The header of a checkpoint's file says where in the whole tensor each block begins, as
 `torch.distributed.checkpoint`'s safetensors storage does, whose reader reads these files. A header
-is checked whole here, so that who reads a tensor later finds what was promised. Neither torch nor
-the library is known here.
+is checked whole here, so that a later reader of a tensor finds what the header promised. Neither
+torch nor the safetensors library is imported.
 """
 
 import json
@@ -16,10 +16,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-# The longest header that the safetensors library reads, and the longest JSON file read here.
+# Bytes of the longest header that the safetensors library reads, and of the longest JSON file that
+# is read here.
 MOST_JSON_BYTES = 100_000_000
-_LARGEST = 2**63 - 1  # of what fits in an int64, as all sizes of a tensor must
-_OFFSETS = "DCP_SHARDING_INFO"  # torch's key, and below it
+_LARGEST = 2**63 - 1  # the largest int64, which all sizes of a tensor must fit in
+_OFFSETS = "DCP_SHARDING_INFO"  # torch's key of the offsets in a header, and the key below it
 _OF_TENSOR = "saved_offsets"
 # Bytes of an element, by the codes of safetensors for the dtypes that checkpoints have.
 ELEMENT_BYTES = {
@@ -31,18 +32,23 @@ Shape = tuple[int, ...]
 
 
 class BrokenCheckpoint(Exception):
-    """A checkpoint of which something is missing or other than it was written; says what."""
+    """The error of a checkpoint that lacks something, or is not as it was written. Its message says
+    what."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A box of a tensor: `shape` elements from `offsets` on, per dimension."""
+    """A box of elements of a tensor.
+
+    offsets: the first index, in each dimension.
+    shape: the number of elements, in each dimension.
+    """
 
     offsets: Shape
     shape: Shape
 
     def overlap(self, other: "Block") -> "Block | None":
-        """Return the elements that both have, or None where there are none."""
+        """Return the elements that both blocks have, or None where there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = tuple(map(min, self.stops, other.stops))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -50,19 +56,25 @@ class Block:
         return Block(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
 
     def within(self, outer: "Block") -> tuple[slice, ...]:
-        """Return the index of this block in a tensor that has the elements of `outer`."""
+        """Return the index of this block in a tensor that holds the elements of `outer`."""
         starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
 
     @property
     def stops(self) -> Shape:
+        """Return one more than the last index, in each dimension."""
         return tuple(a + n for a, n in zip(self.offsets, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block of a tensor, in a file, from byte `start` of it on. `dtype` is the code that
-    safetensors has for it."""
+    """A block of a tensor in a file.
+
+    file: the safetensors file.
+    dtype: the code of safetensors for the dtype.
+    block: the elements of the tensor that are stored.
+    start: the byte of the file at which they begin.
+    """
 
     file: Path
     dtype: str
@@ -73,10 +85,12 @@ class StoredBlock:
 def header(
     tensors: Mapping[str, tuple[str, Sequence[int], int]], offsets: Mapping[str, Sequence[int]]
 ) -> bytes:
-    """Return what a safetensors file begins with: the length of a JSON text, and that text.
+    """Return the first bytes of a safetensors file: the length of a JSON text, and that text.
 
-    `tensors` are by name (dtype code, shape, bytes), in the order in which their data follows;
-    `offsets` say where they begin in their whole tensors (empty: they are whole).
+    tensors: the dtype code, shape and number of bytes of each tensor, by name, in the order of
+        their data.
+    offsets: the index at which each stored block begins in its whole tensor; empty where all are
+        whole.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if offsets:
@@ -93,8 +107,11 @@ def header(
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file of a checkpoint. Raises BrokenCheckpoint where there is no
-    such file, one of more than MOST_JSON_BYTES, or no JSON in it."""
+    """Return the content of a JSON file of a checkpoint.
+
+    Raises BrokenCheckpoint where the file is missing, has more than MOST_JSON_BYTES, or is not
+    JSON.
+    """
     try:
         return json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -102,7 +119,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of a checkpoint; raises as `read_json`."""
+    """Return the text of a file of a checkpoint, in UTF-8.
+
+    Raises BrokenCheckpoint where the file is missing, has more than MOST_JSON_BYTES, or cannot be
+    read.
+    """
     try:
         size = size_of(path)
         if size > MOST_JSON_BYTES:
@@ -116,23 +137,24 @@ def read_text(path: Path) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file. Raises OSError for what is none: a reader of a pipe would wait
-    for ever."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    """Return the bytes of a file. Raises OSError where it is not a regular file: a reader of a pipe
+    would wait for ever."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "not a file")
-    return found.st_size
+    return status.st_size
 
 
 def is_whole_number(value: object) -> bool:
-    """Return whether a value of JSON is a number from 0 on that fits in 64 bits."""
+    """Return whether a value of JSON is an integer from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value <= _LARGEST
 
 
 def stored_blocks(path: Path) -> list[tuple[str, StoredBlock]]:
-    """Return what a safetensors file has, by name; without an offset, whole tensors.
+    """Return the blocks in a safetensors file, each with the name of its tensor.
 
-    Raises BrokenCheckpoint for what is no such file, or has another size than its header says.
+    A tensor without an offset is whole. Raises BrokenCheckpoint where the file cannot be read, or
+    has another size than its header says.
     """
     try:
         return list(_blocks_in(path))
@@ -142,6 +164,8 @@ def stored_blocks(path: Path) -> list[tuple[str, StoredBlock]]:
 
 
 def _blocks_in(path: Path) -> list[tuple[str, StoredBlock]]:
+    """Return the blocks of a file, as `stored_blocks` does. Raises ValueError and other exceptions
+    for a header that is not valid."""
     size = size_of(path)
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -156,7 +180,7 @@ def _blocks_in(path: Path) -> list[tuple[str, StoredBlock]]:
     offsets = json.loads(metadata.get(_OFFSETS, "{}")) if isinstance(metadata, dict) else None
     if not isinstance(offsets, dict):
         raise ValueError("its offsets are no mapping")
-    found, spans = [], []
+    blocks, spans = [], []
     for name, described in content.items():
         shape = _numbers(described["shape"], f"the shape of {name}")
         begin, end = _numbers(described["data_offsets"], f"the place of {name}")
@@ -170,7 +194,7 @@ def _blocks_in(path: Path) -> list[tuple[str, StoredBlock]]:
             start = _numbers(offsets[name][_OF_TENSOR], f"the offsets of {name}")
         if len(start) != len(shape):
             raise ValueError(f"{name} has {len(shape)} dimensions and {len(start)} offsets")
-        found.append((name, StoredBlock(path, dtype, Block(start, shape), 8 + length + begin)))
+        blocks.append((name, StoredBlock(path, dtype, Block(start, shape), 8 + length + begin)))
         spans.append((begin, end))
     at = 0
     for begin, end in sorted(spans):
@@ -179,18 +203,19 @@ def _blocks_in(path: Path) -> list[tuple[str, StoredBlock]]:
         at = end
     if 8 + length + at != size:
         raise ValueError(f"the file has {size:,} bytes, and its header says {8 + length + at:,}")
-    return found
+    return blocks
 
 
 def _numbers(values: object, what: str) -> Shape:
-    """Return a list of whole numbers of a header. Raises ValueError for anything else."""
+    """Return a list of whole numbers in a header as a tuple. Raises ValueError for any other value;
+    `what` names it."""
     if not isinstance(values, list) or not all(map(is_whole_number, values)):
         raise ValueError(f"{what} is {values!r:.40}")
     return tuple(values)
 
 
 def read_number(stored: StoredBlock) -> float:
-    """Return the value of a scalar in fp32. Raises BrokenCheckpoint for anything else."""
+    """Return the value of a scalar in fp32. Raises BrokenCheckpoint for any other block."""
     if stored.dtype != "F32" or stored.block.shape:
         raise BrokenCheckpoint(f"{stored.file} has no scalar in fp32 where one is wanted")
     with stored.file.open("rb") as file:
@@ -200,23 +225,23 @@ def read_number(stored: StoredBlock) -> float:
 
 
 def join_blocks(files: Sequence[Path]) -> dict[str, list[StoredBlock]]:
-    """Return the blocks of every tensor in safetensors files, by name.
+    """Return the blocks of every tensor in the safetensors files, by name.
 
-    Raises BrokenCheckpoint where the blocks of a name do not make up one tensor: of several dtypes,
-    with a hole, or with elements twice.
+    Raises BrokenCheckpoint where the blocks of a name do not make up one tensor: they have several
+    dtypes, leave a hole, or have elements twice.
     """
-    found: dict[str, list[StoredBlock]] = {}
+    blocks_by_name: dict[str, list[StoredBlock]] = {}
     for path in files:
         for name, block in stored_blocks(path):
-            found.setdefault(name, []).append(block)
-    for name, blocks in found.items():
+            blocks_by_name.setdefault(name, []).append(block)
+    for name, blocks in blocks_by_name.items():
         if why := _unlike_a_tensor([x.block for x in blocks], {x.dtype for x in blocks}):
             raise BrokenCheckpoint(f"{os.path.dirname(blocks[0].file)} {why} {name}")
-    return found
+    return blocks_by_name
 
 
 def _unlike_a_tensor(blocks: Sequence[Block], dtypes: set[str]) -> str:
-    """Return what keeps blocks from being one tensor ('' where they are)."""
+    """Return the reason why blocks do not make up one tensor, or '' where they do."""
     if len(dtypes) > 1:
         return "has several dtypes of"
     if len({len(block.shape) for block in blocks}) > 1:
@@ -226,7 +251,8 @@ def _unlike_a_tensor(blocks: Sequence[Block], dtypes: set[str]) -> str:
         return "has not all of"
     if not shape or 0 in shape:
         return ""
-    # Along the dimension that is cut most often, neighbours alone can have elements in common.
+    # Sorted along the dimension that is cut most often, a block is compared only with those that
+    # begin before it ends.
     dim = max(range(len(shape)), key=lambda d: len({block.offsets[d] for block in blocks}))
     ordered = sorted(blocks, key=lambda block: block.offsets[dim])
     for number, block in enumerate(ordered):
@@ -244,4 +270,5 @@ def whole_shape(stored: Sequence[StoredBlock]) -> Shape:
 
 
 def _whole(stops: Sequence[Shape]) -> Shape:
+    """Return the largest stop in each dimension."""
     return tuple(map(max, zip(*stops, strict=True)))

@@ -1,6 +1,7 @@
-"""The hosts of a job whose ranks somebody else started: what each has, and which ranks are there.
+"""Describe the hosts of a job whose ranks others started: their hardware, and their ranks.
 
-Every rank says what it sees; rank 0 writes down what that makes, for the launcher that plans.
+Every rank says what it sees. Rank 0 joins that into hosts and writes them down, for the launcher
+that plans.
 """
 
 import os
@@ -17,17 +18,23 @@ from whale_train.machine.nvml import visible_gpus
 from whale_train.strategies.hardware.gpu_facts import GpuFacts
 
 HOSTS = "hosts.json"  # in the run directory
-MEETING = "meeting"  # a word there, by which ranks know rank 0's from one of its name
-REFUSED = "refused"  # where the launcher says, after that, that there will be no plan
-# The number of a rank's host among those of the job: torchrun's and Slurm's.
+MEETING = "meeting"  # a random word there, which tells rank 0's directory from others of its name
+REFUSED = "refused"  # a file there, by which the launcher says that there will be no plan
+# Variables with the number of a rank's host in the job, torchrun's and Slurm's.
 _NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank sees: its host's `name`, and `node`, which no other host of the job has, the
-    cores and bytes of memory there, the GPUs that it may open, and whether it `shares` rank 0's run
-    directory."""
+    """The report of one rank about its host.
+
+    node: the id of the host, which no other host of the job has.
+    name: the name of the host.
+    cores: number of cores that the rank may use.
+    memory_bytes: bytes of memory that ranks may hold there.
+    cards: the GPUs that the rank may open.
+    shares: whether the host shares rank 0's run directory.
+    """
 
     node: str
     name: str
@@ -38,24 +45,37 @@ class Seen:
 
     @classmethod
     def here(cls, shares: bool, environment: Mapping[str, str] = os.environ) -> "Seen":
+        """Return the report of this process. Its host is numbered by torchrun's or Slurm's
+        variables, or else known by its name."""
         name = socket.gethostname()
         numbers = [environment[key] for key in _NODE_NUMBERS if key in environment]
         node = numbers[0] if numbers else name
         return cls(node, name, cores(), memory_bytes(), visible_gpus(), shares)
 
     def to_json(self) -> str:
+        """Return the report as JSON."""
         return _seen().dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Seen":
+        """Return the report in a text of `to_json`."""
         return _seen().validate_json(text)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host and its `ranks`; `visible` are the UUIDs of the GPUs that each of them may open, of
-    all its `cards`. No other host of the job has its `node`. Where it does not share rank 0's run
-    directory (`shares`), it has one of its own under the same name."""
+    """A host of a job, and its ranks.
+
+    node: the id of the host, which no other host of the job has.
+    name: the name of the host.
+    cores: number of cores that its first rank may use.
+    memory_bytes: bytes of memory that its ranks may hold together.
+    cards: all GPUs that its ranks may open.
+    ranks: the ranks on the host.
+    visible: for each rank, the UUIDs of the GPUs that it may open.
+    shares: whether the host shares rank 0's run directory. Otherwise it has a run directory of its
+        own, under the same name.
+    """
 
     node: str
     name: str
@@ -68,46 +88,48 @@ class Host:
 
 
 def joined(seen: Iterable[Seen]) -> tuple[Host, ...]:
-    """Return the hosts of ranks that have `seen` so much, one after another, in the order of their
-    first ranks."""
+    """Return the hosts of the ranks whose reports are `seen`, in rank order. Hosts are in the order
+    of their first ranks."""
     by_node: dict[str, dict[int, Seen]] = {}
-    for rank, each in enumerate(seen):
-        by_node.setdefault(each.node, {})[rank] = each
+    for rank, report in enumerate(seen):
+        by_node.setdefault(report.node, {})[rank] = report
     return tuple(_host(node, ranks) for node, ranks in by_node.items())
 
 
 def host_of(hosts: Iterable[Host], rank: int) -> Host:
-    """Return the host that `rank` is on."""
+    """Return the host of `rank`."""
     return next(host for host in hosts if rank in host.ranks)
 
 
 def this_host(cards: tuple[GpuFacts, ...]) -> Host:
-    """Return the host that this is, with `cards` of its GPUs, and no ranks yet."""
+    """Return this host, with `cards` as its GPUs, and without ranks."""
     name = socket.gethostname()
     return Host(name, name, cores(), memory_bytes(), cards, (), ())
 
 
 def _host(node: str, seen: Mapping[int, Seen]) -> Host:
+    """Return the host that the reports of its ranks describe."""
     first = next(iter(seen.values()))
-    cards = {card.uuid: card for each in seen.values() for card in each.cards}
-    visible = tuple(frozenset(card.uuid for card in each.cards) for each in seen.values())
+    cards = {card.uuid: card for report in seen.values() for card in report.cards}
+    visible = tuple(frozenset(card.uuid for card in report.cards) for report in seen.values())
     of_host = (node, first.name, first.cores, first.memory_bytes)
-    shares = all(each.shares for each in seen.values())
+    shares = all(report.shares for report in seen.values())
     return Host(*of_host, tuple(cards.values()), tuple(seen), visible, shares)
 
 
 def hosts_to_json(hosts: tuple[Host, ...]) -> str:
-    """Return the text of HOSTS."""
+    """Return the text of `hosts.json`."""
     return _hosts().dump_json(hosts, indent=1).decode() + "\n"
 
 
 def hosts_from_json(text: str | bytes) -> tuple[Host, ...]:
-    """Return what `hosts_to_json` was given."""
+    """Return the hosts in a text of `hosts_to_json`."""
     return _hosts().validate_json(text)
 
 
 def read_hosts(run_dir: Path) -> tuple[Host, ...]:
-    """Return the hosts that a run directory names: none where ranks are the launcher's own."""
+    """Return the hosts that a run directory names. There are none where the launcher started the
+    ranks."""
     try:
         return hosts_from_json((run_dir / HOSTS).read_bytes())
     except FileNotFoundError:

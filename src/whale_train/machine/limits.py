@@ -1,9 +1,9 @@
-"""What this process may use of its machine: cores and memory.
+"""Measure what this process may use of its machine: cores and memory.
 
-A container's share is what control groups allow, and the system's own answers do not know of it.
+In a container, control groups limit the process, and the system's own answers do not know of it.
 Read are cgroup v2's `cpu.max` and `memory.max`, and v1's `cpu.cfs_quota_us` and
 `memory.limit_in_bytes` (the kernel's admin-guide/cgroup-v2, scheduler/sched-bwc and
-cgroup-v1/memory), of the process's groups and of all around them.
+cgroup-v1/memory), of the process's groups and of all groups around them.
 """
 
 import os
@@ -14,21 +14,26 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
-# What the command, the ranks' host and the libraries of all take. Four ranks of a tiny Llama had
-# 0.9 GB resident in all, two of a tiny GPT 0.74 GB (by their shares: Pss of proc(5)).
+# The memory of the command, of the ranks' host and of the libraries of all. Four ranks of a tiny
+# Llama had 0.9 GB resident in all, two of a tiny GPT 0.74 GB (by their shares: Pss of proc(5)).
 PROGRAMS_BYTES = 800_000_000
 
 
 def cores() -> int:
-    """Cores that compute for it at one time, at least 1: those it may run on, or, where that is
-    less, whole ones of the processor time it is given."""
+    """Return the number of cores that compute for this process at one time, at least 1.
+
+    It is the number of cores that the process may run on, or, where that is less, the whole cores
+    of the processor time it is given.
+    """
     limits = [len(os.sched_getaffinity(0)), *(int(quota) for quota in _quotas())]
     return max(1, min(limits))
 
 
 def memory_bytes() -> int:
-    """For what ranks hold: of the machine, or what is allowed of it, less `PROGRAMS_BYTES`; at
-    least 1."""
+    """Return the bytes of memory that ranks may hold, at least 1.
+
+    It is the machine's memory, or the part that control groups allow, less `PROGRAMS_BYTES`.
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in _groups("memory"):
         said = _words(group / "memory.max") + _words(group / "memory.limit_in_bytes")
@@ -37,7 +42,7 @@ def memory_bytes() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the seconds of processor time a second of every group that limits this process."""
+    """Yield the processor time, in seconds a second, of every group that limits this process."""
     for group in _groups("cpu"):
         limit = _words(group / "cpu.max")
         limit = limit or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
@@ -46,23 +51,27 @@ def _quotas() -> Iterator[float]:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of its groups, under either version, and of the groups around these. What a
-    container is shown begins with its own group, whatever path it has outside."""
+    """Yield the folders of this process's groups under `controller`, in either version of cgroups,
+    and of the groups around them.
+
+    The groups that a container sees begin with its own, whatever path that has outside.
+    """
     for line in _lines(OWN_GROUPS):
         number, controllers, path = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
             continue
         root = GROUPS if number == "0" else GROUPS / controller
         inner = root / path.lstrip("/")
-        yield from (inner, *(each for each in inner.parents if each.is_relative_to(root)))
+        yield from (inner, *(folder for folder in inner.parents if folder.is_relative_to(root)))
 
 
 def _words(path: Path) -> list[str]:
+    """Return the words of a file, or nothing where it cannot be read."""
     return [word for line in _lines(path) for word in line.split()]
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file that may not be there, nor be one this process may read."""
+    """Return the lines of a file, or nothing where it does not exist or may not be read."""
     with suppress(OSError):
         return path.read_text(encoding="utf-8").splitlines()
     return []

@@ -1,7 +1,7 @@
-"""The GPUs of this host, as its driver knows them, without starting CUDA here (NVML).
+"""List the GPUs of this host by its driver (NVML), without starting CUDA in this process.
 
-Those that this process may use, in the order of `CUDA_VISIBLE_DEVICES` where it names them, else of
-their PCI addresses.
+The list has the GPUs that this process may use. They are in the order of `CUDA_VISIBLE_DEVICES`
+where it names them, else of their PCI addresses.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from typing import Any
 from whale_train.strategies.hardware.gpu_facts import SWITCH, GpuFacts
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# CUDA numbers unlike cards as it likes. It is asked by a process of its own, which it starts in.
+# CUDA has its own order of cards that differ. A process of its own asks for it, and starts CUDA.
 _ASKS_CUDA = (
     "import torch\n"
     "for i in range(torch.cuda.device_count()):\n"
@@ -28,7 +28,7 @@ _ASKING_S = 60.0
 
 def visible_gpus(nvml: Any = None) -> tuple[GpuFacts, ...]:
     """Return the GPUs and MIG slices that CUDA has in this process's environment; none without a
-    driver. `nvml` is the library, pynvml where none is given."""
+    driver. `nvml` is the library, or None for pynvml."""
     nvml = nvml or importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -41,7 +41,7 @@ def visible_gpus(nvml: Any = None) -> tuple[GpuFacts, ...]:
 
 
 def _visible(gpus: list[GpuFacts]) -> tuple[GpuFacts, ...]:
-    """Return those of `gpus` that the environment leaves visible, in its order."""
+    """Return the GPUs among `gpus` that the environment leaves visible, in its order."""
     asked = os.environ.get(_VISIBLE)
     if asked is None:
         return tuple(gpus)
@@ -51,24 +51,25 @@ def _visible(gpus: list[GpuFacts]) -> tuple[GpuFacts, ...]:
     by_address = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not by_address and len({gpu.name for gpu in gpus}) > 1:
         return _by_uuid(gpus, _asked_of_cuda(gpus))
-    # CUDA stops at the first that is not there.
+    # CUDA stops at the first index that no card has.
     return tuple(gpus[int(word)] for word in takewhile(lambda x: int(x) < len(gpus), words))
 
 
 def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
-    """Return the GPUs whose UUIDs begin with `words`, up to the first that names none."""
-    found = []
+    """Return the GPUs whose UUIDs begin with `words`, up to the first word that does not name
+    exactly one."""
+    chosen = []
     for word in words:
         named = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
         if len(named) != 1:
             break
-        found += named
-    return tuple(found)
+        chosen += named
+    return tuple(chosen)
 
 
 def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
-    """Return the UUIDs of the GPUs that CUDA sees, in its own order; of all of them where it cannot
-    be asked."""
+    """Return the UUIDs of the GPUs that CUDA sees, in its own order. Where CUDA cannot be asked,
+    those of all `gpus` are returned."""
     command = [sys.executable, "-c", _ASKS_CUDA]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -83,7 +84,7 @@ def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
 
 
 def _all(nvml: Any) -> Iterator[GpuFacts]:
-    """Yield every GPU, or the slices of one that is cut."""
+    """Yield every GPU of the host. A GPU that is cut by MIG is replaced by its slices."""
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         card = _card(nvml, handle)
@@ -98,10 +99,13 @@ def _all(nvml: Any) -> Iterator[GpuFacts]:
 
 
 def _card(nvml: Any, handle: Any) -> GpuFacts:
+    """Return the facts about the GPU of an NVML `handle`. A fact that the driver does not know is
+    0."""
+
     def asked(name: str, *arguments: Any) -> int:
         return int(_asked(nvml, getattr(nvml, name), handle, *arguments) or 0)
 
-    # Of DDR memory, two bits a cycle and pin.
+    # The clock of DDR memory, which moves two bits a cycle and pin.
     clock_hz = 1e6 * asked("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)
     return GpuFacts(
         name=nvml.nvmlDeviceGetName(handle),
@@ -119,7 +123,7 @@ def _card(nvml: Any, handle: Any) -> GpuFacts:
 
 
 def _slice(nvml: Any, handle: Any, card: GpuFacts) -> GpuFacts:
-    """Return a MIG slice of `card`, which reaches no other over NVLink."""
+    """Return the facts about a MIG slice of `card`, which reaches no other GPU over NVLink."""
     return replace(
         card,
         uuid=nvml.nvmlDeviceGetUUID(handle),
@@ -129,12 +133,13 @@ def _slice(nvml: Any, handle: Any, card: GpuFacts) -> GpuFacts:
     )
 
 
-_SLICES = 7  # of compute, of any card that can be cut
+_SLICES = 7  # compute slices of any card that MIG can cut
 
 
 def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
-    """Return how many NVLinks are up, by the PCI address of the GPU they lead to, or SWITCH."""
-    found: dict[str, int] = {}
+    """Return the number of NVLinks that are up, by the PCI address of the GPU that they lead to, or
+    SWITCH."""
+    num_links: dict[str, int] = {}
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if not _asked(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link):
             continue
@@ -142,19 +147,19 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
         peer = SWITCH
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
             peer = _bus(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
-        found[peer] = found.get(peer, 0) + 1
-    return found
+        num_links[peer] = num_links.get(peer, 0) + 1
+    return num_links
 
 
 def _bus(pci: Any) -> str:
-    """Return a PCI address in one form, whichever a driver uses."""
+    """Return a PCI address in the one form that is used here, whichever form the driver has."""
     text = pci.busId
     return (text.decode() if isinstance(text, bytes) else text).lower().removeprefix("0000")
 
 
 def _asked(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what the driver answers, None where it does not."""
+    """Return the driver's answer, or None where it does not answer for this card."""
     try:
         return function(*arguments)
-    except nvml.NVMLError:  # not of this card, or not of this driver
+    except nvml.NVMLError:  # the card or the driver does not support it
         return None

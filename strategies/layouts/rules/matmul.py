@@ -1,7 +1,9 @@
 """Rules for products of two tensors: linear layers, matrix products, convolutions, attention.
 
 A product is written with one label a dimension, as in einsum. A cut label that is in the result
-cuts the result; one that is summed over, cut alike in both operands, leaves a partial sum.
+cuts the result. One that is summed over, cut alike in both operands, leaves a partial sum. To type
+an operation is to say which layouts it wants and gives, or None where it has no rule for the
+layouts of its inputs.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,13 @@ class Term:
 
 @dataclass(frozen=True)
 class Product:
-    """`out` = `left` times `right`, and what is added to it; "" where nothing is."""
+    """A product of two terms.
+
+    left: the first operand.
+    right: the second operand.
+    out: the labels of the result.
+    added: the term that is added to the product; its name is '' where there is none.
+    """
 
     left: Term
     right: Term
@@ -46,7 +54,7 @@ NO_TERM = Term("", ())
 
 
 def linear(typed: Typed) -> Typing | None:
-    """x [.., in] times weight [out, in]."""
+    """Type a linear layer: x [.., in] times weight [out, in], plus bias [out]."""
     rows = _letters(typed.rank - 1)
     return contract(
         typed,
@@ -60,7 +68,7 @@ def linear(typed: Typed) -> Typing | None:
 
 
 def addmm(typed: Typed) -> Typing | None:
-    """bias + x times weight [in, out] (Hugging Face's Conv1D)."""
+    """Type a bias plus x [row, in] times weight [in, out] (Hugging Face's Conv1D)."""
     out = ("row", "out")
     bias = out[-len(typed.shape(0)) :] if typed.shape(0) else ()
     left, right = Term(typed.value(1), ("row", "in")), Term(typed.value(2), ("in", "out"))
@@ -68,7 +76,8 @@ def addmm(typed: Typed) -> Typing | None:
 
 
 def matmul(typed: Typed) -> Typing | None:
-    """Type the last two dimensions multiply; those before them go side by side, as in NumPy."""
+    """Type a matrix product of the last two dimensions. The dimensions before them are broadcast,
+    as in NumPy."""
     left, right = len(typed.shape(0)), len(typed.shape(1))
     if left < 2 or right < 2:
         return None
@@ -80,7 +89,7 @@ def matmul(typed: Typed) -> Typing | None:
 
 
 def baddbmm(typed: Typed) -> Typing | None:
-    """Type a batch of matrix products, added to its first argument."""
+    """Type a batch of matrix products, added to the first argument."""
     out = ("batch", "row", "out")
     added = Term(typed.value(0), out[3 - len(typed.shape(0)) :])
     left = Term(typed.value(1), ("batch", "row", "in"))
@@ -88,7 +97,7 @@ def baddbmm(typed: Typed) -> Typing | None:
 
 
 def einsum(typed: Typed) -> Typing | None:
-    """Two tensors multiplied as an equation of one letter a dimension says."""
+    """Type a product of two tensors whose equation has one letter a dimension."""
     equation, operands = typed.argument(0), typed.argument(1)
     names = [x.name for x in operands if isinstance(x, Ref)] if isinstance(operands, tuple) else []
     if not isinstance(equation, str) or "->" not in equation or "." in equation or len(names) != 2:
@@ -102,14 +111,15 @@ def einsum(typed: Typed) -> Typing | None:
 
 
 def convolution(typed: Typed) -> Typing | None:
-    """x [N, in, ..] with weight [out, in / groups, ..], by channel."""
+    """Type a convolution of x [N, in, ..] with weight [out, in / groups, ..], cut by channel."""
     if typed.argument(6, 1, "groups") != 1:
         return _grouped(typed)
     return _by_channel(typed, ("out", "in"))
 
 
 def transposed_convolution(typed: Typed) -> Typing | None:
-    """x [N, in, ..] with weight [in, out / groups, ..], by channel; not in groups."""
+    """Type a transposed convolution of x [N, in, ..] with weight [in, out / groups, ..], cut by
+    channel. One in groups has no rule."""
     return _by_channel(typed, ("in", "out")) if typed.argument(6, 1, "groups") == 1 else None
 
 
@@ -122,40 +132,43 @@ def _by_channel(typed: Typed, channels: Labels) -> Typing | None:
 
 
 def _grouped(typed: Typed) -> Typing | None:
-    """Groups of channels see only each other: all are cut by group."""
+    """Type a convolution in groups, cut by group: the channels of a group see only each other."""
     groups = typed.argument(6, 1, "groups")
     assert isinstance(groups, int)
     x, weight, bias = typed.value(0), typed.value(1), typed.value(2, "bias")
     ins, outs = (typed.shape(i)[d].fixed // groups for i, d in ((0, 1), (1, 0)))
     cuts = [(typed.layouts[x], 1, ins), (typed.layouts[weight], 0, outs)]
-    found = [
-        (cut.axis, cut.outer, tuple(piece // each for piece in cut.pieces))
-        for cut, dim, each in cuts
+    by_group = [
+        (cut.axis, cut.outer, tuple(piece // width for piece in cut.pieces))
+        for cut, dim, width in cuts
         if isinstance(cut, Shard)
         and cut.dim == dim
         and cut.pieces
-        and not any(piece % each for piece in cut.pieces)
+        and not any(piece % width for piece in cut.pieces)
     ]
-    if not found or len(found) < sum(isinstance(cut, Shard) for cut, _, _ in cuts):
+    if not by_group or len(by_group) < sum(isinstance(cut, Shard) for cut, _, _ in cuts):
         return None
-    axis, outer, pieces = found[0]
-    if any(other[1:] != (outer, pieces) for other in found):
+    axis, outer, pieces = by_group[0]
+    if any(other[1:] != (outer, pieces) for other in by_group):
         return None
     channels = Shard(1, axis, outer, tuple(piece * ins for piece in pieces))
     rows = Shard(0, axis, outer, tuple(piece * outs for piece in pieces))
     wants: dict[str, Layout] = {x: channels, weight: rows}
     if bias:
         wants[bias] = rows
-    unite = tuple((axis, other[0]) for other in found[1:] if other[0] != axis)
+    unite = tuple((axis, other[0]) for other in by_group[1:] if other[0] != axis)
     gives = Shard(1, axis, outer, rows.pieces)
     return Typing(wants, gives, "", unite, tuple((axis, piece) for piece in pieces))
 
 
 def grouped_mm(typed: Typed) -> Typing | None:
-    """Rows of x, sorted by expert, each times its expert's weight [experts, in, out]; the third
-    argument says where each expert's rows end. Cut by experts, a rank computes the rows of its
-    own, which it picks out of all or is all it has; cut otherwise, it is a product like any
-    other."""
+    """Type the product of the rows of x, sorted by expert, and each row's expert's weight [experts,
+    in, out].
+
+    The third argument says where each expert's rows end. Cut by experts, a rank computes the rows
+    of its own experts: it picks them out of all rows, or has no others. Cut along another
+    dimension, it is a product like any other.
+    """
     weight, x, ends = typed.layout(1), typed.layout(0), typed.value(2, "offs")
     if isinstance(weight, Shard) and weight.dim == 0:
         if isinstance(x, Shard) and (x.dim, x.axis) == (0, weight.axis):
@@ -175,8 +188,8 @@ def grouped_mm(typed: Typed) -> Typing | None:
 
 
 def attention(typed: Typed) -> Typing | None:
-    """Scaled dot-product attention [batch, heads, tokens, width], by head or sample; fewer heads
-    of keys and values are shared by groups of heads of queries."""
+    """Type scaled dot-product attention of values [batch, heads, tokens, width], cut by head or by
+    sample. Where keys and values have fewer heads, groups of heads of queries share them."""
     names = [typed.value(i) for i in range(3)]
     cuts = {name: x for name in names if isinstance(x := typed.layouts[name], Shard)}
     if not cuts:
@@ -198,10 +211,10 @@ def attention(typed: Typed) -> Typing | None:
         wanted, extents = _per_head(of_query, heads, shapes[name][dim])
         if wanted is None:
             return None
-        mine = cuts.get(name, wanted)
-        if (mine.outer, mine.pieces) != (wanted.outer, wanted.pieces):
+        own_cut = cuts.get(name, wanted)
+        if (own_cut.outer, own_cut.pieces) != (wanted.outer, wanted.pieces):
             return None
-        wants[name] = mine
+        wants[name] = own_cut
         coarsen += [(wanted.axis, extent) for extent in extents]
     mask = typed.value(3, "attn_mask")
     if mask:
@@ -224,8 +237,8 @@ def attention(typed: Typed) -> Typing | None:
 
 
 def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tuple[int, ...]]:
-    """Return the cut of `extent` heads as one of `wanted` heads, and what its axis must divide
-    then."""
+    """Return a cut of `extent` heads as the cut of `wanted` heads, and the extents that the units
+    of its axis must divide then. The cut is None where the pieces do not come out whole."""
     if extent == wanted:
         return cut, ()
     if extent.per_sample or wanted.per_sample or not cut.pieces:
@@ -238,7 +251,8 @@ def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tup
 
 
 def contract(typed: Typed, equation: Product) -> Typing | None:
-    """Type the one rule of all products: which label is cut, and what that asks of everyone."""
+    """Type a product of two terms, by the one rule of all products: the label that is cut decides
+    what every term has to be."""
     left, right = equation.left, equation.right
     cuts = [(term, x) for term in (left, right) if isinstance(x := typed.layouts[term.name], Shard)]
     if not cuts:
@@ -248,7 +262,7 @@ def contract(typed: Typed, equation: Product) -> Typing | None:
     summed = label not in equation.out
     if summed and not (label in left.labels and label in right.labels):
         return None  # a convolution's window
-    if cut.axis == BATCH and all(each != right for each, _ in cuts):
+    if cut.axis == BATCH and all(operand != right for operand, _ in cuts):
         return None  # samples are brought together for whole weights
     added = equation.added.name
     if summed and added and isinstance(typed.layouts[added], Shard):
@@ -282,7 +296,7 @@ def _added(
     typed: Typed, added: Term, label: str, cut: Shard, extent: Size, gives: Layout
 ) -> Layout:
     if gives == P:
-        return P  # once: on the first rank alone
+        return P  # added once, on the first rank alone
     shape = typed.graph[added.name].shape or ()
     at = added.labels.index(label) if label in added.labels else -1
     if at >= 0 and shape[at] == extent:
@@ -291,7 +305,7 @@ def _added(
 
 
 def _only_added(typed: Typed, equation: Product) -> Typing | None:
-    """Whole operands, after what is partial has been summed."""
+    """Type a product of whole operands, after partial sums among its inputs have been summed."""
     partial = [name for name, x in typed.layouts.items() if isinstance(x, PartialSum)]
     cut = any(isinstance(x, Shard) for x in typed.layouts.values())
     return Typing(dict.fromkeys(partial, R), R) if partial and not cut else None

@@ -1,4 +1,4 @@
-"""Rules for operations on one element at a time: how cuts and partial sums pass through them."""
+"""Rules for operations on one element at a time, through which cuts and partial sums pass."""
 
 from whale_train.strategies.graph.operation_graph import WEIGHTS, Shape
 from whale_train.strategies.layouts.types import (
@@ -15,7 +15,7 @@ from whale_train.strategies.layouts.types import (
     product,
 )
 
-# What a sum may be taken after instead of before, by what it does to a partial sum.
+# Operations after which a partial sum may be summed instead of before, by their effect on it.
 _SUMS = ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")
 _SCALES = ("mul.Tensor", "mul_.Tensor", "div.Tensor", "div_.Tensor", "mul.Scalar", "div.Scalar")
 _COPIES = (
@@ -23,7 +23,7 @@ _COPIES = (
     "lift_fresh_copy.default",
 )  # fmt: skip
 _CASTS = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy.default", "float.default")
-# What leaves zeros zero, beside the above.
+# Operations that leave zeros zero, beside the above.
 _KEEPS_ZERO = (
     "silu.default", "gelu.default", "relu.default", "tanh.default", "abs.default",
     "dropout.default", "leaky_relu.default", "sin.default", "square.default",
@@ -31,9 +31,12 @@ _KEEPS_ZERO = (
 
 
 def pointwise(typed: Typed) -> Typing | None:
-    """Type an operation on one element at a time: every tensor of the result's shape is cut
-    alike; a tensor that does not have the cut dimension (or has another extent there: 1) enters
-    whole. A partial sum is passed on where that is exact, else summed first."""
+    """Type an operation on one element at a time.
+
+    Every tensor of the result's shape is cut alike. A tensor that does not have the cut dimension
+    (or has another extent there: 1) enters whole. A partial sum is passed on where that is exact,
+    else it is summed first.
+    """
     if typed.operation.target == "aten.type_as.default":  # the model lends its dtype only
         return _like_first(typed)
     if any(isinstance(x, Shard) for x in typed.layouts.values()):
@@ -70,8 +73,8 @@ def _cut(typed: Typed) -> Typing | None:
 
 
 def _partial(typed: Typed) -> Typing | None:
-    """Sums of partial sums, and what scales or copies one. A parameter that is added (a bias)
-    joins the sum once."""
+    """Type sums of partial sums, and operations that scale or copy one. A parameter that is added
+    (a bias) is added once, on one rank."""
     kind = typed.operation.target.removeprefix("aten.")
     sums = {name for name, x in typed.layouts.items() if isinstance(x, PartialSum)}
     others = [name for name in typed.shapes if name not in sums]
@@ -95,7 +98,7 @@ def _partial(typed: Typed) -> Typing | None:
 
 
 def _owned(typed: Typed) -> Typing | None:
-    """Rows that are zero on all ranks but one stay so under whatever leaves zeros zero."""
+    """Type an operation that leaves zeros zero. Rows that are zero on all ranks but one stay so."""
     kind = typed.operation.target.removeprefix("aten.")
     layouts = {x for x in typed.layouts.values() if not isinstance(x, Replicated)}
     (layout,) = layouts if len(layouts) == 1 else (R,)
@@ -129,10 +132,10 @@ def _grows(typed: Typed, names: set[str]) -> bool:
 
 
 def _fewer(typed: Typed, name: str, than: str) -> bool:
-    """Return whether `name` needs no gradient or has at most half the elements of `than`: then
-    summing its gradient costs less than summing `than` at once."""
+    """Return whether `name` needs no gradient, or has at most half the elements of `than`. Summing
+    its gradient then costs less than summing `than` at once."""
     if name not in typed.gradients:
         return True
-    mine, power = product(typed.graph[name].shape or ())
+    coefficient, power = product(typed.graph[name].shape or ())
     other, other_power = product(typed.graph[than].shape or ())
-    return power < other_power or (power == other_power and 2 * mine <= other)
+    return power < other_power or (power == other_power and 2 * coefficient <= other)

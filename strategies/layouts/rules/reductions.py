@@ -1,5 +1,8 @@
-"""Rules for operations along some dimensions that repeat over all others: norms, softmax, sums,
-pooling; and for tables and losses, which are cut by row and by class."""
+"""Rules for operations along some dimensions that repeat over all others.
+
+These are norms, softmax, sums and pooling. Rules for tables and losses, which are cut by row and by
+class, are here as well.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +22,8 @@ from whale_train.strategies.layouts.types import (
 
 
 def along(dims: Callable[[Typed], tuple[int, ...]]) -> Rule:
-    """Return the rule of an operation whose result has the shape of its first argument (or a list
-    of such) and which mixes elements along `dims` only. What else it reads enters whole."""
+    """Return the rule of an operation that mixes elements along `dims` only. Its result has the
+    shape of its first argument, or is a list of such. Its other inputs enter whole."""
 
     def rule(typed: Typed) -> Typing | None:
         layout = typed.only
@@ -36,12 +39,12 @@ def along(dims: Callable[[Typed], tuple[int, ...]]) -> Rule:
 
 
 def second(typed: Typed) -> tuple[int, ...]:
-    """Return the dimension that the second argument names."""
+    """Return the dimension that the second argument gives, or the last."""
     return dimensions(typed.argument(1, -1, "dim"), len(typed.shape(0)))
 
 
 def third(typed: Typed) -> tuple[int, ...]:
-    """Return the dimension that the third argument names."""
+    """Return the dimension that the third argument gives, or the last."""
     return dimensions(typed.argument(2, -1, "dim"), len(typed.shape(0)))
 
 
@@ -58,17 +61,19 @@ def spatial(typed: Typed) -> tuple[int, ...]:
 
 
 def reduction(typed: Typed) -> Typing | None:
-    """Type an operation that gives one value for each place of the other dimensions."""
+    """Type an operation that gives one value for each place of the dimensions it does not
+    reduce."""
     return _reduced(typed, sums=False)
 
 
 def total(typed: Typed) -> Typing | None:
-    """Type a sum: over the cut dimension it is a partial sum, and of a partial sum it is one."""
+    """Type a sum. A sum over the cut dimension is a partial sum, and so is a sum of a partial
+    sum."""
     return _reduced(typed, sums=True)
 
 
 def mean(typed: Typed) -> Typing | None:
-    """Type a mean; of a partial sum it is one. Over the cut dimension it is a partial sum too,
+    """Type a mean. A mean of a partial sum is a partial sum. So is a mean over the cut dimension,
     of each rank's mean weighted by its part."""
     if isinstance(typed.only, PartialSum):
         return Typing({}, P)
@@ -92,7 +97,8 @@ def _reduced(typed: Typed, sums: bool) -> Typing | None:
 
 
 def batch_norm(typed: Typed) -> Typing | None:
-    """x [N, C, ..] cut by channel, with the parameters and statistics of those channels."""
+    """Type a BatchNorm of x [N, C, ..] cut by channel, with the parameters and statistics of those
+    channels."""
     layout = typed.only
     if not isinstance(layout, Shard) or layout.dim != 1:
         return None
@@ -100,18 +106,18 @@ def batch_norm(typed: Typed) -> Typing | None:
 
 
 def group_norm(typed: Typed) -> Typing | None:
-    """x [N, C, ..] cut by group of channels."""
+    """Type a group norm of x [N, C, ..] cut by groups of channels."""
     layout, groups = typed.only, typed.argument(1)
     if not isinstance(layout, Shard) or layout.dim != 1 or not isinstance(groups, int):
         return None
-    each = typed.shape(0)[1].fixed // groups
-    if not layout.pieces or any(piece % each for piece in layout.pieces):
+    group_width = typed.shape(0)[1].fixed // groups
+    if not layout.pieces or any(piece % group_width for piece in layout.pieces):
         return None
-    return _by_channel(typed, layout, tuple((layout.axis, p // each) for p in layout.pieces))
+    return _by_channel(typed, layout, tuple((layout.axis, p // group_width) for p in layout.pieces))
 
 
 def _by_channel(typed: Typed, layout: Shard, coarsen: tuple[tuple[str, int], ...]) -> Typing | None:
-    """Type values by channel: what has one value a channel is cut as x is."""
+    """Type an operation by channel: an input with one value a channel is cut as x is."""
     wanted = Shard(0, layout.axis, layout.outer, layout.pieces)
     wants: dict[str, Layout] = {}
     unite = []
@@ -129,8 +135,9 @@ def _by_channel(typed: Typed, layout: Shard, coarsen: tuple[tuple[str, int], ...
 
 
 def embedding(typed: Typed) -> Typing | None:
-    """Type a table cut by rows: each rank looks up its own, the rest are zeros of a sum. Not
-    where the gradient is scaled by how often a row is read. Cut by columns, so is the result."""
+    """Type a table lookup. A table that is cut by rows gives a partial sum: each rank looks up its
+    own rows, and all others are zeros. A table that is cut by columns gives a result cut alike. It
+    has no rule where the gradient is scaled by how often a row is read."""
     weight = typed.layout(0)
     if not isinstance(weight, Shard) or typed.argument(3):
         return None
@@ -143,8 +150,9 @@ def embedding(typed: Typed) -> Typing | None:
 
 
 def cross_entropy(typed: Typed) -> Typing | None:
-    """Logits [rows, classes] cut by classes: the distributed softmax cross-entropy, without
-    class weights, as a mean or a sum. Anything else is gathered."""
+    """Type a cross-entropy of logits [rows, classes] cut by classes: the distributed softmax
+    cross-entropy, as a mean or a sum, without class weights. In any other case the logits are
+    gathered."""
     layout = typed.only
     plain = typed.argument(2, None, "weight") is None and typed.argument(3, 1, "reduction") != 0
     rows = len(typed.shape(0)) == 2 and "float" not in typed.graph[typed.value(1)].dtype

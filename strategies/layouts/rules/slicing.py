@@ -24,8 +24,8 @@ LISTS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "tensor_sp
 
 
 def narrow(typed: Typed) -> Typing | None:
-    """Type a range of one dimension: along any other than the cut one, all of the cut one, or
-    exactly whole pieces of it."""
+    """Type a range of one dimension. It is along a dimension that is not cut, all of the cut one,
+    or exactly whole pieces of the cut one."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
     extent = typed.shape(0)[along]
     start, length = _range(typed, along)
@@ -35,8 +35,8 @@ def narrow(typed: Typed) -> Typing | None:
 
 
 def take_apart(typed: Typed) -> Typing | None:
-    """Type a list of ranges of one dimension; the list is laid as what it was taken from, and
-    `item` finds each part's pieces."""
+    """Type a list of ranges of one dimension. The list has the layout of the tensor that was taken
+    apart; `item` types each part."""
     layout, along = typed.only, _list_dim(typed)
     if isinstance(layout, PartialSum):
         return Typing({}, layout if along else P)  # rows keep their owners along others only
@@ -78,7 +78,7 @@ def item(typed: Typed) -> Typing | None:
 
 
 def unbind(typed: Typed) -> Typing | None:
-    """Type a list of all indices of a dimension, which goes away."""
+    """Type the list of all indices of a dimension, without that dimension."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
     layout = typed.only
     if isinstance(layout, Shard) and layout.dim == along:
@@ -87,7 +87,8 @@ def unbind(typed: Typed) -> Typing | None:
 
 
 def cat(typed: Typed) -> Typing | None:
-    """Tensors end to end: cut alike along another dimension, or each cut along this one."""
+    """Type tensors that are joined end to end. They are cut alike along another dimension, or each
+    is cut along this one."""
     along = dimension(typed.argument(1, 0, "dim"), typed.rank)
     # An empty tensor of one dimension goes with any other (an old custom of torch).
     parts = [x for x in _parts(typed) if typed.graph[x].shape != (Size(0),)]
@@ -117,7 +118,8 @@ def cat(typed: Typed) -> Typing | None:
 
 
 def stack(typed: Typed) -> Typing | None:
-    """Tensors side by side along a new dimension: all of them sums, or cut alike."""
+    """Type tensors that are joined along a new dimension. All are partial sums, or all are cut
+    alike."""
     new = dimension(typed.argument(1, 0, "dim"), typed.rank)
     parts = _parts(typed)
     layouts = [typed.layouts[name] for name in parts]
@@ -136,7 +138,7 @@ def stack(typed: Typed) -> Typing | None:
 
 
 def index(typed: Typed) -> Typing | None:
-    """Rows picked by whole tensors of indices, along dimensions that are not cut."""
+    """Type rows that whole tensors of indices pick, along a dimension that is not cut."""
     picks = typed.argument(1)
     assert isinstance(picks, tuple)
     pickers = [x.name for x in picks if isinstance(x, Ref)]
@@ -153,7 +155,7 @@ def index(typed: Typed) -> Typing | None:
 
 
 def index_select(typed: Typed) -> Typing | None:
-    """Rows of one dimension picked by a whole tensor of indices."""
+    """Type the rows of one dimension that a whole tensor of indices picks."""
     along = dimension(typed.argument(1), typed.rank)
     wants: dict[str, Layout] = {typed.value(2): R}
     layout = typed.only
@@ -164,7 +166,8 @@ def index_select(typed: Typed) -> Typing | None:
 
 
 def gather(typed: Typed) -> Typing | None:
-    """Elements picked along one dimension, alike everywhere the tensor is cut."""
+    """Type elements that are picked along one dimension. The picker is cut as the tensor is, and as
+    long along the cut dimension."""
     along = dimension(typed.argument(1), typed.rank)
     layout, picker = typed.only, typed.value(2)
     if not isinstance(layout, Shard) or layout.dim == along:
@@ -174,7 +177,7 @@ def gather(typed: Typed) -> Typing | None:
 
 
 def pad(typed: Typed) -> Typing | None:
-    """Type the last dimensions made longer by a constant, or by what they hold."""
+    """Type a padding of the last dimensions, by a constant or by their own elements."""
     amounts = typed.argument(1)
     assert isinstance(amounts, tuple)
     padded = {typed.rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
@@ -183,7 +186,8 @@ def pad(typed: Typed) -> Typing | None:
 
 
 def part_sizes(typed: Typed) -> list[int] | None:
-    """Return the lengths of the parts a list operation makes; None where the batch decides."""
+    """Return the lengths of the parts that a list operation gives; None where the batch decides
+    them."""
     extent = typed.shape(0)[_list_dim(typed)]
     if extent.per_sample:
         return None
@@ -219,7 +223,8 @@ def _is_cut(typed: Typed, name: str) -> bool:
 
 
 def _range(typed: Typed, along: int) -> tuple[int, Size]:
-    """Return where a slice starts, and its length as export says it."""
+    """Return the start of a slice, and its length as export gives it. The start is -1 where it is
+    not known, or where the slice has a step."""
     length = (typed.operation.shape or ())[along]
     start = typed.argument(2, 0)
     if typed.argument(4, 1) != 1 or not isinstance(start, int):
@@ -242,7 +247,8 @@ def _taken(typed: Typed, along: int, start: int, length: int) -> Typing | None:
 
 
 def _sub_pieces(layout: Shard, start: int, length: int) -> Shard | None:
-    """Return the cut of [start, start + length) where that is exactly whole pieces."""
+    """Return the cut of the range [start, start + length) where that is exactly whole pieces; else
+    None."""
     flat = flat_pieces(layout)
     position, kept = 0, []
     for piece in flat or ():

@@ -1,7 +1,7 @@
-"""Rules for operations that give a tensor another shape or order: every element of it stays.
+"""Rules for operations that give a tensor another shape or order.
 
-All of them are linear, so a partial sum passes through. What takes tensors apart and joins them is
-in `slicing.py`.
+All of them are linear, so a partial sum passes through. Operations that take tensors apart and join
+them are in `slicing.py`.
 """
 
 from collections.abc import Sequence
@@ -23,23 +23,23 @@ from whale_train.strategies.layouts.types import (
 
 
 def reshape(typed: Typed) -> Typing | None:
-    """Type a view, which keeps the cut where the cut run of elements comes out as one dimension,
-    or as the leading factor of one."""
+    """Type a view. It keeps the cut where the cut run of elements comes out as one dimension, or as
+    the leading factor of one."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return Typing({}, P)
     if not isinstance(layout, Shard):
         return None
-    found = viewed(layout, typed.shape(0), typed.operation.shape or ())
-    if found is None:
+    view = viewed(layout, typed.shape(0), typed.operation.shape or ())
+    if view is None:
         return None
-    gives, extents = found
+    gives, extents = view
     return Typing({}, gives, coarsen=tuple((layout.axis, extent) for extent in extents))
 
 
 def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[int, ...]] | None:
-    """Return a cut of `source` as a cut of `target`, and the extents its axis must divide from then
-    on.
+    """Return a cut of `source` as a cut of `target`, and the extents that the units of its axis
+    must divide from then on; None where there is no such cut.
 
     Counted row by row, the cut elements are `outer` runs of blocks: what comes before them is the
     same product in both shapes, and one block's extent is a multiple of the other's.
@@ -65,16 +65,17 @@ def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[in
             if layout.pieces or not repeats[1]:
                 return Shard(dim, layout.axis, new_outer, layout.pieces), ()
         elif layout.pieces and not block[1] and block[0] > largest:
-            found = _rescaled(layout, dim, new_outer, block[0], extent[0])
-            best, largest = (found, block[0]) if found else (best, largest)
+            rescaled = _rescaled(layout, dim, new_outer, block[0], extent[0])
+            best, largest = (rescaled, block[0]) if rescaled else (best, largest)
     return best
 
 
 def _rescaled(
     layout: Shard, dim: int, outer: int | Size, block: int, extent: int
 ) -> tuple[Shard, tuple[int, ...]] | None:
-    """Return the pieces where `extent` elements come out as `block` indices, or the other way
-    round."""
+    """Return the cut where `extent` elements come out as `block` indices, or the other way round,
+    and the extents that the units of its axis must divide; None where the pieces do not come out
+    whole."""
     if block % extent == 0:
         pieces = tuple(piece * (block // extent) for piece in layout.pieces)
         return Shard(dim, layout.axis, outer, pieces), ()
@@ -85,19 +86,20 @@ def _rescaled(
 
 
 def transpose(typed: Typed) -> Typing | None:
-    """Two dimensions change places, and the cut with them. `aten.t` names none: it swaps 0, 1."""
+    """Type two dimensions that change places, and the cut with them. `aten.t` names none: it swaps
+    0 and 1."""
     first = dimension(typed.argument(1, 0), typed.rank)
     second = dimension(typed.argument(2, 1), typed.rank)
     return moved(typed, {first: second, second: first})
 
 
 def reverse(typed: Typed) -> Typing | None:
-    """`x.T`: the dimensions in reverse."""
+    """Type `x.T`: all dimensions in reverse order."""
     return moved(typed, {dim: typed.rank - 1 - dim for dim in range(typed.rank)})
 
 
 def matrix_transpose(typed: Typed) -> Typing | None:
-    """`x.mT`: the last two dimensions change places."""
+    """Type `x.mT`: the last two dimensions change places."""
     last = typed.rank - 1
     return moved(typed, {last: last - 1, last - 1: last})
 
@@ -111,7 +113,7 @@ def permute(typed: Typed) -> Typing | None:
 
 
 def movedim(typed: Typed) -> Typing | None:
-    """Some dimensions to other places, the rest in order around them."""
+    """Type dimensions that are moved to other places, with the rest in order around them."""
     sources = dimensions(typed.argument(1), typed.rank)
     targets = dimensions(typed.argument(2), typed.rank)
     places = dict(zip(sources, targets, strict=True))
@@ -123,26 +125,27 @@ def movedim(typed: Typed) -> Typing | None:
 
 
 def select(typed: Typed) -> Typing | None:
-    """Type one index of a dimension, which goes away."""
+    """Type one index of a dimension, without that dimension."""
     along = dimension(typed.argument(1), len(typed.shape(0)))
     return without(typed, (along,))
 
 
 def squeeze(typed: Typed) -> Typing | None:
-    """Dimensions of one go away."""
+    """Type dimensions of extent 1 that are taken away."""
     sizes = typed.shape(0)
     asked = dimensions(typed.argument(1, ()), len(sizes))
     return without(typed, tuple(dim for dim in asked if sizes[dim] == Size(1)))
 
 
 def unsqueeze(typed: Typed) -> Typing | None:
-    """Type a new dimension of one."""
+    """Type a new dimension of extent 1."""
     new = dimension(typed.argument(1), typed.rank)
     return moved(typed, {dim: dim + (new <= dim) for dim in range(typed.rank)})
 
 
 def expand(typed: Typed) -> Typing | None:
-    """Dimensions of one repeated, and new ones in front. A sum is taken before it grows."""
+    """Type dimensions of extent 1 that are repeated, and new ones in front. A partial sum is summed
+    before it grows."""
     source, target = typed.shape(0), typed.operation.shape or ()
     if isinstance(typed.only, PartialSum):
         return Typing({}, P) if product(source) == product(target) else None
@@ -157,7 +160,8 @@ def expand(typed: Typed) -> Typing | None:
 
 
 def repeat(typed: Typed) -> Typing | None:
-    """Type the whole tensor over again: along the cut dimension, that many times its pieces."""
+    """Type a whole tensor that is repeated. Along the cut dimension, its pieces are repeated as
+    often."""
     layout, counts = typed.only, typed.argument(1)
     if not isinstance(layout, Shard) or not isinstance(counts, tuple) or not layout.pieces:
         return None
@@ -169,7 +173,7 @@ def repeat(typed: Typed) -> Typing | None:
 
 
 def repeat_interleave(typed: Typed) -> Typing | None:
-    """Type every index of a dimension several times in a row."""
+    """Type every index of a dimension, repeated several times in a row."""
     layout, count, dim = typed.only, typed.argument(1), typed.argument(2)
     if isinstance(dim, bool) or not isinstance(dim, int) or not isinstance(count, int):
         return None
@@ -182,7 +186,7 @@ def repeat_interleave(typed: Typed) -> Typing | None:
 
 
 def flip(typed: Typed) -> Typing | None:
-    """Type the indices of some dimensions in another order."""
+    """Type a reversal of the indices of some dimensions."""
     along = dimensions(typed.argument(1), typed.rank)
     layout = typed.only
     if isinstance(layout, PartialSum):
@@ -191,14 +195,15 @@ def flip(typed: Typed) -> Typing | None:
 
 
 def fresh(typed: Typed) -> Typing | None:
-    """Type a new tensor of given sizes, or a size: only what all ranks agree on is read."""
+    """Type a new tensor of given sizes, or a size. Only facts are read that all ranks agree on."""
     layout, of_size = typed.only, typed.operation.target == "aten.sym_size.int"
     asked = dimension(typed.argument(1), len(typed.shape(0))) if of_size else -1
     return None if isinstance(layout, Shard) and layout.dim == asked else Typing({}, R)
 
 
 def moved(typed: Typed, places: dict[int, int]) -> Typing | None:
-    """Return the cut where its dimension has gone."""
+    """Return the typing of an operation that moves dimensions: `places` maps an old dimension to
+    its new place. A dimension that is absent keeps its place."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return Typing({}, layout if isinstance(layout, Owned) and not places else P)
@@ -209,6 +214,8 @@ def moved(typed: Typed, places: dict[int, int]) -> Typing | None:
 
 
 def without(typed: Typed, gone: Sequence[int]) -> Typing | None:
+    """Return the typing of an operation that takes the dimensions `gone` away; None where the cut
+    one is among them."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return Typing({}, P)
@@ -218,6 +225,7 @@ def without(typed: Typed, gone: Sequence[int]) -> Typing | None:
 
 
 def shifted(layout: Shard, gone: Sequence[int]) -> Shard:
+    """Return the cut of a tensor without the dimensions `gone`, none of which is the cut one."""
     dim = layout.dim - sum(1 for other in gone if other < layout.dim)
     return Shard(dim, layout.axis, layout.outer, layout.pieces)
 
@@ -227,7 +235,7 @@ def _times(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 
 def _over(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """Return an exact quotient of products of sizes, or None."""
+    """Return the exact quotient of two products of sizes; None where there is none."""
     if b[0] == 0 or a[0] % b[0] or a[1] < b[1]:
         return None
     return a[0] // b[0], a[1] - b[1]
