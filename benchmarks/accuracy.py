@@ -32,6 +32,7 @@ REFUSED = 2  # the command's exit status
 
 
 def hugging_face(architecture: str, config: str) -> tuple[str, ...]:
+    """Return the overrides for a model of transformers; `config` are its settings as YAML."""
     return "model=hf", f"model.architecture={architecture}", f"model.config={{{config}}}"
 
 
@@ -149,7 +150,7 @@ def main() -> None:
         for strategy in PAIRS[model][1]
         if strategy in options.strategies
     ]
-    found: dict[tuple[str, str], list[tuple[float, Sequence[float]]]] = {}
+    timings: dict[tuple[str, str], list[tuple[float, Sequence[float]]]] = {}
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
             where = Path(folder) / "calibrations"
@@ -162,39 +163,47 @@ def main() -> None:
                 asked.append(f"train.global_batch={PAIRS[model][0]}")
                 asked.append(f"train.steps={options.steps}")
                 predicted, measured = quiet.measure(partial(run, asked, folder, where))
-                found.setdefault((model, strategy), []).append((predicted, measured))
+                timings.setdefault((model, strategy), []).append((predicted, measured))
                 Console(stderr=True, width=100).print(
                     f"round {number + 1}, {model}, {strategy}: {predicted * 1e3:.1f} ms predicted, "
                     f"{undisturbed(measured) * 1e3:.1f} ms measured"
                 )
-    Console(width=100).print(table_of({pair: of_rounds(each) for pair, each in found.items()}))
+    Console(width=100).print(
+        table_of({pair: of_rounds(rounds) for pair, rounds in timings.items()})
+    )
     Console(width=100).print(f"{quiet.repeated} measurements repeated.")
 
 
-def table_of(found: Mapping[tuple[str, str], tuple[float, float]]) -> Table:
-    """A row a pair, of (predicted, measured) seconds; what they come to in the caption."""
-    errors = [abs(predicted / measured - 1) for predicted, measured in found.values()]
+def table_of(seconds: Mapping[tuple[str, str], tuple[float, float]]) -> Table:
+    """Return a table with a row for each (model, strategy), and a summary in its caption.
+
+    `seconds` are the (predicted, measured) seconds of a step of each pair.
+    """
+    errors = [abs(predicted / measured - 1) for predicted, measured in seconds.values()]
     ranks = []
-    for model in dict.fromkeys(model for model, _ in found):
-        mine = [pair for (name, _), pair in found.items() if name == model]
-        if len(mine) > 2:
-            ranks.append(spearman([p for p, _ in mine], [m for _, m in mine]))
-    caption = f"{len(found)} pairs: median error {median(errors):.1%}, worst {max(errors):.1%}"
+    for model in dict.fromkeys(model for model, _ in seconds):
+        of_model = [pair for (name, _), pair in seconds.items() if name == model]
+        if len(of_model) > 2:
+            ranks.append(spearman([p for p, _ in of_model], [m for _, m in of_model]))
+    caption = f"{len(seconds)} pairs: median error {median(errors):.1%}, worst {max(errors):.1%}"
     if ranks:
         caption += f"; Spearman over a model's strategies: mean {mean(ranks):.2f}, "
         caption += f"least {min(ranks):.2f}"
-    caption += f"; over all {spearman(*zip(*found.values(), strict=True)):.2f}"
+    caption += f"; over all {spearman(*zip(*seconds.values(), strict=True)):.2f}"
     table = Table(title="Steps, predicted and measured", title_justify="left", caption=caption)
     for name in ("model", "strategy", "predicted", "measured", "predicted / measured"):
         table.add_column(name, justify="left" if name in ("model", "strategy") else "right")
-    for (model, strategy), (predicted, measured) in found.items():
+    for (model, strategy), (predicted, measured) in seconds.items():
         cells = (f"{predicted * 1e3:.1f} ms", f"{measured * 1e3:.1f} ms")
         table.add_row(model, strategy, *cells, f"{predicted / measured:.2f}")
     return table
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """The correlation of the two orders, none of whose figures are equal."""
+    """Return Spearman's correlation of two sequences of figures; 1 for a single pair.
+
+    No two figures of one sequence may be equal.
+    """
 
     def places(figures: Sequence[float]) -> list[int]:
         ordered = sorted(figures)
@@ -205,30 +214,35 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     return 1 - 6 * squares / (count * (count**2 - 1)) if count > 1 else 1.0
 
 
-def of_rounds(found: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """(predicted, measured) seconds of a step, where each round predicted and measured so."""
-    steps = (seconds for _, measured in found for seconds in measured)
-    return median(predicted for predicted, _ in found), undisturbed(steps)
+def of_rounds(rounds: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
+    """Return the (predicted, measured) seconds of a step over all rounds.
+
+    Each round is (predicted seconds, measured seconds of every step). The result is the median of
+    the predictions, and the lower quartile of the steps (`undisturbed`).
+    """
+    steps = (seconds for _, measured in rounds for seconds in measured)
+    return median(predicted for predicted, _ in rounds), undisturbed(steps)
 
 
 def run(asked: Sequence[str], folder: str, where: Path) -> tuple[float, Sequence[float]]:
-    """Seconds of a step of the command, as predicted and as each took."""
+    """Run the command and return its step's predicted seconds, and the seconds of each step."""
     run_dir = fresh(folder)
     command(asked, run_dir, where)
     return times(run_dir)
 
 
 def calibrate(overrides: Sequence[str], folder: str, where: Path) -> None:
+    """Calibrate this machine for `overrides`, with its figures in the folder `where`."""
     command(["mode=calibrate", "hardware=cpu", *overrides], fresh(folder), where)
 
 
 def fresh(folder: str) -> Path:
-    """What no run has used."""
+    """Return the path of a run directory in `folder` that no run has used."""
     return Path(tempfile.mkdtemp(dir=folder)) / "run"
 
 
 def times(run_dir: Path) -> tuple[float, Sequence[float]]:
-    """Seconds of a run's steps: predicted, and of each that counts."""
+    """Return the predicted seconds of a run's step, and those of each step after the warm-up."""
     summary = json.loads((run_dir / "summary.json").read_text())
     predicted = summary["predicted_here_s"] or summary["predicted_step_time_s"]
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -238,7 +252,11 @@ def times(run_dir: Path) -> tuple[float, Sequence[float]]:
 def command(
     arguments: Sequence[str], run_dir: Path, where: Path, *, refusable: bool = False
 ) -> bool:
-    """Run the command; False where it refuses what is `refusable`. Exits where it fails."""
+    """Run the command with its calibrations in `where`; return whether it ran.
+
+    It returns False where the command refuses the request and `refusable` is set, and exits where
+    it fails otherwise.
+    """
     line = [sys.executable, "-m", "whale_train.launcher.cli", *arguments]
     line += [f"hydra.run.dir={run_dir}", "launcher=auto"]
     environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(where)}

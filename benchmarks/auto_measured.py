@@ -1,12 +1,12 @@
-"""Whether what `strategy=auto` finds is as fast as the fastest of our strategy files, measured.
+"""The strategy that `strategy=auto` finds against the fastest of our strategy files, measured.
 
 python benchmarks/auto_measured.py
 
 Calibrates the machine (`mode=calibrate`, with its figures in a folder of this run) and trains every
 model on as many CPU processes as named: once with each file that the model and the devices allow,
 and then, in turns, with the strategy that auto finds and the files that were nearly as fast as the
-fastest. Where auto finds what a file says, there is one plan to run and nothing to compare. What
-counts of the rounds is what counts in `accuracy.py`, whose models these are.
+fastest. Where auto finds what a file says, there is one plan to run and nothing to compare.
+Models, and what counts of the rounds, are those of `accuracy.py`.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def main() -> None:
                 asked = [*MODELS[model], "hardware=cpu", f"hardware.devices={devices}"]
                 asked += [f"train.steps={options.steps}", f"train.global_batch={PAIRS[model][0]}"]
                 Console(stderr=True, width=100).print(f"{model}, {devices} devices")
-                found, same = compared(asked, options.rounds, quiet, folder, where)
-                counted = {name: of_rounds(each) for name, each in found.items()}
+                steps, same = compared(asked, options.rounds, quiet, folder, where)
+                counted = {name: of_rounds(rounds) for name, rounds in steps.items()}
                 table.add_row(model, str(devices), *cells_of(counted, same))
     Console(width=100).print(table)
     Console(width=100).print(f"{quiet.repeated} measurements repeated.")
@@ -66,16 +66,19 @@ def main() -> None:
 def compared(
     asked: Sequence[str], rounds: int, quiet: Quiet, folder: str, where: Path
 ) -> tuple[Mapping[str, Steps], str]:
-    """The steps of every file and of auto, as far as they ran; and the file that says what auto
-    found, if one does."""
-    found: dict[str, Steps] = {}
+    """Train with every file and with auto, and return their steps and the file that auto equals.
+
+    The steps are those of the strategies that ran and were nearly the fastest, by name. The file is
+    the one that says what auto found; '' where none does.
+    """
+    steps: dict[str, Steps] = {}
     plans: dict[str, Any] = {}
 
     def train(name: str) -> None:
         ran = quiet.measure(partial(allowed, [*asked, f"strategy={name}"], folder, where))
         if ran is not None:
             predicted, measured = times(ran)
-            found.setdefault(name, []).append((predicted, measured))
+            steps.setdefault(name, []).append((predicted, measured))
             plans[name] = plan_of(ran)
             said = f"  {chosen_of(name, ran)}: {milliseconds(predicted)} predicted, "
             said += f"{milliseconds(undisturbed(measured))} measured"
@@ -85,25 +88,28 @@ def compared(
         train(name)
     same = next((name for name in FILES if plans.get(name) == plans[AUTO]), "")
     if same:
-        found[same] += found.pop(AUTO)
-    once = {name: of_rounds(each)[1] for name, each in found.items()}
-    least = min(seconds for name, seconds in once.items() if name != AUTO)
-    again = [name for name, seconds in once.items() if seconds < NEARLY * least]
+        steps[same] += steps.pop(AUTO)
+    once = {name: of_rounds(timings)[1] for name, timings in steps.items()}
+    fastest_s = min(seconds for name, seconds in once.items() if name != AUTO)
+    again = [name for name, seconds in once.items() if seconds < NEARLY * fastest_s]
     for _ in range(rounds):
         for name in dict.fromkeys((same or AUTO, *again)):
             train(name)
-    # Of the others one round says enough.
-    return {name: found[name] for name in dict.fromkeys((same or AUTO, *again))}, same
+    # One round says enough of the other files.
+    return {name: steps[name] for name in dict.fromkeys((same or AUTO, *again))}, same
 
 
 def allowed(asked: Sequence[str], folder: str, where: Path) -> Path | None:
-    """The run directory of what the command does; None where it refuses."""
+    """Run the command and return its run directory, or None where it refuses the request."""
     run_dir = fresh(folder)
     return run_dir if command(asked, run_dir, where, refusable=True) else None
 
 
 def plan_of(run_dir: Path) -> Any:
-    """What it says but why: equal for equal strategies, however they came about."""
+    """Return the plan of a run without the reasons for it.
+
+    It is equal for equal strategies, however they came about.
+    """
     plan = json.loads((run_dir / "plan.json").read_text())
     del plan["decisions"]
     for task_graph in plan["task_graphs"]:
@@ -112,27 +118,33 @@ def plan_of(run_dir: Path) -> Any:
 
 
 def to_calibrate(devices: Sequence[int]) -> Sequence[int]:
-    """Of the named numbers of processes, those of which each has other threads. One process alone
-    is measured with any of them."""
+    """Return the numbers of processes, of those in `devices`, that calibrations are needed for.
+
+    A calibration holds for one number of threads of a process. Of the numbers that leave a process
+    as many threads, the largest is returned. A process alone is measured with any of them.
+    """
     return [*{max(1, cores() // count): count for count in sorted(devices)}.values()]
 
 
-def cells_of(found: Mapping[str, tuple[float, float]], same: str) -> Sequence[str]:
-    """Of a row: what auto takes beside the fastest of the files, each (predicted, measured); auto
-    may be the `same` as one."""
-    predicted, measured = found[same or AUTO]
-    files = [name for name in found if name != AUTO]
-    best = min(files, key=lambda name: found[name][1])
-    fastest, least = found[best]
+def cells_of(seconds: Mapping[str, tuple[float, float]], same: str) -> Sequence[str]:
+    """Return the cells of a row: auto beside the fastest of the files.
+
+    `seconds` are the (predicted, measured) seconds of a step by strategy. `same` is the file that
+    auto equals; '' for none.
+    """
+    predicted, measured = seconds[same or AUTO]
+    files = [name for name in seconds if name != AUTO]
+    best = min(files, key=lambda name: seconds[name][1])
+    fastest, fastest_s = seconds[best]
     return (
         *(milliseconds(measured), milliseconds(predicted)),
-        *(f"{milliseconds(least)}, {best}", milliseconds(fastest)),
-        "the same" if best == same else f"{least / measured:.2f}",
+        *(f"{milliseconds(fastest_s)}, {best}", milliseconds(fastest)),
+        "the same" if best == same else f"{fastest_s / measured:.2f}",
     )
 
 
 def chosen_of(name: str, run_dir: Path) -> str:
-    """The strategy's name, and what it is where it was found."""
+    """Return the name of a strategy, followed for auto by the strategy that it found."""
     if name != AUTO:
         return name
     decisions = json.loads((run_dir / "plan.json").read_text())["decisions"]

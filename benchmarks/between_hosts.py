@@ -1,4 +1,4 @@
-"""What benchmarks between hosts have in common: their options, hosts at a rate, sides in turns."""
+"""Common parts of benchmarks between hosts: their options, hosts at a rate, sides in turns."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,7 +12,10 @@ from whale_train.runtime.process.fork_server import preload
 
 
 def options_of(description: str | None, hosts: int, gbit: float) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark's options, which others are added to."""
+    """Return the parser of the options that all these benchmarks have; others can be added to it.
+
+    `hosts` and `gbit` are the defaults of their options.
+    """
     words = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=words)
     parser.add_argument("--hosts", type=int, default=hosts, help="of a rank each")

@@ -1,4 +1,4 @@
-"""Where the time of a step of ours goes: compute, bridges, waiting for others, and the rest.
+"""The breakdown of a step of ours: compute, bridges, waiting for others, and the rest.
 
 The ranks write a timeline (runtime/record/timeline.py), to which this adds the collectives. All
 ranks of a run are on one machine and read one clock, so that a wait has two parts: until the last
@@ -37,7 +37,14 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a step, of 1: means over ranks and steps."""
+    """Parts of a step that sum to 1: means over ranks and steps.
+
+    compute: forward, backward and update, without communication.
+    bridges: moving data between TaskGraphs.
+    collectives: moving data inside of a TaskGraph.
+    waiting: waiting for other ranks.
+    outside: everything else.
+    """
 
     compute: float
     bridges: float
@@ -47,7 +54,7 @@ class Shares:
 
 
 class Watched:
-    """A rank of ours, its timeline with the collectives in it written when it is done."""
+    """A rank of ours whose timeline, with the collectives in it, is written when it is done."""
 
     def __init__(self, start: Callable[..., Running], folder: Path, rank: int) -> None:
         self._trace, self._folder = Trace(rank, "cpu"), folder
@@ -63,15 +70,18 @@ class Watched:
 
 
 def watched(request: Request, plan: Plan, folder: Path) -> Side:
-    """Our side with a timeline, in `folder`."""
+    """Return our side with a timeline, which is written into `folder`."""
     start = partial(sides.Ours, folder, plan, worker.prepare(request))
     return Side("ours, watched", partial(Watched, start, folder), huge_pages=True)
 
 
 def watch_collectives(trace: Trace) -> None:
-    """In this process from here on: every collective is a span `collective N` (`bridge N` where
-    it gathers a batch or takes the gradient of a gathered one back), or `post N` and `wait N`, N
-    being its number, and the end of a step's sends one called `settle`."""
+    """Make every collective of this process a span of `trace`, from here on.
+
+    The span is `collective N`, or `bridge N` where the collective gathers a batch or takes the
+    gradient of a gathered one back. An asynchronous collective has the spans `post N` and `wait N`.
+    N is the number of the collective. The end of a step's sends is a span `settle`.
+    """
     numbers = iter(range(10**9))
     kind = "collective"
 
@@ -120,7 +130,7 @@ def watch_collectives(trace: Trace) -> None:
 
 
 class _Work:
-    """A collective on its way, whose wait is seen."""
+    """Handle of an asynchronous collective whose wait is a span."""
 
     def __init__(self, work: dist.Work, trace: Trace, number: int) -> None:
         self._work, self._trace, self._number = work, trace, number
@@ -131,16 +141,19 @@ class _Work:
 
 
 def shares(folder: Path, ranks: int, skipped: int) -> Shares:
-    """Of the timelines in `folder`, the first `skipped` steps left out."""
+    """Return the shares of the timelines in `folder`, without the first `skipped` steps."""
     timelines = []
     for rank in range(ranks):
-        found = json.loads((folder / "trace" / f"rank_{rank}.json").read_text())["traceEvents"]
-        timelines.append([event for event in found if event["ph"] == "X"])
+        events = json.loads((folder / "trace" / f"rank_{rank}.json").read_text())["traceEvents"]
+        timelines.append([event for event in events if event["ph"] == "X"])
     return shares_of(timelines, skipped)
 
 
 def shares_of(timelines: Sequence[Sequence[Event]], skipped: int) -> Shares:
-    """The same of one list of events a rank."""
+    """Return the shares of timelines, one list of events for each rank.
+
+    The first `skipped` steps are left out.
+    """
     posted = _posted(timelines)
     totals = dict.fromkeys((field.name for field in fields(Shares)), 0.0)
     whole = 0.0
@@ -156,7 +169,7 @@ def shares_of(timelines: Sequence[Sequence[Event]], skipped: int) -> Shares:
 
 
 def _steps(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each step, which begins with reading data."""
+    """Yield the events of each step, in order; a step begins with reading data."""
     step: list[Event] = []
     for event in sorted(events, key=lambda event: float(event["ts"])):
         if event["name"] == "data" and step:
@@ -168,8 +181,11 @@ def _steps(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 
 def _posted(timelines: Sequence[Sequence[Event]]) -> dict[tuple[Any, ...], float]:
-    """When the last of those a wait takes had come, by what identifies it on all ranks."""
-    found: dict[tuple[Any, ...], float] = {}
+    """Return the time at which the last rank had posted its part of each transfer.
+
+    Times are in microseconds. The key is what identifies the transfer on all ranks.
+    """
+    posted: dict[tuple[Any, ...], float] = {}
     for events in timelines:
         for number, step in enumerate(_steps(events)):
             for event in step:
@@ -181,12 +197,15 @@ def _posted(timelines: Sequence[Sequence[Event]]) -> dict[tuple[Any, ...], float
                     key = (number, event["cat"], at["chunk"], at["peer"], at["micro_batch"])
                 else:
                     continue
-                found[key] = max(found.get(key, 0.0), event["ts"])
-    return found
+                posted[key] = max(posted.get(key, 0.0), event["ts"])
+    return posted
 
 
 def _parts(step: Sequence[Event], number: int, posted: Mapping[Any, float]) -> dict[str, float]:
-    """Microseconds of one step of one rank."""
+    """Return the microseconds of each part of step `number` of one rank.
+
+    `posted` are the times at which transfers were complete, as `_posted` gives them.
+    """
     parts = dict.fromkeys(("compute", "bridges", "collectives", "waiting"), 0.0)
     end = max(event["ts"] + event["dur"] for event in step)
     computed = [e for e in step if e["cat"] in COMPUTE or e["name"] == "update"]

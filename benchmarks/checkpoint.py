@@ -1,4 +1,4 @@
-"""What checkpoints take of a run's steps, and how fast a large state is written and read.
+"""The cost of checkpoints to a run's steps, and the speed of writing and reading a large state.
 
 python benchmarks/checkpoint.py --gigabytes 1
 """
@@ -46,7 +46,10 @@ def main() -> None:
 
 
 def beside_steps(folder: Path, ranks: int, rounds: int) -> Table:
-    """Steps of a GPT with a checkpoint every EVERY of them, without, and before the next step."""
+    """Return a table of the steps of a GPT without and with checkpoints every EVERY steps.
+
+    Checkpoints are written beside the steps, and before the next step.
+    """
     sides = {
         "no checkpoints": ("checkpoint.every=null",),
         "beside the steps": (f"checkpoint.every={EVERY}",),
@@ -64,15 +67,18 @@ def beside_steps(folder: Path, ranks: int, rounds: int) -> Table:
     for column in ("mean step", "of that without"):
         table.add_column(column, justify="right")
     without = times["no checkpoints"]
-    for name, found in times.items():
-        ratios = [a / b for a, b in zip(found, without, strict=True)]
-        table.add_row(name, f"{1e3 * median(found):.1f} ms", f"{median(ratios):.3f}")
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds, without, strict=True)]
+        table.add_row(name, f"{1e3 * median(seconds):.1f} ms", f"{median(ratios):.3f}")
     return table
 
 
 def large_state(folder: Path, ranks: int, gigabytes: float, rounds: int) -> Table:
-    """A state of so many gigabytes (weights and Adam's moments) saved and gone on from, beside what
-    the disk does with a file of that size in turns with it: medians of `rounds`."""
+    """Return a table of the speeds at which a large state is saved and resumed from.
+
+    The state is `gigabytes` of weights and Adam's moments. Beside them are the speeds of the disk
+    for a file of that size, measured in turns with it. All are medians of `rounds`.
+    """
     classes = round(gigabytes * 1e9 / 12 / FEATURES)  # three values of 4 bytes each
     head = ("model=class_head", "data=classes", f"model.num_classes={classes}")
     head += ("train.grad_norm=false",)
@@ -114,7 +120,7 @@ def train(run_dir: Path, ranks: int, *overrides: str) -> dict[str, Any]:
 
 
 def disk(path: Path, size: int) -> tuple[float, float]:
-    """Seconds to write a file of `size` bytes to the disk, and to read it from there."""
+    """Return the seconds to write a file of `size` bytes to the disk, and to read it from there."""
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for _ in range(size // len(_CHUNK)):
@@ -130,7 +136,7 @@ def disk(path: Path, size: int) -> tuple[float, float]:
 
 
 def forget(folder: Path) -> None:
-    """Have the kernel forget what it keeps of the files below `folder`: they are read again."""
+    """Have the kernel drop the cached files below `folder`, so that they are read from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

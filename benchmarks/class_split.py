@@ -45,7 +45,7 @@ def main() -> None:
 def compare(ranks: int, optimizer: str, options: argparse.Namespace, folder: Path) -> None:
     """Measure all sides on `ranks` ranks with one optimizer, and print what they took."""
     turns = Turns(options.rounds, options.steps)
-    found: list[Side] = []
+    compared: list[Side] = []
     for strategy in STRATEGIES:
         request, plan = sides.resolved(
             [
@@ -61,18 +61,18 @@ def compare(ranks: int, optimizer: str, options: argparse.Namespace, folder: Pat
             ],
             turns.total_steps,
         )
-        found.append(sides.ours(f"ours, {strategy}", request, plan, folder))
+        compared.append(sides.ours(f"ours, {strategy}", request, plan, folder))
     batches = sides.all_batches(request, plan, turns.total_steps)
     for huge_pages in (False, True):
         for name, kind in BY_HAND.items():
             suffix = ", huge pages" if huge_pages else ""
             start = partial(by_hand, kind, optimizer, options.classes, batches)
-            found.append(Side(f"{name} by hand{suffix}", start, huge_pages))
+            compared.append(Side(f"{name} by hand{suffix}", start, huge_pages))
     if options.sides:
-        found = [side for side in found if any(word in side.name for word in options.sides)]
-    results = interleaved(found, ranks, num_threads(ranks), turns)
+        compared = [side for side in compared if any(word in side.name for word in options.sides)]
+    results = interleaved(compared, ranks, num_threads(ranks), turns)
     title = f"{options.classes} classes, {ranks} ranks x {options.batch} samples, {optimizer}"
-    baselines = [side.name for side in found if "by hand" in side.name]
+    baselines = [side.name for side in compared if "by hand" in side.name]
     show(title, results, baselines, Console(width=150))
 
 
@@ -83,6 +83,7 @@ def by_hand(
     batches: Sequence[Sequence[sides.Batch]],
     rank: int,
 ) -> Running:
+    """Return a side of the class `kind` on rank `rank`, whose model `optimizer` trains."""
     torch.manual_seed(0)
     make = partial(TORCH[optimizer], lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     return kind(ClassHead(classes), make, batches[rank])

@@ -45,7 +45,7 @@ def main() -> None:
     for model in options.models:
         for strategy in options.strategies:
             with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
-                found = []
+                compared = []
                 for compiles in (False, True):
                     request, plan = sides.resolved(
                         [
@@ -61,8 +61,8 @@ def main() -> None:
                         turns.total_steps,
                     )
                     name = "compiled" if compiles else "not compiled"
-                    found.append(sides.ours(name, request, plan, Path(folder)))
-                results = interleaved(found, options.ranks, num_threads(options.ranks), turns)
+                    compared.append(sides.ours(name, request, plan, Path(folder)))
+                results = interleaved(compared, options.ranks, num_threads(options.ranks), turns)
             title = f"{model}, {strategy}, {options.ranks} ranks x {options.batch} sequences"
             show(title, results, ["not compiled"], Console(width=120))
 

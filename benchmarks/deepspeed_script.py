@@ -1,4 +1,4 @@
-"""What benchmarks/startup.py compares with: a DeepSpeed ZeRO-1 script as one writes it by hand.
+"""A DeepSpeed ZeRO-1 script as one writes it by hand, which benchmarks/startup.py compares with.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/deepspeed_script.py FILE
 

@@ -49,6 +49,7 @@ def main() -> None:
 
 
 def _bare_transfers(ratio: float) -> Table:
+    """Return a table of transfers on fast links and on links that are `ratio` times slower."""
     table = Table(title="A transfer of 4 MB, medians", title_justify="left")
     for name in ("transfer", "fast link", "slow link", "nominal", "slow / nominal"):
         table.add_column(name, justify="left" if name == "transfer" else "right")
@@ -61,16 +62,19 @@ def _bare_transfers(ratio: float) -> Table:
         ]
         for process in ranks:
             process.start()
-        found = answers.get()
+        seconds = answers.get()
         for process in ranks:
             process.join()
-    for name, (fast_s, slow_s, nominal_s) in found.items():
+    for name, (fast_s, slow_s, nominal_s) in seconds.items():
         table.add_row(name, *map(_ms, (fast_s, slow_s, nominal_s)), f"{slow_s / nominal_s:.2f}")
     return table
 
 
 def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
-    """Be a rank; the first answers, by transfer, with (fast, slow, nominal) seconds."""
+    """Measure the transfers as rank `rank`.
+
+    The first rank puts the (fast, slow, nominal) seconds of each transfer, by name, into `answers`.
+    """
     torch.set_num_threads(1)
     nodes = [i // 2 for i in range(RANKS)]
     links = EmulatedLinks([[1.0 if i == j else 1 / ratio for j in nodes] for i in nodes])
@@ -81,7 +85,10 @@ def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
     half = torch.zeros(1 << 19)
 
     def message(group: dist.ProcessGroup, peer: int) -> None:
-        """There and, a number only, back: the sender would else be done before it is there."""
+        """Send `value` from the lower rank of the pair to the other, and one number back.
+
+        Without the answer the sender would be done before the message has arrived.
+        """
         if rank < peer:
             dist.send(value, peer, group)
             dist.recv(value[:1], peer, group)
@@ -102,19 +109,20 @@ def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
         "all-gather": (all_gather, moved_bytes("all_gather_single", (value, half), 2)),
         "message": (message, moved_bytes("send", ([value], 1, 0), 2)),
     }
-    found = {}
+    seconds = {}
     for name, (transfer, moved) in kinds.items():
         fast = _median_s(transfer, inside, rank ^ 1)
         slow = _median_s(transfer, across, rank ^ 2)
-        found[name] = fast, slow, moved * ratio / bytes_s
+        seconds[name] = fast, slow, moved * ratio / bytes_s
     if rank == 0:
-        answers.put(found)
+        answers.put(seconds)
     leave()
 
 
 def _median_s(
     transfer: Callable[[dist.ProcessGroup, int], None], group: dist.ProcessGroup, peer: int
 ) -> float:
+    """Return the median seconds of a transfer in `group`, the first three of fifteen left out."""
     taken = []
     for _ in range(15):
         dist.barrier()
@@ -126,8 +134,14 @@ def _median_s(
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy, the ratio of its links, and what goes over the network one after another in a
-    step, by the bytes of a rank's parameters (in bytes)."""
+    """A strategy, and the links that it is measured on.
+
+    name: name in the table.
+    overrides: overrides of the command.
+    ratio: how many times slower the network is than a fast link.
+    moved: bytes that go over the network one after another in a step, given the bytes of a rank's
+        parameters.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -148,6 +162,7 @@ ROWS = (
 
 
 def _steps(options: argparse.Namespace) -> Table:
+    """Return a table of the steps of every row, with fast and with slow links."""
     table = Table(title="A step of GPT, AdamW, medians of a run", title_justify="left")
     names = ("all fast", "slow links", "longer by", "nominal", "longer / nominal", "full MB/s")
     for name in ("strategy", "ratio", *names):
@@ -164,8 +179,11 @@ def _steps(options: argparse.Namespace) -> Table:
 
 
 def _run(row: Row, steps: int, slowed: bool) -> tuple[float, float, float]:
-    """The seconds of a run's median step, the bytes of a rank's parameters, and the full bandwidth
-    it measured (0 where it is not slowed). Exits where it fails."""
+    """Return the median step of a run, the parameters of a rank, and the full bandwidth.
+
+    They are in seconds, bytes and bytes a second; the bandwidth is 0 where links are not slowed.
+    Exits where the run fails.
+    """
     link = f"{{bandwidth_bytes_s: {row.ratio}e9, latency_s: 1e-6}}"
     nodes = ", ".join([f"{{devices: 2, device: v100_sxm2_32gb, link: {link}}}"] * 2)
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:

@@ -43,6 +43,7 @@ def main() -> None:
 
 
 def compare(top_k: int, bench: Bench, options: argparse.Namespace, folder: Path) -> None:
+    """Measure ours beside experts by hand for one `top_k`, and print what they took."""
     shape = {
         **{"vocab_size": 257, "sequence_length": options.sequence, "width": options.width},
         **{"depth": options.depth, "ffn": options.ffn, "experts": options.experts},
@@ -68,6 +69,7 @@ def compare(top_k: int, bench: Bench, options: argparse.Namespace, folder: Path)
 
 
 def by_hand(shape: dict[str, int], batches: Sequence[Sequence[sides.Batch]], rank: int) -> object:
+    """Return the side that gathers tokens, on rank `rank`."""
     torch.manual_seed(0)
     model = MoEGPT(**shape)
     for block in model.blocks:
@@ -80,40 +82,49 @@ def by_hand(shape: dict[str, int], batches: Sequence[Sequence[sides.Batch]], ran
 
 
 class GatheredExperts(nn.Module):
-    """This rank's part of `experts`, for the tokens of all ranks: these are gathered, with where
-    they go, and what becomes of them is summed over the ranks, each of which gets its own back."""
+    """This rank's part of `experts`, applied to the tokens of all ranks.
+
+    Tokens are gathered with the experts they go to. The results are summed over the ranks, and each
+    rank gets the sums of its own tokens back.
+    """
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.world, rank = dist.get_world_size(), dist.get_rank()
         self.held = experts.expand.shape[0] // self.world
         self.first = rank * self.held
-        mine = slice(self.first, self.first + self.held)
-        self.expand = nn.Parameter(experts.expand[mine].detach().clone())
-        self.contract = nn.Parameter(experts.contract[mine].detach().clone())
+        own_experts = slice(self.first, self.first + self.held)
+        self.expand = nn.Parameter(experts.expand[own_experts].detach().clone())
+        self.contract = nn.Parameter(experts.contract[own_experts].detach().clone())
         for parameter in self.parameters():  # losses are means of each rank's own samples
             parameter.register_hook(lambda gradient: gradient / self.world)
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weighted sums of what the experts give this rank's tokens, [tokens, width].
+
+        `tokens` are [tokens, width], `weights` and `chosen` [tokens, slots].
+        """
         tokens, weights = (linear(x, _gathered, _scattered) for x in (tokens, weights))
         expert = _gathered(chosen).flatten() - self.first
-        mine = ((expert >= 0) & (expert < self.held)).nonzero().squeeze(1)
-        mine = mine[torch.argsort(expert[mine], stable=True)]
-        ends = torch.bincount(expert[mine], minlength=self.held).cumsum(0).int()
-        token = mine // chosen.shape[1]
+        own_slots = ((expert >= 0) & (expert < self.held)).nonzero().squeeze(1)
+        own_slots = own_slots[torch.argsort(expert[own_slots], stable=True)]
+        ends = torch.bincount(expert[own_slots], minlength=self.held).cumsum(0).int()
+        token = own_slots // chosen.shape[1]
         rows = functional.gelu(grouped_mm(tokens[token], self.expand, ends))
-        rows = grouped_mm(rows, self.contract, ends) * weights.flatten()[mine].unsqueeze(-1)
+        rows = grouped_mm(rows, self.contract, ends) * weights.flatten()[own_slots].unsqueeze(-1)
         summed = torch.zeros_like(tokens).index_add(0, token, rows)
         return linear(summed, _scattered, _gathered)
 
 
 def _gathered(x: Tensor) -> Tensor:
+    """Return the tensors `x` of all ranks, joined in dimension 0."""
     whole = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
     dist.all_gather_into_tensor(whole, x.contiguous())
     return whole
 
 
 def _scattered(x: Tensor) -> Tensor:
+    """Return this rank's part, in dimension 0, of the sum over the ranks of `x`."""
     own = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
     dist.reduce_scatter_tensor(own, x.contiguous())
     return own

@@ -1,4 +1,4 @@
-"""What do GPUs make of it: utilisation, the largest model with offload, and are predictions right?
+"""Measurements on GPUs: utilisation, the largest model with offload, and errors of predictions.
 
     python benchmarks/gpu.py --out gpu.md
 
@@ -79,7 +79,7 @@ Rows = Iterator[list[str]]
 
 
 class Measured:
-    """Runs of the command on so many GPUs, each in a directory of its own under `folder`."""
+    """Runs of the command on `gpus` GPUs, each in a directory of its own under `folder`."""
 
     def __init__(self, folder: Path, gpus: int) -> None:
         self._folder, self._gpus, self._count = folder, gpus, 0
@@ -87,7 +87,7 @@ class Measured:
         self._environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(folder / "calibrations")}
 
     def run(self, *overrides: str) -> tuple[Path, str]:
-        """Return the run directory, and why there is nothing in it ('' where there is)."""
+        """Run the command; return its run directory, and why it failed ('' where it did not)."""
         self._count += 1
         run_dir = self._folder / f"run_{self._count}"
         place = ("hardware=local", f"hardware.devices={self._gpus}", f"hydra.run.dir={run_dir}")
@@ -103,6 +103,7 @@ class Measured:
 
 
 def gpt(billions: int, batch: int) -> list[str]:
+    """Return the overrides for a GPT of `billions` of parameters, in bf16, and a global batch."""
     width, depth, heads = SIZES[billions]
     return [
         *("model=gpt", f"model.width={width}", f"model.depth={depth}", f"model.heads={heads}"),
@@ -113,6 +114,7 @@ def gpt(billions: int, batch: int) -> list[str]:
 
 
 def utilisation(measured: Measured, options: argparse.Namespace) -> Rows:
+    """Yield the rows of model FLOP/s utilisation, not compiled and compiled."""
     for compiled in (False, True):
         run_dir, failed = measured.run(
             *gpt(1, options.batch * options.gpus),
@@ -134,6 +136,7 @@ def utilisation(measured: Measured, options: argparse.Namespace) -> Rows:
 
 
 def largest(measured: Measured, options: argparse.Namespace) -> Rows:
+    """Yield the rows of the GPTs tried with offload, from the largest to the first that trains."""
     for billions in sorted(SIZES, reverse=True):
         run_dir, failed = measured.run(
             *gpt(billions, options.gpus),
@@ -154,6 +157,7 @@ def largest(measured: Measured, options: argparse.Namespace) -> Rows:
 
 
 def errors(measured: Measured, options: argparse.Namespace) -> Rows:
+    """Yield the rows of predicted and measured steps and memory, before and after calibrating."""
     strategies = STRATEGIES if options.gpus > 1 else STRATEGIES[:1]
     for figures in ("the catalogue's", "calibrated"):
         if figures == "calibrated":
@@ -181,7 +185,7 @@ def errors(measured: Measured, options: argparse.Namespace) -> Rows:
                 ]
 
 
-# Of each part: its title, its columns, and what yields its rows.
+# Title, columns and function that yields the rows, of each part.
 PARTS: Mapping[str, tuple[str, list[str], Callable[[Measured, argparse.Namespace], Rows]]] = {
     "mfu": (
         "Model FLOP/s utilisation",
@@ -202,6 +206,7 @@ PARTS: Mapping[str, tuple[str, list[str], Callable[[Measured, argparse.Namespace
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's steps, without those of setting up."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return lines[SETTING_UP:]
 
@@ -211,8 +216,8 @@ def _middle(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def _planned_bytes(run_dir: Path) -> float:

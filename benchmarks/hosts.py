@@ -28,7 +28,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Hosts:
-    """Open files of the namespaces, which forked processes inherit."""
+    """Hosts that are network namespaces.
+
+    namespaces: open file of each host's namespace, which forked processes inherit.
+    switch: open file of the switch's namespace.
+    rate_gbit_s: rate of every link, in Gbit/s.
+    """
 
     namespaces: tuple[int, ...]
     switch: int
@@ -36,7 +41,7 @@ class Hosts:
 
     @classmethod
     def make(cls, count: int, rate_gbit_s: float) -> "Hosts":
-        """Exits with what is missing, where they cannot be made."""
+        """Return `count` new hosts. Exits with what is missing where they cannot be made."""
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
         if missing or os.geteuid() != 0:
             sys.exit(f"needs root and iproute2 (missing: {', '.join(missing) or 'root'})")
@@ -62,13 +67,18 @@ class Hosts:
         return cls(tuple(made), switch, rate_gbit_s)
 
     def move(self, rank: int) -> None:
-        """Put this process, which has one thread, on host `rank` modulo their number; gloo then
-        speaks over its interface."""
+        """Put this process on host `rank` modulo the number of hosts.
+
+        The process must have one thread. gloo then communicates over that host's interface.
+        """
         _enter(self.namespaces[rank % len(self.namespaces)])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def measured_gbit_s(self, megabytes: int = 64) -> float:
-        """What one connection carries from the second host to the first."""
+        """Return the rate of one connection from the second host to the first, in Gbit/s.
+
+        It sends `megabytes` MB.
+        """
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
         try:
             _enter(self.namespaces[0])
@@ -92,27 +102,31 @@ class Hosts:
 
 
 def address(host: int) -> str:
+    """Return the IP address of a host."""
     return f"10.77.0.{host + 1}"
 
 
 def _namespace() -> int:
-    """A new network namespace, which this thread is then in."""
+    """Put this thread into a new network namespace, and return an open file of it."""
     if _libc.unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare of the network failed")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
 def _enter(namespace: int) -> None:
+    """Put this thread into a network namespace, given an open file of it."""
     if _libc.setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns failed")
 
 
 def _limit(interface: str, rate_gbit_s: float) -> None:
+    """Limit the rate at which an interface sends."""
     rate = f"{rate_gbit_s * 1000:.0f}mbit"
     _run(f"tc qdisc add dev {interface} root tbf rate {rate} {' '.join(BUCKET)}")
 
 
 def _run(command: str) -> None:
-    found = subprocess.run(command.split(), capture_output=True, text=True)
-    if found.returncode:
-        sys.exit(f"{command}: {found.stderr.strip()}")
+    """Run a command. Exits with its errors where it fails."""
+    completed = subprocess.run(command.split(), capture_output=True, text=True)
+    if completed.returncode:
+        sys.exit(f"{command}: {completed.stderr.strip()}")

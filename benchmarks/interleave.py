@@ -37,19 +37,21 @@ class Running(Protocol):
     """A side on one of its ranks."""
 
     def step(self, number: int, grad_norm: bool) -> None:
-        """Optimizer step `number`, from 0, all of it; with the gradient's norm if asked for."""
+        """Run all of optimizer step `number`, from 0 on, with the gradient's norm if asked for."""
 
     def loss(self) -> float:
-        """Of the last step: this rank's, of which the mean over the ranks is compared."""
+        """Return the loss of this rank in the last step; the mean over the ranks is compared."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """`start(rank)` sets a side up on a rank that has joined the side's world (gloo).
+    """One of the ways of training that are compared.
 
-    The host of our ranks asks torch for huge pages (runtime/process/fork_server.py). All sides are
-    forked from such a host; `huge_pages` false takes them away again, as torch is without that
-    setting.
+    name: name in the tables.
+    start: sets the side up on a rank, given its number, that has joined the side's world (gloo).
+    huge_pages: whether the side keeps the huge pages that the host of our ranks asks torch for
+        (runtime/process/fork_server.py). All sides are forked from such a host; False takes them
+        away again, as torch is without that setting.
     """
 
     name: str
@@ -59,8 +61,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Turns:
-    """`rounds` turns a side, each of `steps` timed steps after one that is not timed, without the
-    gradient's norm and with it. The first `warm_up` turns are not counted at all."""
+    """Numbers of turns and steps.
+
+    rounds: turns of a side that are counted.
+    steps: timed steps of a turn, after one that is not timed; without the gradient's norm and again
+        with it.
+    warm_up: first turns, which are not counted.
+    """
 
     rounds: int
     steps: int
@@ -68,13 +75,17 @@ class Turns:
 
     @property
     def total_steps(self) -> int:
+        """Return the number of steps that a side runs in all turns."""
         return (self.rounds + self.warm_up) * (self.steps + 1) * 2
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one side took, round by round: `seconds` a step, and `busy` ones, in which a rank had
-    a processor (the mean of its ranks)."""
+    """Times of one side, in seconds, by round and step.
+
+    seconds: wall-clock seconds of a step.
+    busy: seconds of a step in which a rank had a processor, the mean of the side's ranks.
+    """
 
     seconds: Seconds
     busy: Seconds
@@ -88,15 +99,21 @@ class Timing:
         return median(second for turn in self.busy for second in turn)
 
     def ratios(self, other: "Timing") -> list[float]:
-        """How many times as long `other` took, round by round."""
+        """Return the ratio of `other`'s median step to that of this side, for each round."""
         pairs = zip(self.seconds, other.seconds, strict=True)
-        return [median(theirs) / median(mine) for mine, theirs in pairs]
+        return [median(theirs) / median(own) for own, theirs in pairs]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A side's timings without and with the gradient's norm, the peak memory of its largest
-    rank, and its last loss, by which the sides show that they train the same."""
+    """Result of a side.
+
+    name: name of the side.
+    plain: times without the gradient's norm.
+    with_norm: times with the gradient's norm.
+    memory_bytes: peak memory of the side's largest rank.
+    loss: last loss, by which the sides show that they train the same.
+    """
 
     name: str
     plain: Timing
@@ -112,8 +129,11 @@ def interleaved(
     turns: Turns,
     move: Callable[[int], None] = lambda rank: None,
 ) -> list[Result]:
-    """Run all sides on `ranks` ranks each, with `threads` threads a rank, taking turns; every
-    rank calls `move(rank)` before it meets the others. Ends the program when a rank fails."""
+    """Run all sides in turns, and return their results in the order of `sides`.
+
+    Each side has `ranks` ranks of its own, with `threads` threads each. Every rank calls
+    `move(rank)` before it meets the others. Ends the program when a rank fails.
+    """
     # Rank r of a side hands its turn to rank r of the next one through a pipe.
     pipes = [[os.pipe() for _ in range(ranks)] for _ in sides]
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as name:
@@ -150,14 +170,20 @@ def interleaved(
             failure = folder / "failure.json"
             text = json.loads(failure.read_text())["traceback"] if failure.exists() else status
             sys.exit(f"a rank failed: {text}")
-        found = [json.loads((folder / f"side_{i}.json").read_text()) for i in range(len(sides))]
-    for values in found:
+        side_results = [
+            json.loads((folder / f"side_{i}.json").read_text()) for i in range(len(sides))
+        ]
+    for values in side_results:
         values |= {key: Timing(**values[key]) for key in ("plain", "with_norm")}
-    return [Result(**values) for values in found]
+    return [Result(**values) for values in side_results]
 
 
 def forgo_huge_pages() -> None:
-    """Where they go to those who ask, be as one who did not; elsewhere asking changes nothing."""
+    """Turn transparent huge pages off for this process.
+
+    Where only those who ask get them, it is then as a process that did not ask. Elsewhere asking
+    changes nothing, and the call has no effect.
+    """
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if setting.exists() and "[madvise]" in setting.read_text():
         ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
@@ -203,8 +229,10 @@ def _of_all_ranks(name: str, timings: list[Timing], running: Running) -> Result:
 
 
 def show(title: str, results: Sequence[Result], baselines: Sequence[str], console: Console) -> None:
-    """Print two tables, without and with the gradient's norm, a row a side, and how many times as
-    fast it is as each of `baselines`."""
+    """Print two tables, without and with the gradient's norm, with a row for each side.
+
+    A row says how many times as fast the side is as each of `baselines`.
+    """
     for words, key in (("without the gradient's norm", "plain"), ("with it", "with_norm")):
         table = Table(title=f"{title}, {words}", title_justify="left", title_style="bold")
         table.add_column("side")

@@ -1,4 +1,4 @@
-"""Peak memory of ranks that hold a part of a model, and what a model of a billion parameters takes.
+"""Peak memory of ranks that hold a part of a model, and of a model of a billion parameters.
 
 python benchmarks/memory.py                 # every strategy against one process
 python benchmarks/memory.py --parts billion # needs some 20 GiB
@@ -40,8 +40,13 @@ TINY = ("model.width=64", "model.depth=4")
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes of one process. `part` is its part of all memory that processes share (PSS), which
-    may be added up over processes."""
+    """Memory of one process, in bytes.
+
+    own: what the process has written and shares with nobody.
+    with_files: `own` and the pages of mapped files that it has read.
+    part: the process's part of all memory that processes share (PSS), which may be added up over
+        processes.
+    """
 
     own: int
     with_files: int
@@ -50,10 +55,14 @@ class Amount:
 
 @dataclass
 class Watch:
-    """What the processes of a run take, looked at over and over until `stop`.
+    """Observer of the memory of a run's processes, which looks again and again until `stop`.
 
-    `ranks` has, for each rank, the times (ns since the epoch) and amounts; `low_bytes` is the
-    least memory the machine had available.
+    command: process id of the command.
+    interval_s: seconds between looks.
+    ranks: times (ns since the epoch) and amounts of each rank.
+    highest_total_bytes: most that all processes took together.
+    low_bytes: least memory that the machine had available.
+    first_bytes: memory that the machine had available at first.
     """
 
     command: int
@@ -65,6 +74,7 @@ class Watch:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
+        """Look at the processes until `stop` is called; it is to be run in a thread."""
         self.first_bytes = self.low_bytes = available_bytes()
         while not self._ended.wait(self.interval_s):
             total = 0
@@ -84,8 +94,13 @@ class Watch:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of the rank that takes most: before the first step, and from there on. For the machine: the
-    most that all processes of the run took together, and by how much what it had available fell."""
+    """Peaks of a run.
+
+    start: of the ranks, before the first step; the highest amounts.
+    steps: of the ranks, from the first step on; the highest amounts.
+    total_bytes: most that all processes of the run took together.
+    fell_bytes: bytes by which the memory that the machine had available fell.
+    """
 
     start: Amount
     steps: Amount
@@ -116,7 +131,7 @@ def main() -> None:
 
 
 def compare_shares(options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """A rank of n against one process that holds everything."""
+    """Print the memory of ranks beside that of one process that holds everything."""
     model = (f"model.width={options.width}", f"model.depth={options.depth}", "model.heads=8")
     table = Table(title=f"GPT of {elements(options.width, options.depth)}, AdamW, MiB a rank")
     table.title_justify = "left"
@@ -143,14 +158,14 @@ def compare_shares(options: argparse.Namespace, folder: Path, console: Console) 
         ]
         whole = whole or amounts
         cells = []
-        for mine, theirs in zip(amounts, whole, strict=True):
-            cells += [f"{mine / MIB:.0f}", f"{mine / theirs:.2f}"]
+        for amount, theirs in zip(amounts, whole, strict=True):
+            cells += [f"{amount / MIB:.0f}", f"{amount / theirs:.2f}"]
         table.add_row(f"{name}, {ranks} rank{'s' * (ranks > 1)}", *cells)
     console.print(table)
 
 
 def measure_billion(options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """One step of a model of a billion parameters on two ranks."""
+    """Print the memory of one step of a model of a billion parameters on two ranks."""
     width, depth = options.billion_width, options.billion_depth
     model = (f"model.width={width}", f"model.depth={depth}", "model.heads=16")
     table = Table(title=f"GPT of {elements(width, depth)} on 2 ranks, AdamW, one step, GiB")
@@ -160,9 +175,11 @@ def measure_billion(options: argparse.Namespace, folder: Path, console: Console)
     for name in options.strategies:
         if name == "split":
             continue
-        found = measure(name, 2, model, options, folder, steps=1)
-        own = max(found.start.own, found.steps.own)
-        table.add_row(name, *(f"{x / GIB:.1f}" for x in (own, found.total_bytes, found.fell_bytes)))
+        measured = measure(name, 2, model, options, folder, steps=1)
+        own = max(measured.start.own, measured.steps.own)
+        table.add_row(
+            name, *(f"{x / GIB:.1f}" for x in (own, measured.total_bytes, measured.fell_bytes))
+        )
     console.print(table)
 
 
@@ -174,7 +191,7 @@ def measure(
     folder: Path,
     steps: int | None = None,
 ) -> Peaks:
-    """Run the command and watch it. Exits where it fails."""
+    """Run the command and return the peaks of its memory. Exits where it fails."""
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
     graph = STRATEGIES.get(strategy, "").replace("RANKS", str(ranks))
     command = [
@@ -205,6 +222,7 @@ def measure(
 
 
 def peaks(watch: Watch, run_dir: Path) -> Peaks:
+    """Return the peaks that `watch` saw, told apart by the first step of each rank."""
     before, after = [], []
     for rank, seen in watch.ranks.items():
         first = first_step_ns(run_dir, rank)
@@ -219,27 +237,30 @@ def peaks(watch: Watch, run_dir: Path) -> Peaks:
 
 
 def highest(amounts: list[Amount]) -> Amount:
-    """The highest of each, perhaps not at the same time."""
+    """Return the highest of each amount, perhaps not at the same time; zeros of none."""
     rows = [(amount.own, amount.with_files, amount.part) for amount in amounts]
     return Amount(*(max(column) for column in zip((0, 0, 0), *rows, strict=True)))
 
 
 def first_step_ns(run_dir: Path, rank: int) -> int:
-    """When a rank began its first step, which its timeline says."""
+    """Return the time at which a rank began its first step, in ns since the epoch.
+
+    It is taken from the rank's timeline.
+    """
     events = json.loads((run_dir / "trace" / f"rank_{rank}.json").read_text())["traceEvents"]
     return min(int(event["ts"] * 1e3) for event in events if event["ph"] == "X")
 
 
 def amount_of(pid: int) -> Amount:
-    """Raises OSError when it has ended."""
+    """Return the memory of a process. Raises OSError when the process has ended."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    own = found["Private_Dirty"]
-    return Amount(own, own + found["Rss"] - found["Anonymous"], found["Pss"])
+    rollup = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    own = rollup["Private_Dirty"]
+    return Amount(own, own + rollup["Rss"] - rollup["Anonymous"], rollup["Pss"])
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """A process and all below it."""
+    """Yield the id of a process and those of all processes below it."""
     yield pid
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -248,6 +269,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def available_bytes() -> int:
+    """Return the memory that this machine has available, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -255,7 +277,10 @@ def available_bytes() -> int:
 
 
 def elements(width: int, depth: int) -> str:
-    """The parameters of a GPT's blocks, of which each has 12 x width^2 in its products."""
+    """Return the number of parameters in a GPT's blocks, as text.
+
+    The products of each block have 12 x width^2.
+    """
     count = 12 * width * width * depth
     return f"{count / 1e9:.2f} B" if count > 5e8 else f"{count / 1e6:.0f} M"
 

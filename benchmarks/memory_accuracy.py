@@ -41,6 +41,7 @@ TINY_STEPS = 100  # of milliseconds each: they must last until they are looked a
 
 
 def hugging_face(architecture: str, config: str) -> tuple[str, ...]:
+    """Return the overrides for a model of transformers; `config` are its settings as YAML."""
     return "model=hf", f"model.architecture={architecture}", f"model.config={{{config}}}"
 
 
@@ -169,14 +170,14 @@ def main() -> None:
             ranks = options.ranks * (2 if strategy in TWICE_AS_MANY else 1)
             asked = (STRATEGIES[strategy], *more)
             batched = (*MODELS[model], f"train.global_batch={batch}", *asked)
-            found = measure(batched, run_dir / "run", ranks, options.steps, options.given_back)
+            peaks = measure(batched, run_dir / "run", ranks, options.steps, options.given_back)
             tiny = TINY_HUGGING_FACE if "model=hf" in MODELS[model] else TINY
             if (tiny, asked) not in known:
                 known[tiny, asked] = measure(
                     (*tiny, *asked), run_dir / "tiny", ranks, TINY_STEPS, options.given_back
                 )
             empty = known[tiny, asked]
-            taken = max(found[rank] - empty[rank] for rank in found)
+            taken = max(peaks[rank] - empty[rank] for rank in peaks)
             name = ", ".join([model, strategy, *(word.partition("=")[2] for word in more)])
             rows.append((name, heaviest(run_dir / "run"), taken))
             Console(stderr=True).print(f"{name}: {rows[-1][1]['total'] / taken:.3f}")
@@ -184,7 +185,10 @@ def main() -> None:
 
 
 def table_of(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> Table:
-    """A row a pair; what they come to in the caption."""
+    """Return a table with a row for each pair, and a summary in its caption.
+
+    A row is (name, bytes that the plan predicts by what holds them, measured bytes).
+    """
     ratios = [parts["total"] / taken for _, parts, taken in rows]
     caption = (
         f"{len(rows)} pairs: median error {median(abs(ratio - 1) for ratio in ratios):.1%}, "
@@ -203,7 +207,7 @@ def table_of(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> Table:
 
 
 def heaviest(run_dir: Path) -> Mapping[str, float]:
-    """What the plan says the rank needs that needs most, by what holds it."""
+    """Return the bytes that the plan predicts for the rank that needs most, by what holds them."""
     ranks = json.loads((run_dir / "plan.json").read_text())["ranks"]
     needs: list[dict[str, float]] = [rank["memory_bytes"] for rank in ranks]
     return max(needs, key=lambda need: need["total"])
@@ -212,8 +216,10 @@ def heaviest(run_dir: Path) -> Mapping[str, float]:
 def measure(
     asked: Sequence[str], run_dir: Path, ranks: int, steps: int, given_back: bool
 ) -> Mapping[int, int]:
-    """Run the command; the most bytes that each rank had resident after its first step. Exits
-    where it fails."""
+    """Run the command; return the most bytes that each rank had resident after its first step.
+
+    Exits where the command fails.
+    """
     line = [sys.executable, "-m", "whale_train.launcher.cli", *asked]
     line += ["hardware=cpu", f"hardware.devices={ranks}", f"train.steps={steps}"]
     # The plan's figure is of the steps: what writing the trained weights maps comes after them.
@@ -222,8 +228,8 @@ def measure(
     with tempfile.TemporaryFile("w+") as output:
         environment = os.environ | threshold
         process = subprocess.Popen(line, stdout=output, stderr=output, env=environment)
-        ended, found = threading.Event(), dict[int, int]()
-        looking = threading.Thread(target=watch, args=(process.pid, run_dir, ended, found))
+        ended, peaks = threading.Event(), dict[int, int]()
+        looking = threading.Thread(target=watch, args=(process.pid, run_dir, ended, peaks))
         looking.start()
         try:
             status = process.wait()
@@ -237,11 +243,14 @@ def measure(
         if status:
             output.seek(0)
             sys.exit(f"{' '.join(line)} failed:\n{output.read()}")
-    return found
+    return peaks
 
 
-def watch(command: int, run_dir: Path, ended: threading.Event, found: dict[int, int]) -> None:
-    """Keep in `found` every rank's peak since its first step, until `ended`."""
+def watch(command: int, run_dir: Path, ended: threading.Event, peaks: dict[int, int]) -> None:
+    """Keep every rank's peak in bytes, from its first step on, in `peaks`, until `ended` is set.
+
+    `command` is the process id of the command.
+    """
     ranks: dict[int, int] = {}  # whose peak was reset, by the process
     metrics = run_dir / "metrics.jsonl"
     while not ended.wait(INTERVAL_S):
@@ -256,7 +265,7 @@ def watch(command: int, run_dir: Path, ended: threading.Event, found: dict[int, 
                 status = Path(f"/proc/{pid}/status").read_text()
                 peak = re.search(r"VmHWM:\s+(\d+) kB", status)
                 if peak is not None:  # nor has it any memory while it ends
-                    found[rank] = int(peak[1]) * 1024
+                    peaks[rank] = int(peak[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ def main() -> None:
         devices, strategy, overrides = ROWS[name]
         seconds: dict[str, list[float]] = {"even": [], "hardware": []}
         for _ in range(options.rounds):
-            for balance, found in seconds.items():
+            for balance, step_times in seconds.items():
                 asked = [*overrides, f"strategy.balance={balance}"]
                 asked += ["launcher.link_speed=true"] * options.link_speed
-                found += steps_of(asked, options.steps)
+                step_times += steps_of(asked, options.steps)
         even, aware = median(seconds["even"]), median(seconds["hardware"])
         cells = (f"{even * 1e3:.0f} ms", f"{aware * 1e3:.0f} ms", f"{even / aware:.2f}")
         table.add_row(devices, strategy, *cells)
@@ -50,7 +50,10 @@ def main() -> None:
 
 
 def two_speeds(fast: int, slow: int, ratio: float) -> str:
-    """An inventory of two nodes."""
+    """Return the override for an inventory of two nodes, whose devices have two speeds.
+
+    `fast` and `slow` are numbers of devices. A fast one has `ratio` times the FLOP/s of a slow one.
+    """
     nodes = ", ".join(
         f"{{devices: {count}, link: nvlink2, device: {{name: gpu_{speed:g}, "
         f"flops: {{fp32: {speed:g}e12}}, memory_bytes: 16e9, memory_bandwidth_bytes_s: 9e11}}}}"
@@ -83,7 +86,7 @@ ROWS = {
 
 
 def steps_of(overrides: list[str], steps: int) -> list[float]:
-    """The seconds of a run's steps. Exits where it fails."""
+    """Run the command and return the seconds of its steps. Exits where it fails."""
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
         run_dir = Path(folder) / "run"
         command = [

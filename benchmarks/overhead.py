@@ -65,21 +65,25 @@ def compare(strategy: str, options: argparse.Namespace, folder: Path) -> None:
         ],
         turns.total_steps,
     )
-    found = [sides.ours(f"ours, {strategy}", request, plan, folder)]
+    compared = [sides.ours(f"ours, {strategy}", request, plan, folder)]
     batches = sides.all_batches(request, plan, turns.total_steps)
     for name, zero in BY_HAND[strategy].items():
         for huge_pages in (False, True):
             start = partial(by_hand, zero, batches)
-            found.append(Side(name + ", huge pages" * huge_pages, start, huge_pages))
-    results = interleaved(found, options.ranks, num_threads(options.ranks), turns)
+            compared.append(Side(name + ", huge pages" * huge_pages, start, huge_pages))
+    results = interleaved(compared, options.ranks, num_threads(options.ranks), turns)
     elements = sum(p.numel() for p in GPT(**SHAPE).parameters())
     title = f"GPT of {elements / 1e6:.1f} M, {options.ranks} ranks x {options.batch} sequences"
-    show(f"{title}, AdamW", results, [side.name for side in found[1:]], Console(width=150))
+    show(f"{title}, AdamW", results, [side.name for side in compared[1:]], Console(width=150))
 
 
 def by_hand(
     zero: dict[str, Any] | None, batches: Sequence[Sequence[sides.Batch]], rank: int
 ) -> Running:
+    """Return a GPT on rank `rank` that is trained by a loop written by hand.
+
+    `zero` are DeepSpeed's options; with None it is DistributedDataParallel.
+    """
     torch.manual_seed(0)
     make = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     model = GPT(**SHAPE)

@@ -42,9 +42,12 @@ TOLERATED = 0.15  # of the reported figure
 
 
 class GNMT(nn.Module):
-    """Wu et al. 2016 (arXiv 1609.08144) with the sizes of tensorflow/nmt's wmt16_gnmt_4_layer:
-    four LSTM layers of 1,024 on either side, what the first of the decoder attends to given to
-    those above it. One head of dot products stands for its additive attention."""
+    """GNMT (Wu et al. 2016, arXiv 1609.08144) in the sizes of tensorflow/nmt's wmt16_gnmt_4_layer.
+
+    It has four LSTM layers of 1,024 on either side. The context that the first layer of the decoder
+    attends to is given to the layers above it. One head of dot products stands for the additive
+    attention of GNMT.
+    """
 
     def __init__(self, vocabulary: int = 32000, width: int = 1024) -> None:
         super().__init__()
@@ -57,6 +60,7 @@ class GNMT(nn.Module):
         self.lm_head = nn.Linear(width, vocabulary)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        """Return the loss of `input_ids` and `labels`, both int64 [batch, tokens]."""
         source = self.encoder(self.both_ways(self.source(input_ids))[0])[0]
         query = self.decoder(self.target(labels))[0]
         context = self.attention(query, source, source, need_weights=False)[0]
@@ -65,6 +69,7 @@ class GNMT(nn.Module):
 
 
 def tokens(length: int) -> tuple[InputField, ...]:
+    """Return the fields of samples of `length` tokens."""
     return InputField("input_ids", (length,), "int64"), InputField("labels", (length,), "int64")
 
 
@@ -105,7 +110,16 @@ def pipeline(stages: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Side:
-    """A plan: `batch` samples a step of a model under a strategy's `graph` on `nodes`."""
+    """A plan of one side of a row.
+
+    model: name of the model, in MODELS.
+    graph: graph of the strategy.
+    nodes: nodes of the inventory.
+    batch: samples of a step.
+    optimizer: name of the optimizer.
+    balance: how work is shared among unequal devices.
+    network: network between the nodes.
+    """
 
     model: str
     graph: Any
@@ -118,8 +132,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """How many times as fast as `against` a side was on `times` as many devices, for each of them
-    (`reported` None: it did not fit)."""
+    """Comparison of two sides, or the question whether one side fits.
+
+    what: name in the table.
+    reported: how many times as fast as `against` the paper reports `ours`, for each device; None:
+        it did not fit.
+    ours: the side of the comparison.
+    against: the side it is compared with; None where it is only asked whether `ours` fits.
+    times: how many times as many devices as `against` `ours` has.
+    """
 
     what: str
     reported: float | None
@@ -128,13 +149,19 @@ class Row:
     times: int = 1
 
 
-Found = Sequence[tuple[Row, float | None]]  # with what ours comes to; None where it is refused
+Found = Sequence[tuple[Row, float | None]]  # rows with our figures; None where refused
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`setting` is what we assume; `why` what we found where ours differs. `otherwise` are rows
-    again under other settings that the paper leaves open, on which they depend."""
+    """A figure of the paper.
+
+    title: title of the table.
+    setting: what we assume.
+    rows: rows of the table.
+    why: what we found where ours differs.
+    otherwise: rows under other settings that the paper leaves open, on which the figure depends.
+    """
 
     title: str
     setting: str
@@ -262,27 +289,31 @@ def main() -> None:
     console = Console(width=100, highlight=False)
     for number in options.figures:
         figure = FIGURES[number]
-        found = [(row, simulated(row)) for row in figure.rows]
-        order = in_order(found)
-        console.print(table_of(f"Figure {number}: {figure.title}", found, order))
+        simulations = [(row, simulated(row)) for row in figure.rows]
+        order = in_order(simulations)
+        console.print(table_of(f"Figure {number}: {figure.title}", simulations, order))
         console.print(f"Assumed: {figure.setting}")
-        if order == "differs" or not all(agrees(*pair) and is_near(*pair) for pair in found):
+        if order == "differs" or not all(agrees(*pair) and is_near(*pair) for pair in simulations):
             console.print(f"Why: {figure.why}")
         if figure.otherwise:
-            found = [(row, simulated(row)) for row in figure.otherwise]
-            console.print(table_of("Under another setting:", found, ""))
+            simulations = [(row, simulated(row)) for row in figure.otherwise]
+            console.print(table_of("Under another setting:", simulations, ""))
         console.print()
 
 
 @cache
 def profile_of(name: str) -> ModelProfile:
+    """Return the profile of a model of MODELS, measured once."""
     overrides, fields = MODELS[name]
     model: Any = OmegaConf.to_container(composed(overrides).model, resolve=True)
     return profile_model(ModelOptions.from_mapping(model), name, fields, by_folding=True)
 
 
 def samples_per_s(side: Side) -> float:
-    """Raises PlanError where it does not fit."""
+    """Return the samples a second that a side's plan predicts.
+
+    Raises PlanError where the side does not fit.
+    """
     strategy = read_strategy({"graph": side.graph, "balance": side.balance}, "paper", [])
     inventory = {"nodes": side.nodes, "network": side.network}
     cluster = read_inventory(inventory, "paper", [], MachineFacts(1, 10**9, (), None))
@@ -294,7 +325,11 @@ def samples_per_s(side: Side) -> float:
 
 
 def simulated(row: Row) -> float | None:
-    """None where a side whose like did not fit is refused."""
+    """Return the figure of a row as our plans predict it.
+
+    Return None where a row that compares nothing is refused. Raises PlanError for a refused side of
+    a comparison.
+    """
     if row.against is not None:
         return samples_per_s(row.ours) / samples_per_s(row.against) / row.times
     try:
@@ -303,13 +338,14 @@ def simulated(row: Row) -> float | None:
         return None
 
 
-def table_of(title: str, found: Found, order: str) -> Table:
+def table_of(title: str, simulations: Found, order: str) -> Table:
+    """Return the table of rows and their simulated figures; `order` is that of `in_order`."""
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.caption = f"The order of the rows {order}." if order else None
     table.add_column("", width=40)
     for heading in ("reported", "ours", "ours / reported", "direction"):
         table.add_column(heading, justify="right")
-    for row, ours in found:
+    for row, ours in simulations:
         reported = "no memory" if row.reported is None else f"{row.reported:.2f}"
         figure = "refused" if ours is None else f"{ours:.2f}"
         ratio = f"{ours / row.reported:.2f}" if ours and row.reported else ""
@@ -319,21 +355,33 @@ def table_of(title: str, found: Found, order: str) -> Table:
 
 
 def agrees(row: Row, ours: float | None) -> bool:
-    """Whether both are faster than what they are compared with, or slower, or do not fit."""
+    """Return whether reported and simulated figure point the same way.
+
+    They do where both are above 1, where both are not, and where neither fits.
+    """
     if row.reported is None or ours is None:
         return row.reported is ours
     return (row.reported > 1) == (ours > 1)
 
 
 def is_near(row: Row, ours: float | None) -> bool:
+    """Return whether the simulated figure is within TOLERATED of the reported one.
+
+    Return True where one of them is missing.
+    """
     return not row.reported or not ours or abs(ours / row.reported - 1) <= TOLERATED
 
 
-def in_order(found: Found) -> str:
-    """Whether ours `agrees` or `differs` in which rows are larger; nothing where some are equal or
-    do not fit."""
-    known = [(row.reported, ours) for row, ours in found if row.reported and ours]
-    if len(found) < 2 or any(len(set(each)) < len(found) for each in zip(*known, strict=True)):
+def in_order(simulations: Found) -> str:
+    """Return whether the rows are in the same order by our figures as by the reported ones.
+
+    It is 'agrees' or 'differs', or '' where figures are equal or do not fit, and for less than two
+    rows.
+    """
+    known = [(row.reported, ours) for row, ours in simulations if row.reported and ours]
+    if len(simulations) < 2 or any(
+        len(set(figures)) < len(simulations) for figures in zip(*known, strict=True)
+    ):
         return ""
     return "agrees" if sorted(known) == sorted(known, key=lambda pair: pair[1]) else "differs"
 

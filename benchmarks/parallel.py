@@ -60,50 +60,50 @@ def main() -> None:
 
 
 def compare_split(ranks: int, options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """Ours against DTensor and one process."""
+    """Print ours, split, against DTensor and one process."""
     import parallel_sides as by_hand  # after `preload`, as all that imports torch's distributed
 
     turns = Turns(options.rounds, options.steps)
     request, plan = ours("split", ranks, options, turns)
-    found = [sides.ours("ours, split", request, plan, folder)]
+    compared = [sides.ours("ours, split", request, plan, folder)]
     batches = whole_batches(options, turns)
     for name, sharded_loss in (("DTensor", False), ("DTensor, loss_parallel", True)):
         start = partial(written, by_hand.DTensorSplit, options, batches, sharded_loss)
-        found += in_both_pages(name, start)
+        compared += in_both_pages(name, start)
     for threads in sorted({num_threads(ranks), num_threads(1)}):
         start = partial(written, by_hand.OneProcess, options, batches, threads)
         words = f"one process, {threads} thread{'s' * (threads > 1)}"
-        found.append(Side(f"{words}{HUGE}", start, True))
-    run(f"split, {title(ranks, options)}", found, ranks, options, turns, console)
+        compared.append(Side(f"{words}{HUGE}", start, True))
+    run(f"split, {title(ranks, options)}", compared, ranks, options, turns, console)
 
 
 def compare_pipeline(
     ranks: int, options: argparse.Namespace, folder: Path, console: Console
 ) -> None:
-    """Our schedules against torch.distributed.pipelining, cut where ours is cut."""
+    """Print our schedules against torch.distributed.pipelining, cut where ours is cut."""
     import parallel_sides as by_hand
 
     turns = Turns(options.rounds, options.steps)
-    found = []
+    compared = []
     cuts: list[int] = []
     for schedule in SCHEDULES:
         if schedule == "interleaved_1f1b" and options.layers < 2 * ranks:
             continue
         request, plan = ours(schedule, ranks, options, turns)
-        found.append(sides.ours(f"ours, {schedule}", request, plan, folder))
+        compared.append(sides.ours(f"ours, {schedule}", request, plan, folder))
         if schedule == "1f1b":
             cuts = layers_cut(plan)
     batches = whole_batches(options, turns)
     for schedule, kind in by_hand.SCHEDULES.items():
         more = (cuts, schedule, options.micro_batches)
         start = partial(written, by_hand.Pipelined, options, batches, *more)
-        found += in_both_pages(kind.__name__, start)
+        compared += in_both_pages(kind.__name__, start)
     words = f"pipeline of {options.micro_batches} micro-batches, layers cut at {cuts[1:-1]}"
-    run(f"{words}, {title(ranks, options)}", found, ranks, options, turns, console)
+    run(f"{words}, {title(ranks, options)}", compared, ranks, options, turns, console)
 
 
 def break_down(ranks: int, options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """Print where the time of a step of ours goes."""
+    """Print the shares of a step of ours: compute, bridges, collectives, waiting and the rest."""
     turns = Turns(rounds=4, steps=options.steps)
     words = f"where a step goes, {title(ranks, options)}; hybrid_split_dp: {CLASSES} classes"
     table = Table(title=words, title_justify="left")
@@ -118,14 +118,15 @@ def break_down(ranks: int, options: argparse.Namespace, folder: Path, console: C
             request, plan = ours(strategy, ranks, options, turns)
         side = breakdown.watched(request, plan, run_dir)
         interleaved([side], ranks, num_threads(ranks), turns)
-        found = breakdown.shares(run_dir, ranks, skipped=turns.total_steps // (turns.rounds + 1))
-        table.add_row(strategy, *(f"{amount:.1%}" for amount in astuple(found)))
+        shares = breakdown.shares(run_dir, ranks, skipped=turns.total_steps // (turns.rounds + 1))
+        table.add_row(strategy, *(f"{amount:.1%}" for amount in astuple(shares)))
     console.print(table)
 
 
 def ours(
     strategy: str, ranks: int, options: argparse.Namespace, turns: Turns
 ) -> tuple[Request, Plan]:
+    """Return the request and plan of ours, split or pipelined as `strategy` says."""
     graph = "{split: {}}"
     if strategy in SCHEDULES:
         what = f"stages: {ranks}, schedule: {strategy}, micro_batches: {options.micro_batches}"
@@ -135,7 +136,10 @@ def ours(
 
 
 def split_head(ranks: int, options: argparse.Namespace, turns: Turns) -> tuple[Request, Plan]:
-    """A backbone copied and its head of many classes split: the bridges of a hybrid strategy."""
+    """Return the request and plan of a copied backbone with its head of many classes split.
+
+    They are for the bridges of a hybrid strategy.
+    """
     overrides = [
         "model=class_head",
         f"model.num_classes={CLASSES}",
@@ -149,7 +153,7 @@ def split_head(ranks: int, options: argparse.Namespace, turns: Turns) -> tuple[R
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """What all plans have in common."""
+    """Return the overrides that all plans have in common."""
     config = ", ".join(f"{key}: {str(value).lower()}" for key, value in shape(options).items())
     return [
         "model=hf",
@@ -164,8 +168,10 @@ def asked(options: argparse.Namespace) -> list[str]:
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of LlamaConfig. The inner width is Llama's: 8/3 of the width, rounded up to a
-    multiple of 32; heads are 64 wide."""
+    """Return the settings of LlamaConfig.
+
+    The inner width is Llama's: 8/3 of the width, rounded up to a multiple of 32. Heads are 64 wide.
+    """
     return {
         "hidden_size": options.width,
         "intermediate_size": -(-options.width * 8 // (3 * 32)) * 32,
@@ -180,14 +186,14 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def whole_batches(options: argparse.Namespace, turns: Turns) -> list[sides.Batch]:
-    """The global batches, as one process reads them."""
+    """Return the global batches, as one process reads them."""
     overrides = [*asked(options), "strategy=single", "hardware.devices=1"]
     (batches,) = sides.all_batches(*sides.resolved(overrides, turns.total_steps), turns.total_steps)
     return batches
 
 
 def layers_cut(plan: Plan) -> list[int]:
-    """Where the layers are cut, from 0 to their number."""
+    """Return the layers at which stages begin, from 0, and the number of layers as the last."""
     cuts = [0]
     for task_graph in plan.task_graphs:
         layers = (path.split("layers.")[1] for path in task_graph.parameters if "layers." in path)
@@ -196,7 +202,7 @@ def layers_cut(plan: Plan) -> list[int]:
 
 
 def in_both_pages(name: str, start: Callable[[int], Running]) -> list[Side]:
-    """A side as torch runs by default, and with the huge pages that ours asks for."""
+    """Return a side with torch's default pages, and the same with huge pages, as ours has."""
     return [Side(name, start, False), Side(name + HUGE, start, True)]
 
 
@@ -206,7 +212,10 @@ def written(
     batches: Sequence[sides.Batch],
     *more: Any,
 ) -> Running:
-    """A side written by hand, on the rank that is the last of `more`."""
+    """Return a side written by hand, on the rank that is the last of `more`.
+
+    `kind` is the side's class; the rest of `more` are its further arguments.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape(options)))
     make = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
@@ -216,20 +225,22 @@ def written(
 
 def run(
     words: str,
-    found: Sequence[Side],
+    compared: Sequence[Side],
     ranks: int,
     options: argparse.Namespace,
     turns: Turns,
     console: Console,
 ) -> None:
+    """Run the sides that the options name, and print what they took."""
     if options.sides:
-        found = [side for side in found if any(word in side.name for word in options.sides)]
-    results = interleaved(found, ranks, num_threads(ranks), turns)
-    baselines = [side.name for side in found if side.name.endswith(HUGE)]
+        compared = [side for side in compared if any(word in side.name for word in options.sides)]
+    results = interleaved(compared, ranks, num_threads(ranks), turns)
+    baselines = [side.name for side in compared if side.name.endswith(HUGE)]
     show(words, results, baselines, console)
 
 
 def title(ranks: int, options: argparse.Namespace) -> str:
+    """Return the words for the model and the batch of a table's title."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape(options)))
     elements = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""What benchmarks/parallel.py compares ours with: a Hugging Face Llama, parallel by hand in torch.
+"""A Hugging Face Llama, parallel by hand in torch, which benchmarks/parallel.py compares ours with.
 
 Each is what a careful user would write for this one model: on one process, split by DTensor's
 `parallelize_module`, or cut into stages for `torch.distributed.pipelining`. All take ready-made
@@ -29,7 +29,7 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class OneProcess:
-    """The whole model on the first rank, with `threads`; the others wait."""
+    """Side with the whole model on the first rank, with `threads` threads; the other ranks wait."""
 
     def __init__(
         self, model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch], threads: int
@@ -54,11 +54,11 @@ class OneProcess:
 
 
 class DTensorSplit:
-    """DTensor's tensor parallelism, as torch's tutorial for Llama has it: queries, keys, values,
-    gate and up by columns, output and down by rows, the embedding by rows of its table.
+    """DTensor's tensor parallelism, as torch's tutorial for Llama has it.
 
-    `sharded_loss`: the head's logits stay sharded by class and the loss is `loss_parallel`'s;
-    otherwise they are gathered, as in the tutorial's first version.
+    Queries, keys, values, gate and up are split by columns, output and down by rows, the embedding
+    by rows of its table. With `sharded_loss`, the head's logits stay sharded by class and the loss
+    is `loss_parallel`'s; otherwise they are gathered, as in the tutorial's first version.
     https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html
     """
 
@@ -105,7 +105,10 @@ class DTensorSplit:
         self.last = _local(loss.detach())
 
     def _norm(self) -> float:
-        """Of the shards and of the norms' weights, which every rank has, in one all-reduce."""
+        """Return the norm of the gradients, with one all-reduce.
+
+        It is made of the shards, and of the weights of norms, which every rank has whole.
+        """
         sharded: list[Tensor] = []
         whole: list[Tensor] = []
         for parameter in self.model.parameters():
@@ -121,12 +124,16 @@ class DTensorSplit:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`; any tensor but a DTensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Pipelined:
-    """`torch.distributed.pipelining` on a cut made by hand: rank s runs the layers
-    `cuts[s]` to `cuts[s + 1]`, the first embeds, the last has the norm, the head and the loss."""
+    """Side of `torch.distributed.pipelining`, on a cut made by hand.
+
+    Rank s runs the layers `cuts[s]` to `cuts[s + 1]`. The first rank embeds; the last has the norm,
+    the head and the loss.
+    """
 
     def __init__(
         self,
@@ -171,8 +178,7 @@ class Pipelined:
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a Llama. Takes tokens [samples, sequence] on the first stage and hidden
-    states elsewhere; gives hidden states, or logits on the last."""
+    """Some layers of a Llama, as one stage of a pipeline."""
 
     def __init__(
         self, model: LlamaForCausalLM, start: int, stop: int, is_first: bool, is_last: bool
@@ -185,6 +191,10 @@ class LlamaStage(nn.Module):
         self.head = model.lm_head if is_last else None
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [samples, sequence, width], or the last stage's logits.
+
+        `hidden` are tokens [samples, sequence] on the first stage, and hidden states elsewhere.
+        """
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         positions = torch.arange(hidden.shape[1]).unsqueeze(0)
@@ -198,6 +208,9 @@ class LlamaStage(nn.Module):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """What LlamaForCausalLM computes."""
+    """Return the loss that LlamaForCausalLM computes, a scalar.
+
+    `logits` are [samples, sequence, vocabulary], `labels` [samples, sequence].
+    """
     following = functional.pad(labels, (0, 1), value=-100)[:, 1:]
     return functional.cross_entropy(logits.float().flatten(0, 1), following.flatten())

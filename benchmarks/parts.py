@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(options)
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
-        found = []
+        compared = []
         for name, strategy in STRATEGIES.items():
             asked = [
                 *("model=gpt", f"model.width={options.width}", f"model.depth={options.depth}"),
@@ -44,10 +44,10 @@ def main() -> None:
                 f"train.global_batch={options.batch * options.hosts}",
             ]
             resolved = sides.resolved(asked, bench.turns.total_steps)
-            found.append(sides.ours(name, *resolved, Path(folder)))
+            compared.append(sides.ours(name, *resolved, Path(folder)))
         words = f"GPT of {options.width} x {options.depth}, "
         words += f"{options.batch * options.sequence} tokens a host"
-        bench.compare(words, found, "copies")
+        bench.compare(words, compared, "copies")
 
 
 if __name__ == "__main__":

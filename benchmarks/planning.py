@@ -1,12 +1,11 @@
-"""How long planning takes: against the number of devices, and against the depth of the model; and
-how long the planner searches for a strategy itself.
+"""Seconds of planning, by number of devices and by depth of the model, and of searches.
 
 python benchmarks/planning.py
 python benchmarks/planning.py --parts search
 
 Set-up (export and profile of the model, or finding the profile a plan before this one kept, the
 best of three) and the plan are timed apart, after imports, in this process. Nodes of 8 V100 over
-50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device. *Full speed* is for how
+50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device. *Full speed* is how
 long the devices would compute if nothing waited and all were as fast as they ever are.
 """
 
@@ -78,6 +77,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
+    """Print the seconds of plans, by number of devices and by depth."""
     profiled(2)  # what torch sets up at its first export is no part of any model's
     console = Console(width=100)
     profile, setup_s, again_s = profiled(options.depth)
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> None:
         table.add_column(f"{devices:,} devices", justify="right")
     for name in STRATEGIES:
         seconds = (planned(profile, name, devices) for devices in options.devices)
-        table.add_row(name, *(f"{each:.2f}" for each in seconds))
+        table.add_row(name, *(f"{plan_s:.2f}" for plan_s in seconds))
     console.print(table)
     table = Table(title="Seconds on 1,024 devices, by depth", title_justify="left")
     for heading in ("blocks", "set-up", "kept", *STRATEGIES):
@@ -96,12 +96,13 @@ def measure(options: argparse.Namespace) -> None:
     for depth in options.depths:
         profile, setup_s, again_s = profiled(depth)
         plans = (planned(profile, name, 1024) for name in STRATEGIES)
-        seconds = (f"{each:.2f}" for each in plans)
+        seconds = (f"{plan_s:.2f}" for plan_s in plans)
         table.add_row(str(depth), f"{setup_s:.2f}", f"{again_s:.3f}", *seconds)
     console.print(table)
 
 
 def measure_searches(options: argparse.Namespace) -> None:
+    """Print the seconds of searches for a strategy, and what they found."""
     profiled(2)
     profile, setup_s, again_s = profiled(options.depth)
     title = f"strategy=auto, {options.depth} blocks (set-up {setup_s:.2f} s; kept {again_s:.3f} s)"
@@ -115,16 +116,16 @@ def measure_searches(options: argparse.Namespace) -> None:
         training = Training(batch, "fp32", 0.0, "adamw", {"lr": 1e-3})
         asked = Strategy("auto", (), time_limit_s=options.time_limit)
         started = time.perf_counter()
-        found = search(asked, cluster, Findings(profile, "fp32"), training)
+        outcome = search(asked, cluster, Findings(profile, "fp32"), training)
         seconds = time.perf_counter() - started
-        step = found.considered.step.spans.seconds
-        cells = (f"{seconds:.2f}", str(found.resolved), found.decisions[0].chosen)
-        table.add_row(name, *cells, f"{step * 1e3:.1f} ms", f"{found.floor_s * 1e3:.1f} ms")
+        step = outcome.considered.step.spans.seconds
+        cells = (f"{seconds:.2f}", str(outcome.resolved), outcome.decisions[0].chosen)
+        table.add_row(name, *cells, f"{step * 1e3:.1f} ms", f"{outcome.floor_s * 1e3:.1f} ms")
     Console(width=100).print(table)
 
 
 def profiled(depth: int) -> tuple[ModelProfile, float, float]:
-    """The model's profile, the seconds it took, and those of finding it again."""
+    """Return the model's profile, the seconds of making it, and the seconds of finding it again."""
     arguments = {"width": 512, "heads": 8, "depth": depth, "vocab_size": VOCABULARY}
     model = ModelOptions(_target_="whale_train.models.gpt.GPT", arguments=arguments)
     fields = tuple(
@@ -139,15 +140,15 @@ def profiled(depth: int) -> tuple[ModelProfile, float, float]:
     again = []
     for _ in range(3):
         started = time.perf_counter()
-        found = kept(profile_key(model, fields, by_folding=True) or "")
+        reloaded = kept(profile_key(model, fields, by_folding=True) or "")
         again.append(time.perf_counter() - started)
-        if found != profile:
+        if reloaded != profile:
             raise SystemExit(f"what was kept of {depth} blocks is not what was measured")
     return profile, seconds, min(again)
 
 
 def planned(profile: ModelProfile, name: str, devices: int) -> float:
-    """Seconds of the plan."""
+    """Return the seconds of making the plan of strategy `name` on `devices` devices."""
     strategy = read_strategy({"graph": STRATEGIES[name]}, name, [])
     assert strategy is not None
     cluster = cluster_of(devices)
@@ -158,11 +159,12 @@ def planned(profile: ModelProfile, name: str, devices: int) -> float:
 
 
 def cluster_of(devices: int) -> Cluster:
+    """Return a cluster of `devices` V100s."""
     return read([(devices, *V100)])
 
 
 def read(kinds: Sequence[tuple[int, str, str]]) -> Cluster:
-    """Nodes of 8, or fewer, of so many devices of each kind."""
+    """Return a cluster of nodes of 8 devices, or of fewer; `kinds` are (devices, device, link)."""
     nodes = [
         {"count": max(1, n // 8), "devices": min(n, 8), "device": device, "link": link}
         for n, device, link in kinds

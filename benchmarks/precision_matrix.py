@@ -45,11 +45,11 @@ def main() -> None:
         for model, precision, strategy in product(
             options.models, options.precisions, options.strategies
         ):
-            found = outcome(sides, Cell(model, strategy, precision, folder))
-            verdicts[found.verdict] += 1
-            figures = (f"{x:.1e}" for x in (found.loss, found.norm, found.tolerance))
-            parts = (f"{x:.2f}" for x in (found.elements, found.allowed))
-            said = f"{found.verdict} {found.said}".strip()
+            compared = outcome(sides, Cell(model, strategy, precision, folder))
+            verdicts[compared.verdict] += 1
+            figures = (f"{x:.1e}" for x in (compared.loss, compared.norm, compared.tolerance))
+            parts = (f"{x:.2f}" for x in (compared.elements, compared.allowed))
+            said = f"{compared.verdict} {compared.said}".strip()
             table.add_row(model, strategy, precision, *figures, *parts, said)
             print(model, strategy, precision, said, file=sys.stderr, flush=True)
         served.close()

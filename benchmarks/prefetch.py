@@ -1,4 +1,4 @@
-"""What does a step wait for its batch, where reading one takes a while?
+"""How long does a step wait for its batch, where reading one takes a while?
 
     python benchmarks/prefetch.py --read-ms 20
 
@@ -29,7 +29,7 @@ _SKIPPED = 3  # of a turn: two that were read ahead, and the one that was being 
 
 
 class Slow:
-    """A dataset whose batches take `seconds` to read."""
+    """Dataset that takes `seconds` to read a batch of another one."""
 
     def __init__(self, dataset: Dataset, seconds: float) -> None:
         self._dataset, self._seconds = dataset, seconds
@@ -81,8 +81,8 @@ def main() -> None:
     for column in ("dataset", "step", "longer by"):
         table.add_column(column, justify="left" if column == "dataset" else "right")
     first = median(next(iter(times.values())))
-    for name, listed in times.items():
-        step = median(listed)
+    for name, seconds in times.items():
+        step = median(seconds)
         table.add_row(name, f"{step * 1e3:.1f} ms", f"{(step - first) * 1e3:+.1f} ms")
     Console().print(table)
 

@@ -1,4 +1,4 @@
-"""What prototypes of experts learn: k groups of top-1 routers against top-k of all experts.
+"""Learning with prototypes of experts: k groups of top-1 routers against top-k of all experts.
 
 M6-T (Yang et al. 2021, arXiv 2105.15082) reports that k groups of experts, each with a top-1
 router of its own, learn more at equal work than top-k routing of all. Here, mixtures of one size
@@ -63,7 +63,7 @@ def _steps(
 ) -> list[dict[str, Any]]:
     prototypes, top_k = ROUTINGS[name]
     started = time.perf_counter()
-    found = steps_of(
+    metrics = steps_of(
         *("model=moe_gpt", f"hardware.devices={options.devices}", "optimizer.lr=0.002"),
         *(f"model.experts={options.experts}", f"model.prototypes={prototypes}"),
         *(f"model.top_k={top_k}", "model.balance=0.01", "model.depth=2", "model.ffn=128"),
@@ -71,7 +71,7 @@ def _steps(
         *("train.evaluation_samples=512", *more),
     )
     print(f"{name}, seed {seed}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    return found
+    return metrics
 
 
 if __name__ == "__main__":

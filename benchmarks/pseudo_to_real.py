@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _at(curve: Curve, seconds: float) -> float:
-    """Return the loss that was known last, at some time."""
+    """Return the last loss that was known after `seconds` of a curve, or NaN for none."""
     return next((loss for after, loss in reversed(curve) if after <= seconds), float("nan"))
 
 

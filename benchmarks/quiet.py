@@ -1,4 +1,4 @@
-"""Measures while the machine is as fast as it was: others may use its cores as well.
+"""Measurement while the machine is as fast as it was: others may use its cores as well.
 
 Where they do, products take two thirds longer for seconds or minutes, and figures of one such time
 say nothing of another. A product on all cores before and after a measurement tells.
@@ -13,16 +13,19 @@ import torch
 
 from whale_train.runtime.calibrate.timing import undisturbed
 
-SIZE, TIMES = 1024, 100  # of the products that tell: about a second together
-SLOWER = 1.12  # times the fastest so far that counts as disturbed
-TRIES = 3  # of a measurement
-PAUSE_S = 2.0  # between looks
+SIZE, TIMES = 1024, 100  # extent and number of the products that are timed: about a second together
+SLOWER = 1.12  # factor of the fastest time so far above which a time counts as disturbed
+TRIES = 3  # tries of a measurement
+PAUSE_S = 2.0  # seconds between looks
 
 T = TypeVar("T")
 
 
 class Quiet:
-    """Has what is measured wait and be repeated, `patience_s` seconds of it in all."""
+    """Repetition of measurements that others disturb.
+
+    It waits `patience_s` seconds in all at most. `repeated` is the number of repetitions.
+    """
 
     def __init__(self, patience_s: float) -> None:
         self._left_s = patience_s
@@ -32,21 +35,22 @@ class Quiet:
         self._undisturbed()
 
     def measure(self, measurement: Callable[[], T]) -> T:
-        """What the first measurement finds that nobody disturbed, or the last of `TRIES`."""
+        """Return the result of the first undisturbed measurement, or of the last of `TRIES`."""
         for again in range(TRIES):
             while not self._undisturbed() and self._left_s > 0:
                 time.sleep(PAUSE_S)
                 self._left_s -= PAUSE_S
             began = time.monotonic()
-            found = measurement()
+            measured = measurement()
             if self._undisturbed() or self._left_s <= 0:
                 break
             if again + 1 < TRIES:
                 self.repeated += 1
                 self._left_s -= time.monotonic() - began
-        return found
+        return measured
 
     def _undisturbed(self) -> bool:
+        """Return whether products take about as long as the fastest so far."""
         times = []
         for _ in range(TIMES):
             began = time.perf_counter()

@@ -58,7 +58,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Off:
-    """How far the memory of a rehearsed rank is from its plan's, as a part of that."""
+    """Deviation of a rehearsed rank's memory from its plan's.
+
+    case: the cluster, model and strategy.
+    rank: number of the rank.
+    part: deviation, as a part of the planned bytes.
+    """
 
     case: str
     rank: int
@@ -96,8 +101,8 @@ def main() -> None:
                 if model is None or (model.graph is None and plan.rewrite is not None):
                     model = model_of(request, plan)
                 kinds = _some(chosen(plan, "kinds"), options.kinds)
-                found = rehearse(request, plan, model, kinds, options.processes)
-                offs += _said(console, case, found, planned_s)
+                rehearsal = rehearse(request, plan, model, kinds, options.processes)
+                offs += _said(console, case, rehearsal, planned_s)
     if offs:
         parts = sorted((abs(x.part) for x in offs), reverse=True)
         worst = [f"{x.case} rank {x.rank} {x.part:+.1%}" for x in _worst(offs)]
@@ -116,15 +121,17 @@ def _request(overrides: list[str], hardware: str, strategy: str) -> Request:
     return read_request(config, {"hardware": hardware, "strategy": strategy})
 
 
-def _said(console: Console, case: str, found: Rehearsal, planned_s: float) -> list[Off]:
-    """Print what became of a plan; how far its ranks are off."""
+def _said(console: Console, case: str, rehearsal: Rehearsal, planned_s: float) -> list[Off]:
+    """Print the outcome of a rehearsal, and return the deviations of its ranks' memory."""
     offs = [
-        Off(case, x.rank, x.peak / x.planned - 1) for x in found.kinds if not x.error and x.planned
+        Off(case, x.rank, x.peak / x.planned - 1)
+        for x in rehearsal.kinds
+        if not x.error and x.planned
     ]
-    errors = {f"{x.error[:100]} at {x.place[-90:]}" for x in found.kinds if x.error}
+    errors = {f"{x.error[:100]} at {x.place[-90:]}" for x in rehearsal.kinds if x.error}
     span = f"{min(x.part for x in offs):+.1%} to {max(x.part for x in offs):+.1%}" if offs else ""
-    said = [f"{len(found.kinds)} kinds", span, *sorted(errors), *found.faults[:2]]
-    seconds = f"{planned_s:.0f} + {found.seconds:.0f} s"
+    said = [f"{len(rehearsal.kinds)} kinds", span, *sorted(errors), *rehearsal.faults[:2]]
+    seconds = f"{planned_s:.0f} + {rehearsal.seconds:.0f} s"
     console.print(f"{case}: {'; '.join(filter(None, said))} ({seconds})", soft_wrap=True)
     return offs
 

@@ -1,4 +1,4 @@
-"""How far roundings alone move the first gradients of the image classifier.
+"""The change of the first gradients of the image classifier by roundings alone.
 
 python benchmarks/relu_kinks.py --size 224 --batch 8
 
@@ -37,10 +37,10 @@ def main() -> None:
     print(f"{sum(len(x) for x in kinks):,} ReLUs")
 
     def show(name: str, of: nn.Module, inputs: Tensor) -> None:
-        found, decided = gradients(of, inputs, labels)
+        own_gradients, decided = gradients(of, inputs, labels)
         flips = sum(int((a != b).sum()) for a, b in zip(decided, kinks, strict=True))
         off = {
-            path: float((found[path] - x).abs().max() / x.abs().max())
+            path: float((own_gradients[path] - x).abs().max() / x.abs().max())
             for path, x in expected.items()
         }
         worst = max(off, key=lambda path: off[path])
@@ -67,7 +67,10 @@ def moved(model: nn.Module, seed: int) -> nn.Module:
 def gradients(
     model: nn.Module, images: Tensor, labels: Tensor
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the first gradients in fp64, and of every ReLU which elements it lets through."""
+    """Return the gradients of the parameters in fp64, by path, and the decisions of every ReLU.
+
+    A decision is whether the ReLU lets an element through.
+    """
     own = copy.deepcopy(model)
     with deciding() as decided:
         own(images, labels).loss.backward()
@@ -76,7 +79,7 @@ def gradients(
 
 @contextmanager
 def deciding() -> Iterator[list[Tensor]]:
-    """Collect what every ReLU inside lets through."""
+    """Yield a list that receives, for every ReLU inside, which elements it lets through."""
     right, decided = functional.relu, list[Tensor]()
 
     def seen(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

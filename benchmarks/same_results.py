@@ -84,7 +84,10 @@ def main() -> int:
 
 
 def write(folder: Path, command: str, without: set[str]) -> None:
-    """Leave every plan and every job's losses in `folder`."""
+    """Write every plan and every job's losses into `folder`, as the program `command` makes them.
+
+    Strategies in `without` are left out.
+    """
     console = Console(soft_wrap=True)
     strategies = Path(__file__).parents[1] / "conf" / "strategy"
     names = sorted(path.stem for path in strategies.glob("*.yaml") if path.stem not in without)
@@ -97,8 +100,8 @@ def write(folder: Path, command: str, without: set[str]) -> None:
             for name in names:
                 plan = run / "plans" / f"{name}.json"
                 why = {"refused": said}
-                if found := re.search(_REFUSAL.format(name), out, re.MULTILINE):
-                    why = {"refused": " ".join(found[1].split())}
+                if refusal := re.search(_REFUSAL.format(name), out, re.MULTILINE):
+                    why = {"refused": " ".join(refusal[1].split())}
                 text = plan.read_text() if plan.exists() else json.dumps(why)
                 (target / f"{name}.json").write_text(text)
             shutil.rmtree(run)
@@ -116,8 +119,10 @@ def write(folder: Path, command: str, without: set[str]) -> None:
 
 
 def answer(command: str, given: list[str]) -> tuple[Path, str, str]:
-    """Return the run directory that the command leaves of what it is `given`, its errors, and what
-    it prints."""
+    """Return the run directory that the command leaves, its errors, and its output.
+
+    `given` are the arguments of the command.
+    """
     run = Path(tempfile.mkdtemp(prefix="whale-same-"))
     environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(run / "none"), "COLUMNS": "200"}
     arguments = [command, *given, f"hydra.run.dir={run}"]
@@ -127,7 +132,7 @@ def answer(command: str, given: list[str]) -> tuple[Path, str, str]:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print what differs between the files of two folders; return 1 where anything does."""
+    """Print the differences between the files of two folders; return 1 for any, else 0."""
     console = Console(soft_wrap=True)
     files = sorted({p.relative_to(x) for x in (before, after) for p in x.rglob("*.json")})
     different = 0
@@ -142,7 +147,10 @@ def compare(before: Path, after: Path) -> int:
 
 
 def read(path: Path) -> Any:
-    """Return what a file says, times that looking took left out; None if it is not there."""
+    """Return the content of a plan or of losses, without the times that looking took.
+
+    Return None for a file that is not there.
+    """
     if not path.exists():
         return None
     content = json.loads(path.read_text())

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _awaited(start: "partial[Running]", rank: int) -> Running:
-    """Set up a side whose ranks wait for rows at once."""
+    """Return the side of `start` on rank `rank`, made to wait for rows at once."""
     with patch.object(shard_graph, "delay_combines", lambda graph: None):
         return start(rank)
 

@@ -39,8 +39,10 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Ours:
-    """A rank of ours: what runtime/process/rank_main.py does, its loop taken step by step. A
-    `trace` sees what it does when."""
+    """A rank of ours, whose loop is taken step by step.
+
+    It does what runtime/process/rank_main.py does. A `trace` records its instructions.
+    """
 
     def __init__(
         self,
@@ -72,14 +74,14 @@ class Ours:
 
     def loss(self) -> float:
         self._last.settle()
-        found = [self._last.final_loss]
-        dist.broadcast_object_list(found)
-        assert found[0] is not None
-        return found[0]
+        shared_loss = [self._last.final_loss]
+        dist.broadcast_object_list(shared_loss)
+        assert shared_loss[0] is not None
+        return shared_loss[0]
 
 
 def resolved(overrides: Sequence[str], steps: int) -> tuple[Request, Plan]:
-    """The request and plan of `whale-train OVERRIDES train.steps=STEPS`."""
+    """Return the request and plan of `whale-train OVERRIDES train.steps=STEPS`."""
     arguments = [*overrides, f"train.steps={steps}"]
     choices = (text.split("=", 1) for text in overrides)
     names = {key: value for key, value in choices if "." not in key}
@@ -88,30 +90,34 @@ def resolved(overrides: Sequence[str], steps: int) -> tuple[Request, Plan]:
 
 
 def ours(name: str, request: Request, plan: Plan, folder: Path) -> Side:
-    """Our side, prepared here, so that its ranks inherit model and data as they do from a host.
-    Its run directory is made in `folder`."""
+    """Return our side, with a run directory in `folder`.
+
+    It is prepared here, so that its ranks inherit model and data as they do from a host.
+    """
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     return Side(name, partial(Ours, run_dir, plan, worker.prepare(request)), huge_pages=True)
 
 
 def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
-    """The first `count` batches of every rank, as our side would read them; for plans in which a
-    rank's part of a global batch is one micro-batch."""
+    """Return the first `count` batches of every rank, as our side would read them.
+
+    It is for plans in which a rank's part of a global batch is one micro-batch.
+    """
     dataset = open_dataset(request.data)
     sources = [RankBatches(request, plan, dataset, rank, CPU) for rank in range(plan.world_size)]
-    found: list[list[Batch]] = [[] for _ in sources]
-    for source, batches in zip(sources, found, strict=True):
+    rank_batches: list[list[Batch]] = [[] for _ in sources]
+    for source, batches in zip(sources, rank_batches, strict=True):
         for step in range(count):
             (batch,) = source.training(step)
             batches.append(batch)
         source.close()
-    return found
+    return rank_batches
 
 
 def train_by_hand(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, grad_norm: bool
 ) -> Tensor:
-    """A step as any tutorial has it; its loss."""
+    """Run a step as any tutorial has it, and return its loss, a scalar."""
     loss: Tensor = model(**batch).loss
     loss.backward()  # type: ignore[no-untyped-call]
     if grad_norm:
@@ -123,7 +129,7 @@ def train_by_hand(
 
 
 class DataParallel:
-    """torch's DistributedDataParallel, by hand."""
+    """Side of torch's DistributedDataParallel, written by hand."""
 
     def __init__(self, model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch]) -> None:
         self.batches = batches
@@ -140,7 +146,7 @@ class DataParallel:
 
 
 class DeepSpeedZero:
-    """DeepSpeed, by hand: its ordinary config, torch's optimizer, its own buckets.
+    """Side of DeepSpeed, written by hand: its ordinary config, torch's optimizer, its own buckets.
 
     `options` are those of `zero_optimization`. Clipping is turned off, as DeepSpeed clips to 1.0
     unless told not to; it computes the gradient's norm in any case.
@@ -179,11 +185,11 @@ class DeepSpeedZero:
 
 
 class SplitHead:
-    """`ClassHead` with its classes cut into equal parts and a backbone on every rank, by hand.
+    """Side of a `ClassHead`, by hand, with its classes split and its backbone on every rank.
 
-    Features are gathered, each rank computes its classes' logits for the whole batch, and the
-    softmax needs two small all-reduces. The backbone's gradients are summed in one buffer, while
-    the head is updated.
+    Classes are cut into equal parts. Features are gathered, each rank computes its classes' logits
+    for the whole batch, and the softmax needs two small all-reduces. The backbone's gradients are
+    summed in one buffer, while the head is updated.
     """
 
     def __init__(self, model: ClassHead, make: MakeOptimizer, batches: Sequence[Batch]) -> None:
@@ -239,27 +245,31 @@ class SplitHead:
 
 
 class SplitSoftmax(torch.autograd.Function):
-    """Mean softmax cross-entropy over the group; `first` is the number of my first class."""
+    """Mean softmax cross-entropy of logits that are split by class over all ranks.
+
+    `logits` are this rank's, [batch, classes of a rank]; `labels` are [batch], and `first` is the
+    number of this rank's first class.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int) -> Tensor:
         column = labels - first
-        mine = (column >= 0) & (column < logits.shape[1])
+        is_own = (column >= 0) & (column < logits.shape[1])
         column = column.clamp(0, logits.shape[1] - 1)
         highest = logits.amax(1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         logits = logits - highest.unsqueeze(1)
-        label = logits.gather(1, column.unsqueeze(1)).squeeze(1) * mine
+        label = logits.gather(1, column.unsqueeze(1)).squeeze(1) * is_own
         exponentials = logits.exp_()
         sums = torch.stack([exponentials.sum(1), label])
         dist.all_reduce(sums)
-        ctx.save_for_backward(exponentials, sums[0], column, mine)
+        ctx.save_for_backward(exponentials, sums[0], column, is_own)
         return (sums[0].log() - sums[1]).mean()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        exponentials, total, column, mine = ctx.saved_tensors
+        exponentials, total, column, is_own = ctx.saved_tensors
         rows = len(total)
         exponentials.mul_((grad / (total * rows)).unsqueeze(1))
-        exponentials[torch.arange(rows), column] -= mine * (grad / rows)
+        exponentials[torch.arange(rows), column] -= is_own * (grad / rows)
         return exponentials, None, None

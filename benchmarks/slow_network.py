@@ -67,7 +67,7 @@ def main() -> None:
 def compare_bert(
     optimizer: str, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
 ) -> None:
-    """Pipelines, with and without copies of them, against whole copies."""
+    """Print pipelines, with and without copies of them, against whole copies."""
     turns = Turns(options.rounds, options.steps)
     config = shape(options)
     written = ", ".join(f"{key}: {str(value).lower()}" for key, value in config.items())
@@ -85,24 +85,26 @@ def compare_bert(
         for schedule in options.schedules
         for words, graph in pipelines(schedule, options).items()
     }
-    found = []
+    compared = []
     for name, graph in graphs.items():
         request, plan = resolved([*asked, f"strategy.graph={graph}"], optimizer, options, turns)
-        found.append(sides.ours(f"ours, {name}", request, plan, folder))
+        compared.append(sides.ours(f"ours, {name}", request, plan, folder))
     request, plan = resolved([*asked, "strategy=dp"], optimizer, options, turns)
     batches = sides.all_batches(request, plan, turns.total_steps)
-    found.append(Side("DDP by hand", partial(bert_by_hand, config, optimizer, batches), True))
+    compared.append(Side("DDP by hand", partial(bert_by_hand, config, optimizer, batches), True))
     with torch.device("meta"):
         elements = sum(p.numel() for p in BertForMaskedLM(BertConfig(**config)).parameters())
     words = f"BERT-Large of {options.layers} layers ({elements / 1e6:.0f} M)"
     words += f", {options.batch} x {options.sequence} tokens a host, {optimizer}"
-    run(words, found, hosts, options, turns, console)
+    run(words, compared, hosts, options, turns, console)
 
 
 def pipelines(schedule: str, options: argparse.Namespace) -> dict[str, str]:
-    """Strategy graphs in words, and as they are written. Ranks of one host are copies of one
-    stage, so that its gradients stay on the host; with one rank each, there is a pipeline through
-    all hosts, and one through half of them, copied."""
+    """Return strategy graphs as they are written, by their names in words.
+
+    Ranks of one host are copies of one stage, so that its gradients stay on the host. With one rank
+    each, there is a pipeline through all hosts, and one through half of them, copied.
+    """
     what = f"schedule: {schedule}, micro_batches: {options.micro_batches}"
     half = max(options.hosts // 2, 1)
     if options.ranks == 1:
@@ -118,8 +120,11 @@ def pipelines(schedule: str, options: argparse.Namespace) -> dict[str, str]:
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
-    """Settings of BertConfig: BERT-Large's widths (Devlin et al. 2019, section 3); no dropout, so
-    that all sides compute the same."""
+    """Return the settings of BertConfig.
+
+    They are BERT-Large's widths (Devlin et al. 2019, section 3), without dropout, so that all sides
+    compute the same.
+    """
     return {
         "vocab_size": options.vocabulary,
         "hidden_size": options.width,
@@ -138,6 +143,7 @@ def bert_by_hand(
     batches: Sequence[Sequence[sides.Batch]],
     rank: int,
 ) -> Running:
+    """Return a BERT trained by DistributedDataParallel on rank `rank`."""
     torch.manual_seed(0)
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     make = partial(kinds[optimizer], lr=LEARNING_RATE, weight_decay=0.0, fused=True)
@@ -147,7 +153,7 @@ def bert_by_hand(
 def compare_classes(
     optimizer: str, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
 ) -> None:
-    """A head of many classes, split and copied; both by hand as well."""
+    """Print a head of many classes, split and copied, ours against both by hand."""
     turns = Turns(options.rounds, options.steps)
     asked = [
         "model=class_head",
@@ -157,19 +163,20 @@ def compare_classes(
         "strategy=hybrid_split_dp",
     ]
     request, plan = resolved(asked, optimizer, options, turns)
-    found = [sides.ours("ours, hybrid_split_dp", request, plan, folder)]
+    compared = [sides.ours("ours, hybrid_split_dp", request, plan, folder)]
     batches = sides.all_batches(request, plan, turns.total_steps)
     kinds = (("split by hand", sides.SplitHead), ("DDP by hand", sides.DataParallel))
     for name, kind in kinds:
         start = partial(class_head_by_hand, kind, optimizer, options.classes, batches)
-        found.append(Side(name, start, True))
+        compared.append(Side(name, start, True))
     words = f"{options.classes} classes, {options.class_batch} samples a host, {optimizer}"
-    run(words, found, hosts, options, turns, console)
+    run(words, compared, hosts, options, turns, console)
 
 
 def resolved(
     asked: Sequence[str], optimizer: str, options: argparse.Namespace, turns: Turns
 ) -> tuple[Request, Plan]:
+    """Return the request and plan of ours for `asked`, on the hosts of the options."""
     more = (
         "hardware=cpu",
         f"hardware.devices={options.hosts * options.ranks}",
@@ -181,19 +188,20 @@ def resolved(
 
 def run(
     words: str,
-    found: Sequence[Side],
+    compared: Sequence[Side],
     hosts: Hosts,
     options: argparse.Namespace,
     turns: Turns,
     console: Console,
 ) -> None:
+    """Run the sides that the options name, and print what they took."""
     if options.sides:
-        found = [side for side in found if any(word in side.name for word in options.sides)]
+        compared = [side for side in compared if any(word in side.name for word in options.sides)]
     ranks = options.hosts * options.ranks
     threads = num_threads(ranks)
-    results = interleaved(found, ranks, threads, turns, lambda r: hosts.move(r // options.ranks))
+    results = interleaved(compared, ranks, threads, turns, lambda r: hosts.move(r // options.ranks))
     words += f", {options.hosts} hosts of {options.ranks} at {hosts.rate_gbit_s:g} Gbit/s"
-    show(words, results, [side.name for side in found if "by hand" in side.name], console)
+    show(words, results, [side.name for side in compared if "by hand" in side.name], console)
 
 
 if __name__ == "__main__":

@@ -83,20 +83,22 @@ def main() -> None:
 
 
 def one_host(memory_bytes: float) -> None:
-    """Train additions to the Llama in one control group of so much memory, and print what ranks had
-    of it. Exits where a job ends otherwise than it should."""
+    """Train adapters of the Llama in one control group, and print the memory that ranks had.
+
+    The group has `memory_bytes`. Exits where a job ends otherwise than it should.
+    """
     with tempfile.TemporaryDirectory() as name, groups(("one",), memory_bytes) as (group,):
-        found = []
+        memories = []
         jobs = (("whole", LARGE_LLAMA), ("sharded", LARGE_LLAMA), ("sharded", TINY_LLAMA))
         for init, model in jobs:
-            run_dir = Path(name) / str(len(found))
+            run_dir = Path(name) / str(len(memories))
             command = (*LLAMA, model, f"model.init={init}", f"hydra.run.dir={run_dir}")
             joins = f'echo $$ > {group}/cgroup.procs; exec "$@"'
             done = subprocess.run(["sh", "-c", joins, "-", sys.executable, *command], check=False)
             if done.returncode != (2 if init == "whole" else 0):
                 sys.exit(f"model.init={init} ended with status {done.returncode}")
-            found.append(None if init == "whole" else memory_of(run_dir))
-    _, sharded, small = found
+            memories.append(None if init == "whole" else memory_of(run_dir))
+    _, sharded, small = memories
     assert sharded is not None
     assert small is not None
     show(sharded, small)
@@ -105,8 +107,10 @@ def one_host(memory_bytes: float) -> None:
 def run(
     hosts: Sequence[HostApart], made: Sequence[Path], run_dir: Path, *overrides: str
 ) -> tuple[list[float], list[float]] | None:
-    """Return the bytes that each rank is planned to need, and had at most; None where the job was
-    refused. Exits where it failed."""
+    """Return the bytes that each rank is planned to need, and had at most.
+
+    Return None where the job was refused. Exits where it failed.
+    """
     shared = {"MASTER_ADDR": HOSTS[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(len(HOSTS))}
     shared |= {"WHALE_TRAIN_SECRET": "5" * 64, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
     shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -137,7 +141,10 @@ def memory_of(run_dir: Path) -> tuple[list[float], list[float]]:
 
 @contextmanager
 def groups(names: Sequence[str], memory_bytes: float) -> Iterator[list[Path]]:
-    """Make a control group of so much memory for each name, of either version."""
+    """Make a control group of `memory_bytes` for each of `names`, and yield their folders.
+
+    The groups are of either version. They are removed afterwards.
+    """
     root = Path("/sys/fs/cgroup")
     root, limit = (
         (root / "memory", "memory.limit_in_bytes")
@@ -160,7 +167,10 @@ def show(
     of_large: tuple[Sequence[float], Sequence[float]],
     of_tiny: tuple[Sequence[float], Sequence[float]],
 ) -> None:
-    """Print what ranks had of a large model, planned and measured, beside a tiny one's."""
+    """Print the bytes that ranks had of a large model beside those of a tiny one.
+
+    Both are planned and measured.
+    """
     planned = of_large[0]
     measured = [peak - base for peak, base in zip(of_large[1], of_tiny[1], strict=True)]
     table = Table(box=None)

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def soak(folder: Path, kills: int, draw: random.Random, ranks: int, strategy: str) -> None:
-    """Run undisturbed, run disturbed, and say what is wrong with the second."""
+    """Run undisturbed, run disturbed, and print what is wrong with the second run."""
     steps = (kills + 2) * (STEPS_A_KILL + EVERY + 2)
     calm, run = folder / "calm", folder / "run"
     process = start(calm, ranks, strategy, steps, 0)
@@ -69,6 +69,7 @@ def soak(folder: Path, kills: int, draw: random.Random, ranks: int, strategy: st
 def start(
     run_dir: Path, ranks: int, strategy: str, steps: int, restarts: int
 ) -> "subprocess.Popen[bytes]":
+    """Start a run of `steps` steps in `run_dir`, which may be restarted `restarts` times."""
     command = [sys.executable, "-m", "whale_train.launcher.cli", f"strategy={strategy}"]
     command += ["hardware=cpu", f"hardware.devices={ranks}", f"train.global_batch={2 * ranks}"]
     command += ["model.width=64", "model.depth=2", "model.heads=4", f"train.steps={steps}"]
@@ -82,7 +83,7 @@ def start(
 def disturb(
     process: "subprocess.Popen[bytes]", run: Path, kills: int, draw: random.Random, ranks: int
 ) -> int:
-    """Kill a rank at a step and a moment of it that are drawn, `kills` times; return how often."""
+    """Kill ranks at steps and moments that are drawn, `kills` times at most; return how often."""
     reached, done = 0, 0
     while done < kills and process.poll() is None:
         reached = max(reached, steps_of(run)) + STEPS_A_KILL + draw.randrange(EVERY + 1)
@@ -99,12 +100,14 @@ def disturb(
 
 
 def wrong(calm: Path, run: Path, status: int, steps: int) -> list[str]:
-    """Return what is not as it should be at the end of the disturbed run."""
+    """Return all that is wrong at the end of the disturbed run."""
     faults = [] if status == 0 else [f"exit status {status}"]
-    mine, theirs = losses(run), losses(calm)
-    if len(mine) != steps:
-        faults.append(f"{len(mine)} of {steps} steps")
-    far = [a / b - 1 for a, b in zip(mine, theirs, strict=False) if abs(a / b - 1) > TOLERANCE]
+    own_losses, theirs = losses(run), losses(calm)
+    if len(own_losses) != steps:
+        faults.append(f"{len(own_losses)} of {steps} steps")
+    far = [
+        a / b - 1 for a, b in zip(own_losses, theirs, strict=False) if abs(a / b - 1) > TOLERANCE
+    ]
     if far:
         faults.append(f"{len(far)} losses are off, by {max(map(abs, far)):.1e} at most")
     for path in checkpoints_in(run / "checkpoints"):
@@ -117,36 +120,40 @@ def wrong(calm: Path, run: Path, status: int, steps: int) -> list[str]:
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
+    """Return the lines of a run's metrics."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def steps_of(run: Path) -> int:
-    found = metrics(run)
-    return int(found[-1]["step"]) if found else 0
+    """Return the number of the last step in a run's metrics, 0 where there are none."""
+    records = metrics(run)
+    return int(records[-1]["step"]) if records else 0
 
 
 def step_s(run: Path) -> float:
-    found = metrics(run)
-    return found[-1]["step_time_s"] if found else 0.0
+    """Return the seconds of the last step in a run's metrics, 0 where there are none."""
+    records = metrics(run)
+    return records[-1]["step_time_s"] if records else 0.0
 
 
 def losses(run: Path) -> list[float]:
+    """Return the losses in a run's metrics."""
     return [line["loss"] for line in metrics(run)]
 
 
 def processes(run: Path) -> list[int]:
     """Return the living processes of a run, told by the mark in their environment."""
-    mark, found = f"{_MARK}={run}".encode(), []
+    mark, pids = f"{_MARK}={run}".encode(), []
     for entry in Path("/proc").iterdir():
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
             if mark in environment and (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except (OSError, ValueError):
             continue
-    return found
+    return pids
 
 
 if __name__ == "__main__":

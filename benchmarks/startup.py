@@ -40,14 +40,14 @@ def main() -> None:
                 (ours(ranks, folder / f"{ranks}_{i}"), by_hand(ranks, folder / f"{ranks}_{i}.txt"))
                 for i in range(options.repeats)
             ]
-            mine, theirs = zip(*pairs, strict=True)
-            ratio = f"{median(theirs) / median(mine):.2f}"
-            table.add_row(str(ranks), spread(mine), spread(theirs), ratio)
+            ours_s, theirs = zip(*pairs, strict=True)
+            ratio = f"{median(theirs) / median(ours_s):.2f}"
+            table.add_row(str(ranks), spread(ours_s), spread(theirs), ratio)
     Console().print(table)
 
 
 def ours(ranks: int, run_dir: Path) -> float:
-    """Seconds from the command to the first line of metrics.jsonl."""
+    """Return the seconds from the start of the command to the first line of metrics.jsonl."""
     command = [sys.executable, "-m", "whale_train.launcher.cli"]
     command += ["model=gpt", "strategy=zero1", "hardware=cpu", f"hardware.devices={ranks}"]
     command += [f"train.global_batch={ranks}", "train.steps=3", f"hydra.run.dir={run_dir}"]
@@ -55,14 +55,17 @@ def ours(ranks: int, run_dir: Path) -> float:
 
 
 def by_hand(ranks: int, file: Path) -> float:
-    """Seconds from the command to the first line of the script's file."""
+    """Return the seconds from the start of torchrun to the first line of the script's file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(SCRIPT), str(file)]
     return seconds_to_line(command, file)
 
 
 def seconds_to_line(command: list[str], file: Path) -> float:
-    """Start `command`, wait for `file` to hold something, and for the command to end well."""
+    """Start `command`, return the seconds until `file` holds something, and wait for its end.
+
+    Exits where the command fails.
+    """
     # torchrun's ranks have one thread each unless told otherwise.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with tempfile.TemporaryFile("w+") as output:

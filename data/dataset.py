@@ -1,7 +1,6 @@
-"""What a dataset is to the rest of the house, and how one set of rows becomes two parts.
+"""Datasets: single samples by index, and one set of rows split into training and evaluation.
 
-A dataset answers for single samples by number; which numbers an optimizer step takes is decided
-in `order.py`, never here.
+Which indices an optimizer step takes is decided in `order.py`, never here.
 """
 
 import math
@@ -22,49 +21,61 @@ Batch = dict[str, NDArray[Any]]
 
 
 class Dataset(Protocol):
-    """Samples by index. Reading some touches only what they need, in whatever rank asks."""
+    """Samples by index. Reading some samples touches only what they need, in whatever rank asks."""
 
     @property
     def fields(self) -> tuple[InputField, ...]:
-        """The tensors of one sample, named like the model's forward arguments."""
+        """Return the tensors of one sample, named like the model's forward arguments."""
 
     @property
     def num_samples(self) -> int:
-        """Samples to train on; at least one."""
+        """Return the number of samples to train on; at least one."""
 
     @property
     def num_evaluation_samples(self) -> int:
-        """Samples held back, none of which is a training sample."""
+        """Return the number of samples held back, none of which is a training sample."""
 
     def samples(self, indices: Indices) -> Batch:
-        """Training samples `indices` (int64 `[n]`, each in 0..num_samples-1): per field an array
-        `[n, *field.shape]` of the field's dtype, in the order asked for."""
+        """Return the training samples `indices`, in the order asked for.
+
+        `indices` are int64 `[n]`, each in 0..num_samples-1. The result has, per field, an array
+        `[n, *field.shape]` of the field's dtype.
+        """
 
     def evaluation_samples(self, indices: Indices) -> Batch:
-        """Return the samples held back, as `samples` those to train on; each index in
-        0..num_evaluation_samples-1."""
+        """Return the samples `indices` of those held back, in the order asked for.
+
+        `indices` are int64 `[n]`, each in 0..num_evaluation_samples-1. The result is as that of
+        `samples`.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class HeldBackRows:
-    """Which of `num_rows` rows are held back: the same ones for every seed and on every machine.
+    """Rows of a dataset that are held back: the same ones for every seed and on every machine.
 
-    `rows` are theirs, ascending. They are drawn at random, because a file is often sorted (by
-    class, by name), and the rest keep their order, so that `shuffle=false` reads a file as it is.
+    num_rows: number of all rows.
+    rows: numbers of the rows held back, int64, ascending.
+
+    Rows are drawn at random, because a file is often sorted (by class, by name). The other rows
+    keep their order, so that `shuffle=false` reads a file as it is.
     """
 
     num_rows: int
     rows: Indices
 
     def training_rows(self, indices: Indices) -> Indices:
-        """Return the rows of training samples `indices`."""
+        """Return the row of each of the training samples `indices`, int64 `[n]`."""
         training_before = self.rows - np.arange(len(self.rows))
         return indices + np.searchsorted(training_before, indices, side="right")
 
 
 def hold_back(num_rows: int, fraction: float) -> HeldBackRows:
-    """Hold back the nearest whole number of rows to `fraction` (0 <= fraction < 1) of `num_rows`;
-    at least one when any are asked for, and never all."""
+    """Return the rows to hold back: the nearest whole number to `fraction` of `num_rows`.
+
+    `fraction` is at least 0 and below 1. At least one row is held back where it is above 0 and
+    there are two rows or more, and never all are.
+    """
     wanted = max(1, round(fraction * num_rows)) if fraction else 0
     count = min(wanted, num_rows - 1)
     drawn = permute(np.arange(count), num_rows, stream_key("held back", 0))
@@ -73,7 +84,12 @@ def hold_back(num_rows: int, fraction: float) -> HeldBackRows:
 
 @dataclass(frozen=True)
 class Note:
-    """What a plan says of the data: of which key, what it is taken for, and why."""
+    """Remark of a plan on the data.
+
+    key: key of the config that the remark is on.
+    value: what the data of that key is taken for.
+    reason: why.
+    """
 
     key: str
     value: str
@@ -82,10 +98,14 @@ class Note:
 
 @dataclass(frozen=True, eq=False)
 class RowDataset:
-    """A dataset over rows that are read by `read_rows`, some of them held back.
+    """A dataset over rows, some of which are held back.
 
-    `read_field` reads one field of rows that follow each other (None: data that the project has or
-    makes itself); `notes` are what a plan should say of the data.
+    fields: tensors of one sample.
+    held_back: rows that are held back.
+    read_rows: returns the rows of given numbers, int64 `[n]`, as a batch.
+    read_field: returns one field of rows that follow each other, `[n, *field.shape]`; None for data
+        that the project has or makes itself.
+    notes: what a plan says of the data.
     """
 
     fields: tuple[InputField, ...]
@@ -111,7 +131,11 @@ class RowDataset:
 
 @dataclass(frozen=True)
 class Place:
-    """Where data has an integer, and the integer."""
+    """Place of an integer in the data.
+
+    row: number of the row, held back or not, from 0 on.
+    value: the integer.
+    """
 
     row: int
     value: int
@@ -128,11 +152,11 @@ def can_be_searched(dataset: Dataset) -> bool:
 def first_row(
     dataset: Dataset, field: InputField, chosen: Callable[[NDArray[Any]], NDArray[Any]]
 ) -> Place | None:
-    """Return the first row with integers in `field` that are `chosen`, held back or not, and the
-    first of them; None where there is no such row.
+    """Return the first row with `chosen` integers in `field`, and the first of these integers.
 
-    `chosen` returns those of some rows' values `[n, *field.shape]`. The field is read through, of
-    data that can be searched.
+    Rows that are held back count. Return None where there is no such row. `chosen` takes the values
+    of some rows, `[n, *field.shape]`, and returns those of them that are looked for. The field is
+    read from its first row on. The data must be one that can be searched (`can_be_searched`).
     """
     assert isinstance(dataset, RowDataset)
     assert dataset.read_field is not None

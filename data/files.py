@@ -1,7 +1,7 @@
-"""A folder of parquet, json or csv files as one table of Arrow, or which of the files is wrong.
+"""A folder of parquet, json or csv files as one Arrow table, or the name of the file that is wrong.
 
-`datasets` and the readers beneath it say what they do not expect in errors of many kinds, seldom
-with the name of the file: where they fail, files are read one by one.
+`datasets` and the readers beneath it fail with errors of many kinds, seldom with the name of the
+file. Where they fail, files are read one by one.
 """
 
 import logging
@@ -21,8 +21,11 @@ _WHOLE = "write the file again, or copy it whole"
 
 
 def files_in(folder: Path) -> tuple[str, list[str]]:
-    """Return the reader of a folder's files, and the files by name. Raises ConfigError for none,
-    for several kinds, and for one that is no file."""
+    """Return the reader of a folder's files, and the paths of the files by name.
+
+    Raises ConfigError where there are no files, where they are of several kinds, and where one is
+    not a file.
+    """
     files = sorted(file for file in folder.glob("*") if file.suffix in READERS)
     readers = sorted({READERS[file.suffix] for file in files})
     if len(readers) != 1:
@@ -36,8 +39,11 @@ def files_in(folder: Path) -> tuple[str, list[str]]:
 
 
 def read_files(reader: str, files: Sequence[str]) -> Any:
-    """Return the rows of `files`, one file after another, as a `datasets.Dataset`. Raises
-    ConfigError naming the file that cannot be read, is empty, or is not like the first."""
+    """Return the rows of `files`, one file after another, as a `datasets.Dataset`.
+
+    Raises ConfigError naming the file that cannot be read, is empty, or is not like the first, and
+    the OSErrors of reading them together.
+    """
     import datasets
 
     def load(paths: Sequence[str]) -> Any:
@@ -66,8 +72,10 @@ def read_files(reader: str, files: Sequence[str]) -> Any:
 
 
 def read_saved(path: str) -> Any:
-    """Return what `save_to_disk` wrote, a `Dataset` or `DatasetDict`. Raises ConfigError for a
-    folder that is damaged."""
+    """Return the `Dataset` or `DatasetDict` that `save_to_disk` wrote to the folder `path`.
+
+    Raises ConfigError for a folder that is damaged.
+    """
     import datasets
 
     with _quiet():
@@ -79,8 +87,10 @@ def read_saved(path: str) -> Any:
 
 
 def place_of(row: int, reader: str, files: Sequence[str]) -> tuple[str, int]:
-    """Return the file that has row `row` of all files' rows, and the row's place in it, both from
-    0 on."""
+    """Return the file that has row `row` of all files' rows, and the row's number in that file.
+
+    Both numbers are from 0 on.
+    """
     with _quiet():
         import datasets
 
@@ -93,6 +103,7 @@ def place_of(row: int, reader: str, files: Sequence[str]) -> tuple[str, int]:
 
 
 def _refuse_other_columns(file: str, table: Any, first_file: str, first: Any) -> None:
+    """Raise ConfigError where columns of `file` have other names or kinds than the first's."""
     names, wanted = set(table.column_names), set(first.column_names)
     if names != wanted:
         differences = [f"has {x}" for x in sorted(names - wanted)]
@@ -126,8 +137,7 @@ _MOST = 300  # characters of another library's message
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave what `datasets` logs out of what the command prints, and its progress where nobody
-    watches."""
+    """Keep the log of `datasets` from the output, and its progress where nobody watches."""
     import datasets
 
     hides = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()

@@ -1,8 +1,9 @@
-"""What tells one dataset from another, wherever and in whatever files it is kept.
+"""Fingerprints that tell one dataset from another, wherever and in whatever files it is kept.
 
-A fingerprint is of samples as a model is given them, and of nothing that belongs to a machine: no
-path, no time, no format of files. Small data is read whole. Of large data a fixed choice of samples
-is read, so that the cost has a bound; other data that agrees in all of these is not told from it.
+A fingerprint is made of samples as a model is given them, and of nothing that belongs to a machine:
+no path, no time, no format of files. Small data is read whole. Of large data a fixed choice of
+samples is read, so that the cost has a bound; other data that agrees in all of these has the same
+fingerprint.
 """
 
 import hashlib
@@ -14,29 +15,35 @@ import numpy as np
 
 from whale_train.data.dataset import Dataset, Indices
 
-_MOST_BYTES = 2**24  # of samples that are read at most
-_MOST_WHOLE = 2**16  # samples that are read one and all
-_CHOSEN = 2**12  # samples that are read of more
+_MOST_BYTES = 2**24  # of all samples that are read, at most
+_MOST_WHOLE = 2**16  # samples up to which all are read
+_CHOSEN = 2**12  # samples that are read where there are more
 _CHUNK = 2**10
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The dtype and shape of every field by name, the number of samples to train on, and the
-    SHA-256 of those that were read."""
+    """Fingerprint of the training samples of a dataset.
+
+    fields: dtype and shape of every field, by name.
+    num_samples: number of samples to train on.
+    digest: SHA-256 of the samples that were read, in hex.
+    """
 
     fields: dict[str, tuple[str, tuple[int, ...]]]
     num_samples: int
     digest: str
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the fingerprint as a mapping that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, content: Any) -> "Fingerprint":
-        """Return what `to_plain` gave, after JSON. Raises ValueError, KeyError, TypeError or
-        AttributeError for anything else."""
+        """Return the fingerprint that `to_plain` made `content` of, before or after JSON.
+
+        Raises ValueError, KeyError, TypeError or AttributeError for anything else.
+        """
         fields = {
             str(name): (str(dtype), tuple(map(int, shape)))
             for name, (dtype, shape) in content["fields"].items()
@@ -44,7 +51,8 @@ class Fingerprint:
         return cls(fields, int(content["num_samples"]), str(content["digest"]))
 
     def unlike(self, other: "Fingerprint") -> str:
-        """Return how the data of `other` differs from this, '' where it does not."""
+        """Return the first difference between this fingerprint's data and that of `other`, or
+        ''."""
         for name in sorted(self.fields.keys() | other.fields.keys()):
             ours, theirs = self.fields.get(name), other.fields.get(name)
             if ours is None or theirs is None:
@@ -74,8 +82,11 @@ def fingerprint(dataset: Dataset) -> Fingerprint:
 
 
 def _read(num_samples: int, per_sample: int) -> Indices:
-    """Return the samples of `per_sample` bytes that are read: all, or evenly spread ones, the first
-    and the last among them."""
+    """Return the indices of the samples that are read, int64, ascending.
+
+    They are all samples, or evenly spread ones, the first and the last among them. `per_sample` are
+    the bytes of a sample.
+    """
     within = max(2, _MOST_BYTES // max(1, per_sample))
     if num_samples <= min(_MOST_WHOLE, within):
         return np.arange(num_samples)

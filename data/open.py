@@ -1,4 +1,4 @@
-"""From the options of one kind of data to the dataset: the list of kinds, in one place."""
+"""The list of kinds of data, and the way from the options of one kind to its dataset."""
 
 from typing import Annotated, assert_never
 
@@ -19,7 +19,7 @@ DataOptions = Annotated[
 
 
 def open_dataset(options: DataOptions) -> Dataset:
-    """Return the dataset these options describe, ready to read. Raises ConfigError."""
+    """Return the dataset that `options` describe, ready to read. Raises ConfigError."""
     match options:
         case TextOptions():
             return open_text(options)

@@ -1,7 +1,7 @@
-"""The global order of the samples: which ones an optimizer step takes, and who takes which.
+"""The global order of the samples: those that an optimizer step takes.
 
-It depends on the seed, the dataset's size and the global batch, and on nothing of the plan: that
-is why every plan trains on the same batches.
+It depends on the seed, the dataset's size and the global batch, and on nothing of the plan: that is
+why every plan trains on the same batches.
 """
 
 import numpy as np
@@ -14,19 +14,22 @@ from whale_train.data.random_bits import random_bits, stream_key
 def step_indices(
     num_samples: int, global_batch: int, step: int, seed: int, shuffle: bool
 ) -> Indices:
-    """Dataset indices (int64 `[global_batch]`) of the global batch of step `step` (0-based).
+    """Return the dataset indices of the global batch of step `step` (0-based).
 
-    Epochs follow each other without a gap, so a batch may end one and begin the next, and no
-    sample is left out. Each epoch is a permutation of all samples of its own when shuffled,
-    otherwise 0, 1, 2, ... The cost follows the batch, not the dataset or the step.
+    They are int64 `[global_batch]`. Epochs follow each other without a gap, so a batch may end one
+    and begin the next, and no sample is left out. With `shuffle`, each epoch is a permutation of
+    its own of all samples; otherwise it is 0, 1, 2, ... The cost follows the batch, not the dataset
+    or the step.
     """
     return indices_from(step * global_batch, num_samples, global_batch, seed, shuffle)
 
 
 def indices_from(position: int, num_samples: int, count: int, seed: int, shuffle: bool) -> Indices:
-    """Dataset indices (int64 `[count]`) of the samples from the one at `position` of the whole run
-    on, as `step_indices` orders them: a run that goes on takes up where it left off, whatever its
-    batch is then."""
+    """Return the dataset indices of `count` samples from `position` of the whole run on.
+
+    They are int64 `[count]`, in the order of `step_indices`. A run that goes on takes up where it
+    left off, whatever its batch is then.
+    """
     positions = position + np.arange(count, dtype=np.int64)
     epochs, places = np.divmod(positions, num_samples)
     if not shuffle:
@@ -35,13 +38,15 @@ def indices_from(position: int, num_samples: int, count: int, seed: int, shuffle
 
 
 def evaluation_batches(num_samples: int, global_batch: int) -> list[tuple[float, Indices]]:
-    """Return batches of `global_batch` indices (int64) with their weights, by which anything that
-    adds up over samples comes out as its sum over samples 0 to `num_samples` - 1, once each.
+    """Return (weight, indices) of batches that together evaluate samples 0 to `num_samples` - 1.
 
-    What is left after whole batches is repeated as often as a batch has room for it, and the room
-    that is still left is filled with one sample. One more batch of that sample alone is taken off
-    again. Repeating all that can be repeated keeps what is taken off smaller than what is left, so
-    that few digits cancel.
+    The indices are int64 `[global_batch]`. The weighted sum over the batches of anything that adds
+    up over samples is the sum over all samples, once each.
+
+    The samples left after whole batches are repeated as often as a batch has room for them. The
+    room that is still left is filled with one of these samples, and one more batch, of that sample
+    alone, is taken off again. Repeating all that can be repeated keeps what is taken off smaller
+    than what is left, so that few digits cancel.
     """
     whole, rest = divmod(num_samples, global_batch)
     every = np.arange(num_samples, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Paths a user names in `data.path`: made absolute once, and what to say when nothing is there."""
+"""Paths a user names in `data.path`: made absolute once, with errors for unusable ones."""
 
 import os
 import stat
@@ -20,7 +20,7 @@ UserPath = Annotated[str, AfterValidator(_absolute)]
 
 
 def path_error(path: str, rule: str, remedy: str) -> ConfigError:
-    """Return a fault of `data.path`, ready to raise."""
+    """Return the error of the one fault `rule` of `data.path`, ready to raise."""
     return ConfigError([Fault("data.path", path, rule, remedy)])
 
 
@@ -35,8 +35,11 @@ _STARTED_IN = _started_in()  # before Hydra goes to the run directory (hydra.job
 
 
 def missing_path(path: str) -> ConfigError:
-    """For a path with nothing there: names the one that was meant where the command was started, or
-    else the nearest existing one in its folder, if any is."""
+    """Return the error of a path where nothing is.
+
+    Its remedy names the path that was meant where the command was started, or else the nearest
+    existing one in the folder of `path`, if there is any.
+    """
     wanted, here = Path(path), Path(_started_in())
     if _STARTED_IN and str(here) != _STARTED_IN and wanted.is_relative_to(here):
         meant = Path(_STARTED_IN, wanted.relative_to(here))
@@ -58,8 +61,11 @@ def missing_path(path: str) -> ConfigError:
 
 
 def refuse_special(path: str) -> None:
-    """Raise ConfigError for what is neither a file nor a folder: a device or a pipe may have no
-    end, and is read once. Raises OSError for a path that cannot be looked at."""
+    """Raise ConfigError for a path that is neither a file nor a folder.
+
+    A device or a pipe may have no end, and is read once. Raises OSError for a path that cannot be
+    looked at.
+    """
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return
@@ -69,7 +75,7 @@ def refuse_special(path: str) -> None:
 
 
 def unreadable(error: OSError, path: str) -> ConfigError:
-    """Return the fault of a path that the system does not let be read."""
+    """Return the error of a path that the system does not let be read, ready to raise."""
     said = error.strerror or " ".join(str(error).split())
     where = str(error.filename or path)
     return path_error(where, f"cannot be read ({said})", "make it readable, or name another path")

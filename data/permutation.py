@@ -19,15 +19,15 @@ _COUNTERS_PER_ROUND = 2**32
 
 
 def permute(indices: NDArray[np.int64], num_elements: int, key: Bits) -> NDArray[np.int64]:
-    """Return where the permutation that `key` names sends `indices` (int64 `[n]`,
-    0..num_elements-1).
+    """Return the images of `indices` in the permutation of 0..num_elements-1 that `key` names.
 
-    `key` is uint64 `[1]`, or `[n]` to take each index through a permutation of its own.
+    `indices` are int64 `[n]`, each in 0..num_elements-1, and so is the result. `key` is uint64
+    `[1]`, or `[n]` to take each index through a permutation of its own.
 
     A generalised Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary
     Finite Domains", CT-RSA 2002): an index is a cell of a nearly square grid at least as large as
-    the set; rounds shift its row by a random function of its column and the reverse; a cell
-    outside the set goes through the network again until it lands inside.
+    the set; rounds shift its row by a random function of its column and the reverse; a cell outside
+    the set goes through the network again until it lands inside.
     """
     if not len(indices):
         return np.empty(0, np.int64)

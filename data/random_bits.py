@@ -23,16 +23,16 @@ _LOW_WORD = np.uint64(0xFFFFFFFF)
 
 
 def stream_key(name: str, seed: int) -> Bits:
-    """Return the key of the stream of this name and seed: uint64 `[1]`."""
+    """Return the key, uint64 `[1]`, of the stream named `name` with `seed`."""
     digest = blake2b(f"{name}/{seed}".encode(), digest_size=8).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def random_bits(key: Bits, counters: NDArray[np.integer]) -> Bits:
-    """64 random bits per counter (0 or more), `key` broadcast against the counters.
+    """Return 64 random bits, a uint64, for each of `counters` (0 or more).
 
-    It is SplitMix64 started at `key` and read at position `counter`. A result may serve as the
-    key of a further stream.
+    `key` is broadcast against the counters. The bits are those of SplitMix64 started at `key` and
+    read at position `counter`. A result may serve as the key of a further stream.
     """
     bits = counters.astype(np.uint64) * _INCREMENT + (key + _INCREMENT)
     bits ^= bits >> np.uint64(30)
@@ -44,10 +44,11 @@ def random_bits(key: Bits, counters: NDArray[np.integer]) -> Bits:
 
 
 def nearly_normal(bits: Bits) -> NDArray[np.float32]:
-    """Mean 0 and standard deviation 1 from 64 bits each: the sum of their four 16-bit numbers.
+    """Return a float32 of mean 0 and standard deviation 1 for each 64 bits.
 
-    Such a number is uniform on 0..65535, with variance (2^32 - 1) / 12; the sum of four has mean
-    131070 and standard deviation sqrt((2^32 - 1) / 3). Values lie within 3.47 of 0.
+    It is the scaled sum of their four 16-bit numbers. Such a number is uniform on 0..65535, with
+    variance (2^32 - 1) / 12; the sum of four has mean 131070 and standard deviation sqrt((2^32 - 1)
+    / 3). Values lie within 3.47 of 0.
     """
     pairs = (bits & _LOW_HALVES) + ((bits >> np.uint64(16)) & _LOW_HALVES)
     total = ((pairs & _LOW_WORD) + (pairs >> np.uint64(32))).astype(np.float32)

@@ -1,8 +1,8 @@
-"""Low-rank additions to a model's weights (LoRA, arXiv 2106.09685), made and named by peft.
+"""Low-rank adapters for a model's weights (LoRA, arXiv 2106.09685), made and named by peft.
 
-The weights that they are added to are frozen, and the additions alone are trained. Here is what is
-asked of peft: which settings it knows, the model with the additions in it, and the folder that
-`PeftModel.from_pretrained` opens.
+The weights that they are added to are frozen, and the adapters alone are trained. This file owns
+what is asked of peft: which settings it knows, the model with the adapters in it, and the folder
+that `PeftModel.from_pretrained` opens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,15 +20,15 @@ from whale_train.models.options import ADAPTERS as KEY
 from whale_train.models.weights.hub import is_on_hub
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # where peft looks for them
-# Of the ways to begin, those that leave the weights alone to which the additions are made. From
-# others the additions are of no use without what became of the weights.
+# Values of `init_lora_weights` that leave the weights alone to which adapters are added. With
+# others the adapters are of no use without the weights as they were changed.
 _STARTS = (True, False, "gaussian", "orthogonal")
-# What peft itself keeps there: what it is, and what of other libraries' models.
+# Settings that peft writes itself: the type of adapters, and the class of the model.
 _NOT_SET_HERE = ("peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config")
 
 
 def adapter_faults(settings: Mapping[str, Any]) -> list[Fault]:
-    """Return what is wrong with the settings of a LoraConfig, as far as no model is needed."""
+    """Return the faults of the settings of a LoraConfig that can be told without a model."""
     if find_spec("peft") is None:
         remedy = "install whale-train[peft]"
         return [Fault(KEY, str(settings), "needs peft, which is not installed", remedy)]
@@ -49,9 +49,11 @@ def adapter_faults(settings: Mapping[str, Any]) -> list[Fault]:
 
 
 def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
-    """Return `model` with additions to the weights that `settings`, those of a LoraConfig, name;
-    nothing else in it is trained. Drawn from torch's global generator. Raises ConfigError with what
-    peft refuses."""
+    """Return `model` with adapters for the weights that `settings`, those of a LoraConfig, name.
+
+    Nothing else in the model is trained. The adapters are drawn from torch's global generator.
+    Raises ConfigError with what peft refuses.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     try:
@@ -63,8 +65,11 @@ def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def stacked_additions(model: nn.Module) -> tuple[str, ...]:
-    """Return the modules of `model` to whose stacks of experts peft has added: it makes the sum of
-    a stack and its addition anew in every call, by `torch.nn.utils.parametrize`."""
+    """Return the paths of the modules in `model` whose stacks of expert weights have adapters.
+
+    peft computes the sum of a stack and its adapter anew in every call, by
+    `torch.nn.utils.parametrize`.
+    """
     if not has_adapters(model):
         return ()
     from peft.tuners.lora.layer import ParamWrapper
@@ -74,13 +79,15 @@ def stacked_additions(model: nn.Module) -> tuple[str, ...]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether `model` has additions of peft's, whoever made them."""
+    """Return whether `model` has adapters of peft, whoever added them."""
     return isinstance(getattr(model, "peft_config", None), dict)
 
 
 def adapter_names(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
-    """Return, by their path in `model`, the names that peft has in its files for those of the
-    tensors `paths` that are additions."""
+    """Return the name in peft's files of each of the tensors `paths` that is an adapter's.
+
+    The keys of the result, and `paths`, are paths in `model`.
+    """
     from peft import get_peft_model_state_dict
 
     held = {path: torch.empty(0) for path in paths}  # it looks at names alone
@@ -96,8 +103,10 @@ def adapter_names(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
 
 
 def describe_adapters(model: Any, pretrained: str | None, folder: Path) -> None:
-    """Write what peft wants beside the additions of `model`, which are to the weights that
-    `pretrained` names."""
+    """Write into `folder` the config that peft wants beside the adapters of `model`.
+
+    `pretrained` names the weights that the adapters are added to; None for random ones.
+    """
     (config,) = model.peft_config.values()
     config = copy(config)
     config.inference_mode = True  # as peft saves it

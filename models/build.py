@@ -1,4 +1,4 @@
-"""From the options of a model to an `nn.Module`: finding and checking the class, building it.
+"""Building of an `nn.Module` from the options of a model, after finding and checking its class.
 
 It tells models apart by `_target_` only, and measures nothing (see `profile/measure.py`).
 """
@@ -33,6 +33,7 @@ from whale_train.models.weights.stored import open_folder
 
 MOST_PARTS = 250_000  # modules and parameters of a model
 
+# Names in transformers that look like a model's. Auto classes pick a class; they are none.
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")
 
@@ -46,8 +47,8 @@ _READS_SETTING = re.compile(
 def _importable(folder: str) -> Iterator[None]:
     """Make `folder` the first place modules are looked for, and tensors made on the way real.
 
-    The default device is the CPU inside: a module first imported while a model is built on the
-    meta device would keep its constants there for ever.
+    The default device is the CPU inside: a module first imported while a model is built on the meta
+    device would keep its constants there for ever.
     """
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
@@ -68,11 +69,11 @@ def _said(error: BaseException) -> str:
 
 
 def load_class(options: ModelOptions) -> Callable[..., Any]:
-    """Return what `options` names: a user's class or function, or a model class of transformers.
+    """Return the class or function that `options` names: a user's, or a model of transformers.
 
-    The current working directory is importable. Constructor arguments, and for Hugging Face
-    models the config and the folder of weights, are checked as well. Raises ConfigError with all
-    faults found.
+    The current working directory is importable. Constructor arguments, and for Hugging Face models
+    the config and the folder of weights, are checked as well. Raises ConfigError with all faults
+    found.
     """
     with _importable(os.getcwd()):
         if options.is_hugging_face:
@@ -121,7 +122,7 @@ def _imported(target: str) -> Callable[..., Any]:
 
 
 def _argument_faults(made: Callable[..., Any], options: ModelOptions) -> list[Fault]:
-    """Arguments the constructor does not know, and those it cannot do without."""
+    """Return the faults of constructor arguments: those it does not know, and missing ones."""
     try:
         parameters = inspect.signature(made).parameters
     except ValueError:  # written in C, without a signature
@@ -144,6 +145,10 @@ def _argument_faults(made: Callable[..., Any], options: ModelOptions) -> list[Fa
 
 
 def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
+    """Return the model class of transformers that `options` names.
+
+    Raises ConfigError with all faults.
+    """
     name = options.architecture or ""
     try:
         import transformers
@@ -185,7 +190,10 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
 
 
 def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
-    """Keys of `model.config` that would be stored and never read, and values that are refused."""
+    """Return the faults of `model.config`.
+
+    They are keys that would be stored and never read, values that are refused, and `use_cache`.
+    """
     config_class = made.config_class
     try:
         config = training_config(config_class, options.config, options.pretrained)
@@ -211,12 +219,12 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
 
 
 def _read_settings(made: type) -> frozenset[str]:
-    """Return the settings that the source of the model class `made` reads of a config, declared by
-    a config class or not: T5's decoder_start_token_id, and DebertaV2's share_att_key, whose default
-    is in a getattr alone.
+    """Return the settings that the source of the model class `made` reads of a config.
 
-    Its source is the module of the class, and modules of other models that it takes classes and
-    functions from. What all models share is left out: it reads what only some of them act upon.
+    A setting counts whether a config class declares it or not: T5's decoder_start_token_id, and
+    DebertaV2's share_att_key, whose default is in a getattr alone. The source is the module of the
+    class, and modules of other models that it takes classes and functions from. The source that all
+    models share is left out: it reads what only some of them act upon.
     """
     own = vars(sys.modules[made.__module__]).values()
     names = {x.__module__ for x in own if isinstance(x, type) or inspect.isfunction(x)}
@@ -227,6 +235,7 @@ def _read_settings(made: type) -> frozenset[str]:
 
 
 def _default_attributes(config_class: Any) -> set[str]:
+    """Return the attributes of a config with its defaults; none of a class that has no default."""
     try:
         return set(vars(config_class()))
     except Exception:  # composite configs (EncoderDecoderConfig) have no default
@@ -234,7 +243,11 @@ def _default_attributes(config_class: Any) -> set[str]:
 
 
 def given_config(config_class: Any, settings: dict[str, Any], pretrained: str | None) -> Any:
-    """Return the config that a request gives a model of transformers."""
+    """Return the config that a request gives a model of transformers.
+
+    It is the config saved in `pretrained`, if that is given, with `settings` over it. Keys that the
+    class does not know are kept.
+    """
     saved = {}
     if pretrained is not None:
         folder = folder_of(pretrained)
@@ -244,8 +257,10 @@ def given_config(config_class: Any, settings: dict[str, Any], pretrained: str | 
 
 
 def training_config(config_class: Any, settings: dict[str, Any], pretrained: str | None) -> Any:
-    """Return the config that a model of transformers is trained with: the given one, without the
-    cache of generation."""
+    """Return the config that a model of transformers is trained with.
+
+    It is `given_config`'s without the cache of generation.
+    """
     config = given_config(config_class, settings, pretrained)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     for part in parts:
@@ -260,11 +275,12 @@ def hugging_face(
     pretrained: str | None = None,
     adapters: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Return the class `architecture` of transformers, with `config` over its config's defaults.
+    """Return a model of the class `architecture` of transformers.
 
-    Random weights from torch's global generator, or those that `pretrained` names, in fp32; with
-    `adapters`, they are frozen and have additions. On the meta device no weights are read. Raises
-    ConfigError for a folder without weights that can be read.
+    Its config is `config` over the defaults or over that of `pretrained`. Its weights are random,
+    from torch's global generator, or those that `pretrained` names, in fp32. With `adapters`, these
+    weights are frozen and have adapters. On the meta device no weights are read. Raises ConfigError
+    for a folder without weights that can be read.
     """
     import transformers
 
@@ -279,12 +295,15 @@ def hugging_face(
 
 
 class _TooManyPartsError(Exception):
-    """Raised where a model's constructor goes on and on."""
+    """Raised where a model's constructor registers more than MOST_PARTS modules and parameters."""
 
 
 @contextmanager
 def _bounded_parts() -> Iterator[None]:
-    """Raise _TooManyPartsError where more than MOST_PARTS modules and parameters are registered."""
+    """Raise _TooManyPartsError inside where more than MOST_PARTS parts are registered.
+
+    Parts are modules and parameters.
+    """
     left = MOST_PARTS
 
     def count(*_: object) -> None:
@@ -308,8 +327,9 @@ def build_model(options: ModelOptions) -> nn.Module:
     """Return the model on the current default device, in train mode.
 
     Seed torch, or enter `torch.device("meta")`, first. Raises ConfigError when the class cannot be
-    had (see `load_class`), when its constructor raises, or when a function gives no module though
-    it says so.
+    had (see `load_class`), when its constructor raises or makes too many modules and parameters,
+    when a function gives no module though it says so, and for parameters without a shape or of
+    complex numbers.
     """
     made = load_class(options)
     key, value, remedy = "model._target_", options.target, "correct its arguments or its code"

@@ -11,14 +11,18 @@ from torch.nn import functional
 
 
 class Output(NamedTuple):
-    """`loss` is a scalar (None without labels), `logits` are [batch, num_classes]."""
+    """Result of a forward.
+
+    loss: scalar; None without labels.
+    logits: [batch, num_classes].
+    """
 
     loss: Tensor | None
     logits: Tensor
 
 
 class ClassHead(nn.Module):
-    """`num_features` -> 1024 -> 512, ReLU after each, then one linear head to `num_classes`."""
+    """Linear layers `num_features` -> 1024 -> 512, ReLU after each, and a head to `num_classes`."""
 
     def __init__(self, num_classes: int = 1000, num_features: int = 256) -> None:
         super().__init__()
@@ -28,7 +32,10 @@ class ClassHead(nn.Module):
         self.head = nn.Linear(512, num_classes)
 
     def forward(self, features: Tensor, labels: Tensor | None = None) -> Output:
-        """`features` are [batch, num_features], `labels` [batch] of int64."""
+        """Return the logits, and the mean cross-entropy where `labels` are given.
+
+        `features` are [batch, num_features], `labels` int64 [batch].
+        """
         logits = self.head(self.backbone(features))
         if labels is None:
             return Output(None, logits)

@@ -15,23 +15,28 @@ IGNORED_LABEL = -100  # the labels cross-entropy leaves out, as in torch and tra
 
 
 class Output(NamedTuple):
-    """`loss` is a scalar (None without labels), `logits` are [batch, sequence, vocabulary]."""
+    """Result of a forward.
+
+    loss: scalar; None without labels.
+    logits: [batch, sequence, vocabulary].
+    """
 
     loss: Tensor | None
     logits: Tensor
 
 
 def dropout_layer(probability: float) -> nn.Module:
+    """Return a dropout of `probability`, or an identity where it is 0."""
     # Dropout of 0 is an operation all the same; leaving it out keeps the traced graph small.
     return nn.Dropout(probability) if probability else nn.Identity()
 
 
 def start_weights(model: nn.Module, depth: int) -> None:
-    """Give the weights of a decoder of `depth` blocks the values GPT-2's start with.
+    """Set the weights of a decoder of `depth` blocks to the values that GPT-2's start with.
 
-    Normal with deviation 0.02, biases 0, and the projections back into the residual stream, of
-    which there are 2 x depth, divided by sqrt(2 x depth). They come from torch's global generator,
-    so that the same seed gives the same weights.
+    They are normal with deviation 0.02, biases 0. The projections back into the residual stream, of
+    which there are 2 x depth, are divided by sqrt(2 x depth). They come from torch's global
+    generator, so that the same seed gives the same weights.
     """
     for name, parameter in model.named_parameters():
         if name.removesuffix(".weight").endswith(("projection", "contract")):
@@ -43,8 +48,11 @@ def start_weights(model: nn.Module, depth: int) -> None:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of `logits` [batch, sequence, vocabulary] over the labels that
-    are not -100 of `labels` [batch, sequence]: each position's is the token after it."""
+    """Return the mean cross-entropy of `logits` for the next tokens, an fp32 scalar.
+
+    `logits` are [batch, sequence, vocabulary], `labels` int64 [batch, sequence]. The target of a
+    position is the label of the position after it. Labels of -100 do not count.
+    """
     # Shifting the labels instead of the logits leaves the large tensor uncopied.
     following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     return functional.cross_entropy(
@@ -55,7 +63,10 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [batch, sequence, width], query, key and value in one weight."""
+    """Causal self-attention over [batch, sequence, width]; one weight has query, key and value.
+
+    Raises ValueError for a width that `heads` does not divide.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -102,10 +113,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over `vocab_size` tokens for sequences of up to `sequence_length` of them.
+    """A decoder over `vocab_size` tokens; the weights start as GPT-2's do (`start_weights`).
 
-    `width` is the hidden size (a multiple of `heads`, else ValueError), `depth` the number of
-    blocks. `tied` lets `lm_head` share the token embedding's weight. Weights start as GPT-2's do.
+    vocab_size: number of different tokens.
+    sequence_length: tokens of a sequence, at most.
+    width: hidden size, a multiple of `heads`.
+    depth: number of blocks.
+    heads: attention heads of a block.
+    dropout: probability that an element is dropped; 0 for no dropout.
+    tied: whether `lm_head` shares the token embedding's weight.
+
+    Raises ValueError for a width that `heads` does not divide.
     """
 
     def __init__(
@@ -130,10 +148,11 @@ class GPT(nn.Module):
         start_weights(self, depth)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """`input_ids` and `labels` are [batch, sequence] of int64.
+        """Return the logits, and the loss where `labels` are given.
 
-        The label of a position is its own token: the shift to the next one is made here. The loss
-        is the mean over the labels that are not -100.
+        `input_ids` and `labels` are int64 [batch, sequence]. The label of a position is its own
+        token: the shift to the next one is made here. The loss is the mean over the labels that are
+        not -100.
         """
         positions = torch.arange(input_ids.size(1), device=input_ids.device)
         hidden = self.drop(self.token(input_ids) + self.position(positions))

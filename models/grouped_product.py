@@ -1,6 +1,6 @@
 """The product of every expert with its own rows, as one operation that can be exported.
 
-torch has the kernel (`functional.grouped_mm`), but traces it in bf16 alone; here it is wrapped so
+torch has the kernel (`functional.grouped_mm`), but traces it in bf16 alone. Here it is wrapped so
 that shapes, gradients and FLOPs are known in every floating type, and autocast lowers it as other
 products. It knows nothing of whale-train.
 """
@@ -17,11 +17,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 @torch.library.custom_op("whale_train::grouped_mm", mutates_args=())
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[rows, out]: the rows of `rows` [rows, in] that belong to expert e times `weight[e]`, of
-    `weight` [experts, in, out].
+    """Return each row of `rows` times the weight of its expert, [rows, out].
 
-    Rows are sorted by expert; `ends` (int32, [experts]) says where each one's end, the last where
-    all end. An expert may have none. Rows of `in` and `out` elements are multiples of 16 bytes.
+    rows: [rows, in], sorted by expert.
+    weight: [experts, in, out].
+    ends: int32 [experts], the index at which the rows of each expert end. An expert may have no
+        rows. What follows the last end is of no expert, and its results are whatever the memory
+        held.
+
+    Rows of `in` and of `out` elements are multiples of 16 bytes.
     """
     return functional.grouped_mm(rows, weight, offs=ends)
 
@@ -35,6 +39,10 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _backward(
     gradient: Tensor, rows: Tensor, weight: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `rows`, [rows, in], and of `weight`, [experts, in, out].
+
+    `gradient` is the gradient of the product, [rows, out].
+    """
     of_rows = functional.grouped_mm(gradient, weight.mT, offs=ends)
     # Here the experts' rows are what is summed over, and the result is a stack again.
     return of_rows, functional.grouped_mm(rows.mT, gradient, offs=ends)
@@ -57,7 +65,7 @@ grouped_mm.register_autograd(_gradients, setup_context=_keep)
 
 
 def _autocast(device: str, key: DispatchKey) -> Callable[..., Tensor]:
-    """Return the product under autocast, which runs it as it does others: in its 16 bits."""
+    """Return the kernel of `grouped_mm` under autocast, which computes in autocast's 16 bits."""
 
     def lowered(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(device)

@@ -11,14 +11,21 @@ from torch.nn import functional
 
 
 class Output(NamedTuple):
-    """`loss` is a scalar (None without labels), `logits` are [batch, num_classes]."""
+    """Result of a forward.
+
+    loss: scalar; None without labels.
+    logits: [batch, num_classes].
+    """
 
     loss: Tensor | None
     logits: Tensor
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: [B, inputs, H, W] -> [B, outputs, H/stride, ...]."""
+    """Two 3x3 convolutions beside a shortcut.
+
+    It maps [batch, inputs, height, width] to [batch, outputs, height / stride, width / stride].
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -38,11 +45,11 @@ class ResidualBlock(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """`depth` residual blocks of `width` channels, a mean over the image, and a linear head.
+    """Residual network of `depth` blocks of `width` channels, a mean over the image, and a head.
 
-    The second and third block halve the image and double the channels; further ones keep both,
-    so that depth does not shrink an 8x8 image away (BatchNorm needs more than one value a
-    channel, also for a batch of 1).
+    The head is linear. The second and third block halve the image and double the channels; further
+    ones keep both, so that depth does not shrink an 8x8 image away (BatchNorm needs more than one
+    value a channel, also for a batch of 1).
     """
 
     def __init__(
@@ -60,7 +67,10 @@ class ImageClassifier(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Output:
-        """`pixel_values` are [batch, channels, height, width], `labels` [batch] of int64."""
+        """Return the logits, and the mean cross-entropy where `labels` are given.
+
+        `pixel_values` are [batch, channels, height, width], `labels` int64 [batch].
+        """
         image = functional.relu(self.stem_norm(self.stem(pixel_values)))
         logits = self.head(self.blocks(image).mean(dim=(2, 3)))
         if labels is None:

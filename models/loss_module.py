@@ -1,4 +1,4 @@
-"""Any model as one that returns a scalar loss, and the match of its forward with the data."""
+"""LossModule, which makes any model one that returns a scalar loss and takes fields of the data."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -30,8 +30,11 @@ def _forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter],
 
 
 def _takes_labels(model: nn.Module, loss: str) -> bool:
-    """Return whether the model is given the labels. Under cross_entropy they are the loss's, and a
-    model that could do without them would only compute a second loss."""
+    """Return whether the model is given the labels.
+
+    With the loss cross_entropy they belong to the loss: a model that could do without them would
+    only compute a second loss.
+    """
     named, open_ended = _forward_parameters(model)
     if "labels" not in named:
         return open_ended and loss == "model"
@@ -41,11 +44,11 @@ def _takes_labels(model: nn.Module, loss: str) -> bool:
 def forward_fields(
     model: nn.Module, options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[str, ...]:
-    """Return the names of the data's fields that `LossModule` is to be given, in the data's order:
-    those of the model's forward, and the labels where they are the loss's.
+    """Return the names of the data's fields that `LossModule` is to be given, in the data's order.
 
-    Raises ConfigError with all faults: a field that neither forward nor the loss takes, a forward
-    argument without a field, and a loss without labels or with labels that are not integers.
+    They are the arguments of the model's forward, and the labels where the loss needs them. Raises
+    ConfigError with all faults: a field that neither forward nor the loss takes, a forward argument
+    without a field, and a loss without labels or with labels that are not integers.
     """
     named, open_ended = _forward_parameters(model)
     names = [field.name for field in fields]
@@ -82,12 +85,13 @@ def forward_fields(
 
 
 class LossModule(nn.Module):
-    """A model and its loss as one module: a batch by keyword in, a scalar out.
+    """A model and its loss as one module, called with a batch by keyword for a scalar loss.
 
-    The loss is the mean over the batch's samples, or unmasked tokens: the model's own, or the
-    cross-entropy of its logits, [batch, classes, ...] or [..., classes] (`models/class_dim.py`),
-    with `labels` [batch, ...], where -100 is left out. The model's parameter paths get the prefix
-    `MODEL_PREFIX`. `on_logits`, where it is set, is called with the shape of such logits.
+    The loss is the mean over the batch's samples, or over unmasked tokens. It is the model's own,
+    or the cross-entropy of the model's logits, [batch, classes, ...] or [..., classes]
+    (`models/class_dim.py`), with `labels` [batch, ...], where labels of -100 do not count. The
+    model's parameter paths get the prefix `MODEL_PREFIX`. `on_logits`, where it is set, is called
+    with the shape of the logits.
     """
 
     on_logits: Callable[[tuple[int, ...]], None] | None = None
@@ -106,8 +110,11 @@ class LossModule(nn.Module):
         self.signature = inspect.Signature(parameters)
 
     def name(self, fields: Iterable[str]) -> None:
-        """Have `fields` in the signature of `forward`: what a model takes as `**kwargs` has no
-        name there, and torch.export gives a dynamic shape to what has one alone."""
+        """Add `fields` to the signature of `forward`.
+
+        Fields that a model takes as `**kwargs` have no name there, and torch.export gives a dynamic
+        shape to named arguments alone.
+        """
         given = dict(self.signature.parameters)
         kind = inspect.Parameter.KEYWORD_ONLY
         more = {x: inspect.Parameter(x, kind, default=None) for x in fields if x not in given}
@@ -117,8 +124,11 @@ class LossModule(nn.Module):
 
     @property
     def forward(self) -> Callable[..., Tensor]:  # type: ignore[override]
-        """`forward(**batch)` under the names of the model's own arguments: torch.export gives
-        each tensor its dynamic shape by the signature's names, and refuses a bare `**batch`."""
+        """Return `forward(**batch)` with the names of the model's own arguments in its signature.
+
+        torch.export gives each tensor its dynamic shape by the names of the signature, and refuses
+        a bare `**batch`.
+        """
 
         def forward(**batch: Tensor) -> Tensor:
             return self._loss_of(batch)
@@ -127,21 +137,30 @@ class LossModule(nn.Module):
         return forward
 
     def _loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the scalar loss of `batch`.
+
+        Raises ConfigError where the model returns no loss or no logits.
+        """
         given = {k: v for k, v in batch.items() if k != "labels" or self.takes_labels}
         output = self.model(**given)
         wanted = "loss" if self.loss == "model" else "logits"
-        found = _member(output, wanted)
+        tensor = _member(output, wanted)
         owner = type(self.model).__name__
-        if found is None or (wanted == "loss" and found.dim()):
+        if tensor is None or (wanted == "loss" and tensor.dim()):
             rule = f"finds no {wanted} in what {owner} returns ({type(output).__name__})"
             other = "cross_entropy" if wanted == "loss" else "model"
             remedy = f"return it as .{wanted}, or use model.loss={other}"
             raise ConfigError([Fault("model.loss", self.loss, rule, remedy)])
         if wanted == "loss":
-            return found
-        return self._cross_entropy(found, batch["labels"])
+            return tensor
+        return self._cross_entropy(tensor, batch["labels"])
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy of `logits`, an fp32 scalar.
+
+        `labels` have the shape of the logits without the classes. Raises ConfigError for other
+        shapes.
+        """
         if self.on_logits is not None:
             self.on_logits(tuple(logits.shape))
         classes = class_dim(logits.shape, labels.shape, self.class_dim) if logits.dim() else None
@@ -165,11 +184,13 @@ class LossModule(nn.Module):
 
 
 def _member(output: object, name: str) -> Tensor | None:
-    """Return a tensor of a model's output: the attribute or key `name`, else the first tensor of a
-    sequence, else the output itself."""
-    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    if found is None and type(output) in (tuple, list):
-        found = next((part for part in output if isinstance(part, Tensor)), None)  # type: ignore[attr-defined]
-    if found is None and isinstance(output, Tensor):
-        found = output
-    return found if isinstance(found, Tensor) else None
+    """Return a tensor of a model's output, or None where there is none.
+
+    It is the attribute or key `name`, else the first tensor of a sequence, else the output itself.
+    """
+    member = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if member is None and type(output) in (tuple, list):
+        member = next((part for part in output if isinstance(part, Tensor)), None)  # type: ignore[attr-defined]
+    if member is None and isinstance(output, Tensor):
+        member = output
+    return member if isinstance(member, Tensor) else None

@@ -34,13 +34,19 @@ from whale_train.models.grouped_product import grouped_mm
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose among `experts`: `top_k` in each of `prototypes` groups of as many.
+    """Choice of experts by tokens, in `prototypes` groups of as many experts each.
 
-    `capacity_factor` gives an expert room for so many times the tokens that each would have, were
-    all asked for alike (None: for all). `balance` and `z_loss` are what the losses named so are
-    multiplied by; `balance_over` says whether loads are those of the whole `batch` or of every
-    `sequence`. `bias_rate` is by how much a step moves the bias (0: there is none). Raises
-    ValueError for what does not fit together.
+    experts: number of experts.
+    top_k: number of experts of each group that a token goes to.
+    prototypes: number of groups, which divides `experts`.
+    capacity_factor: room of an expert, relative to the tokens that each would have if all were
+        chosen alike; None for no limit.
+    balance: factor of the loss that balances experts.
+    balance_over: whether loads are those of the whole `batch` or of every `sequence`.
+    z_loss: factor of the loss that keeps the router's logits small.
+    bias_rate: amount by which a step moves the bias; 0 for no bias.
+
+    Raises ValueError for what does not fit together.
     """
 
     experts: int
@@ -72,25 +78,32 @@ class Routing:
 
     @property
     def group(self) -> int:
-        """The experts of one prototype."""
+        """Return the number of experts of one prototype."""
         return self.experts // self.prototypes
 
     @property
     def slots(self) -> int:
-        """The experts that a token goes to."""
+        """Return the number of experts that a token goes to."""
         return self.prototypes * self.top_k
 
     def capacity(self, tokens: int) -> int | None:
-        """Return the room of an expert for a sequence of so many tokens; None without a limit."""
+        """Return the room of an expert for a sequence of `tokens` tokens, in tokens.
+
+        Return None without a limit.
+        """
         if self.capacity_factor is None:
             return None
         return ceil(self.capacity_factor * tokens * self.slots / self.experts)
 
 
 class Choice(NamedTuple):
-    """The `chosen` experts of every token, and their `weights`: [tokens, slots] each. `experts`
-    stands for one that has no room. `auxiliary` ([batch]) are the samples' auxiliary losses, None
-    without any."""
+    """Experts that tokens go to.
+
+    weights: weights of the chosen experts, fp32 [tokens, slots].
+    chosen: numbers of the chosen experts, int64 [tokens, slots]; `experts` stands for an expert
+        that has no room.
+    auxiliary: auxiliary losses of the samples, fp32 [batch]; None without any.
+    """
 
     weights: Tensor
     chosen: Tensor
@@ -98,10 +111,10 @@ class Choice(NamedTuple):
 
 
 class Router(nn.Module):
-    """Which experts the tokens of [batch, sequence, width] go to.
+    """Router of the tokens in [batch, sequence, width] to experts.
 
-    The weights are the chosen experts' probabilities among all of their prototype, as they are:
-    even a single one has a gradient then.
+    The weights are the chosen experts' probabilities among all experts of their prototype, as they
+    are: even a single one has a gradient then.
     """
 
     bias: Tensor
@@ -114,6 +127,10 @@ class Router(nn.Module):
             self.register_buffer("bias", torch.zeros(routing.experts))
 
     def forward(self, hidden: Tensor) -> Choice:
+        """Return the experts of every token of `hidden`, [batch, sequence, width].
+
+        In training mode the bias, if there is one, is moved.
+        """
         routing, (batch, sequence, _) = self.routing, hidden.shape
         # In half precision neighbouring experts' probabilities would be equal.
         logits = self.score(hidden.flatten(0, 1)).float()
@@ -143,7 +160,11 @@ class Router(nn.Module):
         return Choice(weights, chosen, auxiliary)
 
     def _best(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and numbers of every prototype's best experts."""
+        """Return the weights and the numbers of every prototype's best experts.
+
+        `probabilities` are [tokens, experts], or [tokens, prototypes, group] with several
+        prototypes. The results have `top_k` as their last extent.
+        """
         if not self.routing.bias_rate:
             weights, chosen = torch.topk(probabilities, self.routing.top_k, dim=-1)
             return weights, chosen
@@ -152,10 +173,13 @@ class Router(nn.Module):
         return probabilities.gather(-1, chosen), chosen
 
     def _unbalance(self, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Return each sample's part, [batch], of the loss that balances experts, averaged over
-        prototypes: their number times the sum over experts of the part of the tokens that asks for
-        one, times its mean probability; 1 where all are asked for alike. `counts` are [batch,
-        experts]: who asks is counted in whole numbers, exactly, and has no gradient."""
+        """Return each sample's part of the loss that balances experts, fp32 [batch].
+
+        It is the mean over prototypes of the number of a prototype's experts times the sum over
+        experts of the part of the tokens that asks for an expert, times its mean probability; 1
+        where all are asked for alike. `counts`, int64 [batch, experts], are the slots that ask for
+        each expert: whole numbers, exact, and without a gradient.
+        """
         batch, shape = counts.shape[0], (self.routing.prototypes, self.routing.group)
         if self.routing.balance_over == "batch":
             counts = counts.sum(0, keepdim=True)
@@ -165,17 +189,24 @@ class Router(nn.Module):
         return (part * likely).sum((1, 2)) * self.routing.group / self.routing.prototypes
 
     def _move_bias(self, counts: Tensor) -> None:
-        """Lower the bias of experts that more tokens ask for than the mean, and raise others'."""
+        """Lower the bias of experts that more tokens ask for than the mean, and raise the others'.
+
+        `counts`, int64 [batch, experts], are the slots that ask for each expert.
+        """
         load = counts.sum(0).view(self.routing.prototypes, self.routing.group)
-        # Times their number, as a mean is no whole number.
+        # Both sides are multiplied by the number of experts, as a mean is no whole number.
         above = torch.sign(load * self.routing.group - load.sum(1, keepdim=True))
         self.bias.sub_(self.routing.bias_rate * above.flatten().float())
 
 
 def _has_room(wanted: Tensor, counts: Tensor, room: int) -> Tensor:
-    """Return, [batch, slots], whether a slot of a sequence is among the first `room` that want its
-    expert. `wanted` [batch, slots] are the experts, `counts` [batch, experts] how many slots want
-    each."""
+    """Return whether each slot of a sequence is among the first `room` that want its expert.
+
+    wanted: expert of each slot, int64 [batch, slots of a sequence].
+    counts: number of slots that want each expert, int64 [batch, experts].
+
+    The result is bool [batch, slots of a sequence].
+    """
     expert, order = torch.sort(wanted, dim=1, stable=True)
     first = counts.cumsum(1) - counts
     place = torch.arange(wanted.shape[1], device=wanted.device) - first.gather(1, expert)
@@ -183,7 +214,10 @@ def _has_room(wanted: Tensor, counts: Tensor, room: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """GELU layers of two matrices, [experts, width, ffn] and [experts, ffn, width]."""
+    """GELU layers of all experts, each of two matrices.
+
+    `expand` is [experts, width, ffn], `contract` [experts, ffn, width].
+    """
 
     def __init__(self, width: int, ffn: int, routing: Routing) -> None:
         super().__init__()
@@ -192,7 +226,10 @@ class Experts(nn.Module):
         self.limited = routing.capacity_factor is not None
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """`tokens` are [tokens, width], `weights` and `chosen` [tokens, slots]."""
+        """Return the weighted sums of what the tokens' experts give, [tokens, width].
+
+        `tokens` are [tokens, width], `weights` and `chosen` [tokens, slots].
+        """
         # One row for each expert of each token, those of one expert next to each other: all
         # shapes are known beforehand, whatever the router says. Rows of no expert are the last.
         expert, order = torch.sort(chosen.flatten(), stable=True)
@@ -206,8 +243,11 @@ class Experts(nn.Module):
         return summed
 
     def _of_experts(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """Return `rows` with zeros where they are of no expert, and gradients as well: products
-        leave these rows as they find their memory."""
+        """Return `rows`, [rows, ...], with zeros and zero gradients where they are of no expert.
+
+        `expert`, int64 [rows], is the expert of each row. Grouped products leave rows of no expert
+        as they find their memory.
+        """
         if not self.limited:
             return rows
         return torch.where((expert < self.expand.shape[0]).unsqueeze(-1), rows, 0.0)
@@ -226,7 +266,10 @@ class Block(nn.Module):
         self.drop = dropout_layer(dropout)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the new hidden states, and the samples' auxiliary losses, [batch], if any."""
+        """Return the new hidden states, [batch, sequence, width], and the auxiliary losses.
+
+        The auxiliary losses of the samples are fp32 [batch], or None where the router has none.
+        """
         hidden = hidden + self.drop(self.attention(self.attention_norm(hidden)))
         normed = self.experts_norm(hidden)
         weights, chosen, auxiliary = self.router(normed)
@@ -235,13 +278,22 @@ class Block(nn.Module):
 
 
 class MoEGPT(nn.Module):
-    """A decoder over `vocab_size` tokens for sequences of up to `sequence_length` of them.
+    """A decoder over `vocab_size` tokens with a mixture of experts in every block.
 
-    `width` is the hidden size (a multiple of `heads`, else ValueError), `depth` the number of
-    blocks; each has `experts` layers of `ffn` hidden units, of which a token goes to `top_k`, or to
-    as many of every prototype. What follows is `Routing`'s; losses of routers are averaged over
-    samples, added up over blocks, and added to the model's. Rows of `width` and `ffn` elements are
-    multiples of 16 bytes, as grouped products want them. Weights start as GPT-2's do.
+    vocab_size: number of different tokens.
+    sequence_length: tokens of a sequence, at most.
+    width: hidden size, a multiple of `heads`.
+    depth: number of blocks.
+    heads: attention heads of a block.
+    ffn: hidden units of an expert.
+    experts: experts of a block.
+    top_k: experts of a block that a token goes to; with several prototypes, of each of them.
+    dropout: probability that an element is dropped; 0 for no dropout.
+
+    The other arguments are those of `Routing`. Losses of routers are averaged over samples, added
+    up over blocks, and added to the model's. Rows of `width` and of `ffn` elements are multiples of
+    16 bytes, as grouped products want them. Weights start as GPT-2's do. Raises ValueError for a
+    width that `heads` does not divide, and as `Routing` does.
     """
 
     def __init__(
@@ -276,7 +328,11 @@ class MoEGPT(nn.Module):
         start_weights(self, depth)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """`input_ids` and `labels` are [batch, sequence] of int64; the loss as in GPT."""
+        """Return the logits, and the loss where `labels` are given.
+
+        `input_ids` and `labels` are int64 [batch, sequence]. The loss is GPT's, plus the mean over
+        samples of the auxiliary losses.
+        """
         positions = torch.arange(input_ids.size(1), device=input_ids.device)
         hidden = self.drop(self.token(input_ids) + self.position(positions))
         losses = []

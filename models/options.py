@@ -1,4 +1,4 @@
-"""What the `model` group of a config says, read and checked without importing any model."""
+"""Options of the `model` group of a config, read and checked without importing any model."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -40,23 +40,30 @@ RULES = {
     "pretrained": ("is not a folder", "name a folder written by save_pretrained()"),
     "adapters": ("is not a mapping", "write 'model.adapters={r: 8, target_modules: [q_proj]}'"),
 }
-# Names in transformers that look like a model's. Auto classes pick a class; they are none.
 
 
 class ModelOptions(BaseModel):
-    """What the `model` group of a config says.
+    """Options of the `model` group of a config.
 
-    `architecture`, `config`, `pretrained` and `adapters`, the settings of low-rank additions that
-    alone are trained (None: all of the model is), are the options of Hugging Face models;
-    `arguments` are the constructor arguments of every other class. `class_dim` is the dimension of
-    the classes in the logits that `loss=cross_entropy` reads (None: by their shape,
-    `models/class_dim.py`). `loss_over` says what a batch's
-    loss is of its samples' losses, where the model's graph does not; `samples_are_independent`
-    vouches for a model that nothing has proven to be trained equally in parts. `init` is how the
-    initial weights are made that no folder has: `whole`, as one process draws them, or `sharded`,
-    tensor by tensor where they are wanted, for models that no host could hold; these are other
-    draws, whatever the plan the same. With `share_layers`, layers of a list that are alike have the
-    weights of the first.
+    target: path of the class or function that makes the model.
+    loss: the model's own loss, or the cross-entropy of its logits.
+    class_dim: dimension of the classes in the logits that `loss=cross_entropy` reads; None: by
+        their shape (`models/class_dim.py`).
+    sync_batchnorm: whether batch norms are computed over the whole batch.
+    loss_over: what a batch's loss is of its samples' losses, where the model's graph does not say
+        it.
+    samples_are_independent: the user vouches for a model that nothing has proven to be trained
+        equally in parts.
+    init: how initial weights are made that no folder has. With `whole` they are as one process
+        draws them. With `sharded` they are made tensor by tensor where they are wanted, for models
+        that no host could hold; these are other draws, the same whatever the plan.
+    share_layers: whether layers of a list that are alike have the weights of the first.
+    architecture: class of a Hugging Face model.
+    config: settings of a Hugging Face model.
+    pretrained: folder or model of the hub with the weights of a Hugging Face model.
+    adapters: settings of low-rank adapters that alone are trained, for a Hugging Face model; None:
+        all of the model is trained.
+    arguments: constructor arguments of every other class.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -86,22 +93,22 @@ class ModelOptions(BaseModel):
 
     @property
     def adds_to_a_folder(self) -> bool:
-        """Whether what is frozen is the weights of a folder, which any run reads there."""
+        """Return whether the frozen weights are those of a folder, which any run reads there."""
         return self.adapters is not None and self.pretrained is not None
 
     @property
     def is_built_whole(self) -> bool:
-        """Whether the whole model is in memory before ranks take their parts of it."""
+        """Return whether the whole model is in memory before ranks take their parts of it."""
         return self.init == "whole" and self.pretrained is None
 
     @property
     def class_name(self) -> str:
-        """The class as a reader knows it, without its module."""
+        """Return the name of the class as a reader knows it, without its module."""
         return (self.is_hugging_face and self.architecture) or self.target.rpartition(".")[2]
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "ModelOptions":
-        """Options from the plain mapping of a composed config.
+        """Return the options in the plain mapping of a composed config.
 
         Raises ConfigError with all faults: missing or malformed keys, and keys that are neither
         options nor, for a Hugging Face model, settings (those go into `config`).

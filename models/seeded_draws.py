@@ -11,31 +11,33 @@ from typing import Any
 
 import torch
 
-# A seed that no forward asks for by itself.
+# A seed that no forward gives by itself.
 _PRIVATE_SEED = 0x5EED_0F_7E57
 
 
 class OwnSeed:
-    """The seed of torch's default generator when a forward began; `is_seeded` compares with it."""
+    """Seed of torch's default generator when a forward began; `is_seeded` compares with it."""
 
     def __init__(self) -> None:
         self._seed = torch.initial_seed()
 
     def is_seeded(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a call with `kwargs` would draw from a generator that is not the default
-        one, or from that after the forward has seeded it."""
+        """Return whether a call with `kwargs` would draw from a seeded or a held generator.
+
+        That is a generator other than torch's default one, or the default one after the forward has
+        seeded it.
+        """
         return kwargs.get("generator") is not None or torch.initial_seed() != self._seed
 
 
 def seed_privately(seed: int) -> None:
-    """Seed torch's default generator by `seed`, unlike any forward does or `private_seed`."""
+    """Seed torch's default generator by `seed`, as neither a forward nor `private_seed` does."""
     torch.manual_seed(_PRIVATE_SEED + 1 + seed)
 
 
 @contextmanager
 def private_seed() -> Iterator[None]:
-    """Seed torch's default generator for what runs inside, unlike any forward does, and leave it
-    as it was."""
+    """Seed torch's default generator inside, as no forward does, and restore it afterwards."""
     before = torch.get_rng_state()
     torch.manual_seed(_PRIVATE_SEED)
     try:

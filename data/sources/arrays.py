@@ -49,7 +49,12 @@ _REMEDY = "write one with numpy.savez(path, name=array, ...)"
 
 
 class ArraysOptions(BaseModel):
-    """`path`: an .npz file of arrays named like the model's forward arguments."""
+    """Options of `data=arrays`.
+
+    path: an .npz file of arrays named like the model's forward arguments.
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: share of the samples that is held back.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,13 +67,13 @@ class ArraysOptions(BaseModel):
 def open_arrays(options: ArraysOptions) -> Dataset:
     """Return a dataset of one field an array, in the file's order; the first axis is the sample.
 
-    Dtypes are kept, except that float64 becomes float32 and int32 becomes int64. The upper bound
-    of an integer field is its largest value + 1, for which the array is read through once.
+    Dtypes are kept, except that float64 becomes float32 and int32 becomes int64. The upper bound of
+    an integer field is its largest value + 1, for which the array is read through once.
 
     Raises ConfigError with all the file's faults: no such file, not an .npz or a damaged one, no
     arrays or several of one name, unequal first axes, no samples, objects or other values that are
-    not numbers. Nothing is allocated by what a header alone says. Checksums are those of what is
-    unpacked, and of mapped arrays up to 256 MiB: larger ones would have to be read whole.
+    not numbers. Nothing is allocated by what a header alone says. Checksums are compared for arrays
+    that are unpacked, and for mapped ones up to 256 MiB: larger ones would have to be read whole.
     """
     path = options.path
     if not os.path.exists(path):
@@ -99,7 +104,13 @@ def open_arrays(options: ArraysOptions) -> Dataset:
 
 @dataclass(frozen=True, eq=False)
 class _Member:
-    """An array of the file; `array` is None where it holds nothing that could be handed over."""
+    """Array of the file.
+
+    name: its name, without the suffix .npy.
+    shape: its shape.
+    dtype: its dtype in the file.
+    array: its values; None where it holds nothing that could be handed over.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -108,8 +119,10 @@ class _Member:
 
 
 def _read_members(path: str) -> list[_Member]:
-    """Return the arrays of an archive. Raises ConfigError for a file that is none, or is damaged,
-    and OSError."""
+    """Return the arrays of the archive at `path`.
+
+    Raises ConfigError for a file that is no archive or is damaged, and OSError.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -124,8 +137,10 @@ def _read_members(path: str) -> list[_Member]:
 
 
 def _read_member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
-    """Return an array of the archive, mapped or unpacked. Raises ConfigError, and whatever zipfile
-    and its decompressors do."""
+    """Return an array of the archive, mapped or unpacked.
+
+    Raises ConfigError, and whatever zipfile and its decompressors raise.
+    """
     with archive.open(info) as file:
         try:
             shape, fortran_order, dtype = _read_header(file)
@@ -161,8 +176,10 @@ def _read_member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return what an array's header says: its shape, whether it is in Fortran order, its dtype.
-    Raises what numpy does, and ValueError for a shape that no array has."""
+    """Return the shape of an array, whether it is in Fortran order, and its dtype, from its header.
+
+    Raises what numpy does, and ValueError for a shape that no array has.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of headers by Python 2, and damaged ones
         version = npy_format.read_magic(file)
@@ -185,9 +202,11 @@ def _unpacked(
     dtype: np.dtype[Any],
     fortran_order: bool,
 ) -> NDArray[Any]:
-    """Return the array that the rest of `file` is compressed into, as large as its header says and
-    the archive's directory too. Raises ConfigError where nothing can be as large, before memory is
-    taken, and what zipfile does."""
+    """Return the array that the rest of `file` is compressed into.
+
+    Its header and the archive's directory say its size. Raises ConfigError where nothing can be as
+    large, before memory is taken, EOFError where the member ends early, and what zipfile raises.
+    """
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
     if deflated and info.file_size > _MOST_DEFLATED * (info.compress_size + 1):
         rule = f"is damaged: {info.compress_size} bytes of member {info.filename} are not "
@@ -210,8 +229,11 @@ def _unpacked(
 
 
 def _content_offset(path: str, info: zipfile.ZipInfo) -> int:
-    """Return where a stored member's bytes begin. The local header has its own name and extra
-    field, whose lengths (two bytes each, little-endian) are its last four bytes."""
+    """Return the offset in the file, in bytes, at which a stored member's content begins.
+
+    The local header has its own name and extra field, whose lengths (two bytes each, little-endian)
+    are its last four bytes.
+    """
     with open(path, "rb") as file:
         file.seek(info.header_offset)
         header = file.read(_LOCAL_HEADER_BYTES)
@@ -221,6 +243,7 @@ def _content_offset(path: str, info: zipfile.ZipInfo) -> int:
 
 
 def _faults(path: str, members: list[_Member]) -> list[Fault]:
+    """Return all faults of the arrays of the file."""
     names = [member.name for member in members]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -257,13 +280,14 @@ def _faults(path: str, members: list[_Member]) -> list[Fault]:
 
 
 def _field(name: str, array: NDArray[Any]) -> InputField:
-    bound = least = 0
+    """Return the field of an array, with the bounds of its integers."""
+    bound = smallest = 0
     if array.dtype.kind in "iu":
         step = max(1, _CHUNK_BYTES * len(array) // array.nbytes)
         chunks = range(0, len(array), step)
         extremes = [
             (int(part.min()), int(part.max())) for part in (array[i : i + step] for i in chunks)
         ]
-        least, bound = min(low for low, _ in extremes), max(high for _, high in extremes) + 1
+        smallest, bound = min(low for low, _ in extremes), max(high for _, high in extremes) + 1
     dtype = _HANDED_OVER[array.dtype.name]
-    return InputField(name, array.shape[1:], dtype, max(0, bound), min(0, least))
+    return InputField(name, array.shape[1:], dtype, max(0, bound), min(0, smallest))

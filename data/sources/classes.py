@@ -22,8 +22,15 @@ _NOISE = np.float32(0.5)
 
 
 class ClassesOptions(BaseModel):
-    """`num_samples` to train on; evaluation samples (`evaluation_fraction` as many) come on top.
-    `seed` chooses the centres, labels and noise; the order is the run's seed's affair."""
+    """Options of `data=classes`.
+
+    num_classes: number of classes.
+    num_features: elements of a vector.
+    num_samples: samples to train on; evaluation samples come on top.
+    seed: chooses the centres, labels and noise; the order depends on the seed of the run.
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: number of evaluation samples, relative to `num_samples`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,19 +44,26 @@ class ClassesOptions(BaseModel):
 
 
 def open_classes(options: ClassesOptions) -> Dataset:
-    """Fields `features`, float32 `[num_features]`, and `labels`, int64, 0..num_classes-1."""
+    """Return the dataset of vectors with their class.
+
+    Its fields are `features`, float32 `[num_features]`, and `labels`, int64, 0..num_classes-1.
+    """
     return _Classes(options)
 
 
 def balanced_labels(indices: Indices, num_samples: int, num_classes: int, key: Bits) -> Indices:
-    """Return the classes of samples `indices` of `num_samples`, drawn by `key`. All classes occur
-    equally often, give or take one; where there are fewer samples than classes they are spread over
-    all of them."""
+    """Return the classes, int64 `[n]`, of the samples `indices` of `num_samples`, drawn by `key`.
+
+    All classes occur equally often, give or take one. Where there are fewer samples than classes
+    they are spread over all of them.
+    """
     return permute(indices, num_samples, key) * num_classes // num_samples
 
 
 @dataclass(frozen=True)
 class _Classes:
+    """Dataset whose samples are made as they are asked for."""
+
     options: ClassesOptions
 
     @property
@@ -82,6 +96,10 @@ class _Classes:
         return {"features": features, "labels": labels}
 
     def _vectors(self, stream: str, numbers: Indices) -> NDArray[np.float32]:
+        """Return a nearly normal vector for each of `numbers`, float32 `[n, num_features]`.
+
+        Each `stream` has vectors of its own.
+        """
         width = self.options.num_features
         counters = numbers[:, None] * width + np.arange(width)
         return nearly_normal(random_bits(stream_key(stream, self.options.seed), counters))

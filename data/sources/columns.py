@@ -1,8 +1,7 @@
-"""What a column of an Arrow table holds, before any of it is trained on: numbers of one shape, none
-of them missing.
+"""Examination of an Arrow table's columns before training: numbers of one shape, none missing.
 
-Read are the columns' own lists of nulls and lengths, which are short; the numbers themselves where
-they are few.
+The columns' own lists of nulls and lengths are read, which are short; the numbers themselves are
+read where they are few.
 """
 
 from bisect import bisect_left
@@ -13,15 +12,19 @@ from typing import Any
 
 import numpy as np
 
-MOST_READ = 1 << 26  # numbers of a column that are read for the least and largest: half a GB
-_ROWS = 1 << 16  # looked at together
+MOST_READ = 1 << 26  # numbers of a column that are read for their bounds at most: half a GB
+_ROWS = 1 << 16  # rows that are looked at together
 _INT64 = np.iinfo(np.int64)
 
 
 @dataclass(frozen=True)
 class WrongRow:
-    """The first row (from 0 on) with a value that a column cannot have, and what is wrong: `rule`
-    is said of the row's `{place}`."""
+    """First row with a value that a column cannot have.
+
+    row: its number, from 0 on.
+    rule: what is wrong; `{place}` in it stands for the place of the row.
+    remedy: what the user can do.
+    """
 
     row: int
     rule: str
@@ -30,10 +33,17 @@ class WrongRow:
 
 @dataclass
 class Column:
-    """A column of numbers: the dtype that is handed over, the shape of a row, the least and the
-    largest integer where they were read (None: they were not), whether floats are beyond all
-    integers of 64 bits, how many of its floats are null, the first of them in row `first_null`, and
-    what is wrong with it."""
+    """Column of numbers.
+
+    dtype: dtype that is handed over.
+    shape: shape of a row.
+    least: smallest integer; None where integers were not read.
+    largest: largest integer; None where integers were not read.
+    is_beyond: whether a float that was read is beyond all integers of 64 bits.
+    nulls: number of floats that are null.
+    first_null: number of the first row with a null.
+    wrong: the first row that is wrong, and what is; None where none is.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,8 +56,11 @@ class Column:
 
 
 def dtype_of(kind: Any) -> str | None:
-    """Return the dtype that numbers of an Arrow type are handed over in, however they are nested;
-    "" for what holds no numbers, and None for what only `datasets` can read (images)."""
+    """Return the dtype in which numbers of an Arrow type are handed over, however they are nested.
+
+    Return "" for a type that holds no numbers, and None for one that only `datasets` can read
+    (images).
+    """
     import pyarrow.types as types
 
     leaf = _leaf(kind)
@@ -61,8 +74,10 @@ def dtype_of(kind: Any) -> str | None:
 
 
 def examined(table: Any, name: str) -> Column:
-    """Return what column `name` of a `datasets.Dataset` holds, whose `dtype_of` is that of numbers.
-    Reading stops at the first row that is wrong."""
+    """Return the content of column `name` of a `datasets.Dataset`, as a Column.
+
+    The `dtype_of` the column must be that of numbers. Reading stops at the first row that is wrong.
+    """
     view = table.select_columns([name]).with_format("arrow")
     kind = table.data.schema.field(name).type
     column = Column(dtype_of(kind) or "", _shape_of_first(next(_chunks(view, name))[1]))
@@ -89,7 +104,7 @@ def examined(table: Any, name: str) -> Column:
 
 
 def _read(column: Column, leaf: Any) -> None:
-    """Note the least and largest of a piece of the column."""
+    """Add the smallest and largest number of a piece of the column to `column`."""
     import pyarrow.compute as compute
 
     ends = compute.min_max(leaf).as_py()
@@ -101,7 +116,7 @@ def _read(column: Column, leaf: Any) -> None:
 
 
 def _wrong(row: int, value: Any, column: Column) -> WrongRow:
-    """Return what is wrong with a row that does not fit."""
+    """Return the fault of the row numbered `row`, whose value `value` does not fit the column."""
     if _has_null(value):
         kind = {"bool": "truth values", "int64": "whole numbers"}.get(column.dtype, "lists")
         rule = f"has no value (null) for one of its {kind} {{place}}"
@@ -117,11 +132,12 @@ def _wrong(row: int, value: Any, column: Column) -> WrongRow:
 
 
 def _has_null(value: Any) -> bool:
+    """Return whether a value, or a value in nested lists, is None."""
     return any(map(_has_null, value)) if isinstance(value, list) else value is None
 
 
 def _chunks(view: Any, name: str) -> Iterator[tuple[int, Any]]:
-    """Yield the column in pieces of Arrow arrays, each with its first row."""
+    """Yield the column in pieces: the number of the first row, and an Arrow array."""
     for start in range(0, len(view), _ROWS):
         for chunk in view[start : start + _ROWS].column(name).chunks:
             if len(chunk):
@@ -130,8 +146,10 @@ def _chunks(view: Any, name: str) -> Iterator[tuple[int, Any]]:
 
 
 def _fits(array: Any, shape: tuple[int, ...], dtype: str) -> bool:
-    """Return whether all rows have that shape, and no null but for floats (`dtype` "": nor any
-    float)."""
+    """Return whether all rows of `array` have the shape `shape`, and no nulls that are not allowed.
+
+    Nulls are allowed for floats alone (`dtype` "float32").
+    """
     import pyarrow.compute as compute
 
     array = _storage(array)
@@ -148,12 +166,16 @@ def _fits(array: Any, shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _first(array: Any, shape: tuple[int, ...], dtype: str) -> int:
-    """Return the first row of an array that does not fit; one of them does not."""
+    """Return the number of the first row of `array` that does not fit; one of them must not."""
     rows = range(len(array))
     return bisect_left(rows, True, key=lambda i: not _fits(array.slice(0, i + 1), shape, dtype))
 
 
 def _first_above(array: Any) -> int:
+    """Return the number of the first row with an integer that int64 does not hold.
+
+    There must be one.
+    """
     import pyarrow.compute as compute
 
     def is_above(row: int) -> bool:
@@ -182,12 +204,12 @@ def _is_list(kind: Any) -> bool:
 
 
 def _storage(array: Any) -> Any:
-    """Return an array without the name that an extension gives its type."""
+    """Return an array without the type that an extension gives it."""
     return getattr(array, "storage", array)
 
 
 def _leaf(kind: Any) -> Any:
-    """Return the type of what lists hold, at any depth."""
+    """Return the Arrow type of the elements of nested lists, at any depth."""
     kind = getattr(kind, "storage_type", kind) if not _is_json(kind) else kind
     return _leaf(kind.value_type) if _is_list(kind) else kind
 
@@ -197,5 +219,6 @@ def _is_json(kind: Any) -> bool:
 
 
 def _leaf_of(array: Any) -> Any:
+    """Return the elements of nested lists as one flat array."""
     array = _storage(array)
     return _leaf_of(array.flatten()) if _is_list(array.type) else array

@@ -16,7 +16,11 @@ _BRIGHTEST = 16
 
 
 class DigitsOptions(BaseModel):
-    """`evaluation_fraction`: the share held back, the same images whatever the seed."""
+    """Options of `data=digits`.
+
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: share held back, the same images whatever the seed.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,7 +30,10 @@ class DigitsOptions(BaseModel):
 
 
 def open_digits(options: DigitsOptions) -> Dataset:
-    """Fields `pixel_values`, float32 `[1, 8, 8]` in 0..1, and `labels`, int64, 0..9."""
+    """Return the dataset of digits.
+
+    Its fields are `pixel_values`, float32 `[1, 8, 8]` in 0..1, and `labels`, int64, 0..9.
+    """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

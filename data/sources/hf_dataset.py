@@ -29,9 +29,14 @@ from whale_train.strategies.graph.operation_graph import InputField
 
 
 class HfDatasetOptions(BaseModel):
-    """`path`: what `save_to_disk` wrote, or a folder of parquet, json, jsonl or csv files.
-    `split`: which one, where several were saved together. `columns`: forward argument -> column;
-    None takes every column under its own name."""
+    """Options of `data=hf_dataset`.
+
+    path: folder that `save_to_disk` wrote, or one of parquet, json, jsonl or csv files.
+    split: the split to use, where several were saved together.
+    columns: column of each forward argument; None takes every column under its own name.
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: share of the samples that is held back.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,9 +49,11 @@ class HfDatasetOptions(BaseModel):
 
 
 def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
-    """Return a dataset of one field a column. Integers become int64 and floats float32; shapes
-    are those of the first row. Bounds of integers are known of `ClassLabel` columns, and of those
-    that are read through in a second. A float that is null is NaN, which a note says.
+    """Return a dataset of one field a column.
+
+    Integers become int64 and floats float32; shapes are those of the first row. Bounds of integers
+    are known for `ClassLabel` columns, and for those that are read through in a second. A float
+    that is null is NaN, which a note says.
 
     Raises ConfigError when the package, the files, the split or a column is missing, when a file
     cannot be read, when a column is not numbers of one shape, lacks a value, or has integers that
@@ -66,18 +73,18 @@ def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
     fields: list[InputField] = []
     notes: list[Note] = []
     for name, column in columns.items():
-        found = examinations.get(column) or _decoded(table, column, kinds[column])
-        if found is None:
+        examination = examinations.get(column) or _decoded(table, column, kinds[column])
+        if examination is None:
             faults.append(_not_numbers(name, column))
-        elif found.wrong is not None:
-            faults.append(_wrong_row(name, column, found.wrong, source))
-        elif 0 in found.shape:
-            rule = f"has empty lists, of shape {list(found.shape)}"
+        elif examination.wrong is not None:
+            faults.append(_wrong_row(name, column, examination.wrong, source))
+        elif 0 in examination.shape:
+            rule = f"has empty lists, of shape {list(examination.shape)}"
             remedy = "save at least one number a row, or name other columns"
             faults.append(Fault(f"data.columns.{name}", column, rule, remedy))
         else:
-            fields.append(_field(name, found, table.features[column]))
-            notes += _notes(name, column, found, source.reader)
+            fields.append(_field(name, examination, table.features[column]))
+            notes += _notes(name, column, examination, source.reader)
     if faults:
         raise ConfigError(faults)
 
@@ -95,14 +102,19 @@ def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
 
 @dataclass(frozen=True)
 class _Source:
-    """A `Dataset` or `DatasetDict`, and the files it is made of, if it was not saved as one."""
+    """Rows as they lie on the disk.
+
+    table: a `Dataset` or `DatasetDict`.
+    reader: reader of the files; '' for a table saved by `save_to_disk`.
+    files: files that the table is made of; none for a table saved by `save_to_disk`.
+    """
 
     table: Any
     reader: str = ""
     files: tuple[str, ...] = ()
 
     def place(self, row: int) -> str:
-        """Return where a row is, as a message says it."""
+        """Return the words for the place of row `row`."""
         if not self.files:
             return f"in row {row} (from 0 on)"
         file, row = place_of(row, self.reader, self.files)
@@ -110,6 +122,7 @@ class _Source:
 
 
 def _load(path: str) -> _Source:
+    """Return the rows at `path`. Raises ConfigError where they cannot be had."""
     try:
         import datasets  # noqa: F401
     except ImportError as error:
@@ -129,6 +142,7 @@ def _load(path: str) -> _Source:
 
 
 def _select_split(loaded: Any, options: HfDatasetOptions) -> Any:
+    """Return the table of the split that `options` name, `train` by default. Raises ConfigError."""
     if not isinstance(loaded, dict):
         if options.split is not None:
             rule = f"names a split, but {options.path} holds a single dataset"
@@ -142,6 +156,10 @@ def _select_split(loaded: Any, options: HfDatasetOptions) -> Any:
 
 
 def _columns(present: list[str], options: HfDatasetOptions) -> dict[str, str]:
+    """Return the column of each forward argument.
+
+    Raises ConfigError for columns that are not present.
+    """
     columns = dict(options.columns or {name: name for name in present})
     faults = [
         Fault(
@@ -172,19 +190,25 @@ def _wrong_row(name: str, column: str, wrong: WrongRow, source: _Source) -> Faul
     return Fault(f"data.columns.{name}", column, rule, wrong.remedy)
 
 
-def _notes(name: str, column: str, found: Column, reader: str) -> Iterator[Note]:
+def _notes(name: str, column: str, examination: Column, reader: str) -> Iterator[Note]:
+    """Yield the notes on a column: of nulls that become NaN, and of integers read as floats."""
     key = f"data.columns.{name}"
-    if found.nulls:
-        reason = f"for what is null in column {column}, {found.nulls} in all, the first in row "
-        yield Note(key, "NaN", f"{reason}{found.first_null} (from 0 on)")
-    if found.is_beyond and reader == "json":
+    if examination.nulls:
+        reason = (
+            f"for what is null in column {column}, {examination.nulls} in all, the first in row "
+        )
+        yield Note(key, "NaN", f"{reason}{examination.first_null} (from 0 on)")
+    if examination.is_beyond and reader == "json":
         reason = f"of column {column}, as whole numbers beyond int64 are read too"
         yield Note(key, "floats", reason)
 
 
 def _decoded(table: Any, column: str, kind: str | None) -> Column | None:
-    """Return what `datasets` makes of the first row of a column that is no numbers on disk; None
-    where it makes no numbers of it either (`kind` "")."""
+    """Return the column of arrays that `datasets` makes of a column without numbers on disk.
+
+    Its shape and dtype are those of the first row. Return None where `datasets` makes no numbers of
+    it either (`kind` "").
+    """
     if kind is not None:
         return None
     first = np.asarray(table[0][column])
@@ -194,15 +218,19 @@ def _decoded(table: Any, column: str, kind: str | None) -> Column | None:
     return Column(dtypes[first.dtype.kind], first.shape)
 
 
-def _field(name: str, found: Column, feature: Any) -> InputField:
-    largest = -1 if found.largest is None else found.largest
+def _field(name: str, examination: Column, feature: Any) -> InputField:
+    largest = -1 if examination.largest is None else examination.largest
     bound = max(getattr(feature, "num_classes", None) or 0, largest + 1)
-    return InputField(name, found.shape, found.dtype, bound, min(0, found.least or 0))
+    return InputField(
+        name, examination.shape, examination.dtype, bound, min(0, examination.least or 0)
+    )
 
 
 def _stacked(values: Any, field: InputField, column: str) -> NDArray[Any]:
-    """Return the column's values as `[n, *field.shape]`; images may be of any size. Raises
-    ConfigError where they are."""
+    """Return the values of a column as `[n, *field.shape]`, in the field's dtype.
+
+    Images may be of any size: raises ConfigError where a row has another shape than the first.
+    """
     is_array = isinstance(values, np.ndarray) and values.dtype != object
     if is_array and values.shape[1:] == field.shape:
         return np.asarray(values, dtype=field.dtype)

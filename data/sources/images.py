@@ -24,9 +24,16 @@ _NOISE = np.float32(0.5)
 
 
 class ImagesOptions(BaseModel):
-    """Images of `channels` x `size` x `size`; `num_samples` to train on, and as many more to
-    evaluate on as `evaluation_fraction` says. `seed` chooses pictures, labels and noise; the order
-    is the run's seed's affair."""
+    """Options of `data=images`.
+
+    num_classes: number of classes.
+    channels: channels of an image.
+    size: height and width of an image, in pixels.
+    num_samples: samples to train on; evaluation samples come on top.
+    seed: chooses pictures, labels and noise; the order depends on the seed of the run.
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: number of evaluation samples, relative to `num_samples`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,13 +48,18 @@ class ImagesOptions(BaseModel):
 
 
 def open_images(options: ImagesOptions) -> Dataset:
-    """Fields `pixel_values`, float32 `[channels, size, size]` of deviation 1 or so around 0, and
-    `labels`, int64, 0..num_classes-1."""
+    """Return the dataset of images with their class.
+
+    Its fields are `pixel_values`, float32 `[channels, size, size]` of deviation 1 or so around 0,
+    and `labels`, int64, 0..num_classes-1.
+    """
     return _Images(options)
 
 
 @dataclass(frozen=True)
 class _Images:
+    """Dataset whose samples are made as they are asked for."""
+
     options: ImagesOptions
 
     @property
@@ -83,9 +95,12 @@ class _Images:
         return {"pixel_values": pixels, "labels": labels}
 
     def _drawn(self, stream: str, numbers: Indices, side: int) -> NDArray[np.float32]:
-        """`[n, channels, side, side]`, a function of each number alone."""
+        """Return nearly normal numbers, float32 `[n, channels, side, side]`, for each of `numbers`.
+
+        They are a function of the stream and of each number alone.
+        """
         shape = (self.options.channels, side, side)
-        each = self.options.channels * side * side
-        counters = numbers[:, None] * each + np.arange(each)
+        num_pixels = self.options.channels * side * side
+        counters = numbers[:, None] * num_pixels + np.arange(num_pixels)
         bits = random_bits(stream_key(stream, self.options.seed), counters)
         return nearly_normal(bits).reshape(len(numbers), *shape)

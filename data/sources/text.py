@@ -31,9 +31,17 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 
 class TextOptions(BaseModel):
-    """`path`: a file, a folder (every file below it that is not hidden, by name; links to folders
-    are not followed), or None for the source of this Python's standard library without its tests.
-    `max_bytes` caps the corpus; None is 8 MB of the standard library, and all of a path."""
+    """Options of `data=text`.
+
+    path: a file; a folder, for every file below it that is not hidden, by name, without following
+        links to folders; or None for the source of this Python's standard library without its
+        tests.
+    sequence_length: bytes of a sample.
+    objective: what is predicted: the next bytes (causal) or masked ones.
+    max_bytes: bytes of the corpus at most; None is 8 MB of the standard library, and all of a path.
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: share of the samples that is held back.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,13 +55,14 @@ class TextOptions(BaseModel):
 
 
 def open_text(options: TextOptions) -> Dataset:
-    """Windows of `sequence_length` bytes that do not overlap; fewer bytes than that at the end are
-    left out. Files are joined by a newline.
+    """Return the dataset of windows of `sequence_length` bytes that do not overlap.
 
-    Fields `input_ids` and `labels`, int64 `[sequence_length]`. Causal: the labels are the inputs,
-    as Hugging Face models, which shift them, want. Masked: each position is, with probability
-    0.15, replaced by token 256 and its byte is the label; elsewhere the label is -100. Which ones
-    depends on the place in the corpus only.
+    Fewer bytes than that at the end are left out. Files are joined by a newline.
+
+    Its fields are `input_ids` and `labels`, int64 `[sequence_length]`. Causal: the labels are the
+    inputs, as Hugging Face models, which shift them, want. Masked: each position is, with
+    probability 0.15, replaced by token 256 and its byte is the label; elsewhere the label is -100.
+    Which positions are masked depends on their place in the corpus only.
 
     Raises ConfigError when there is nothing to read, or less than one sequence.
     """
@@ -77,6 +86,10 @@ def open_text(options: TextOptions) -> Dataset:
 
 
 def _masked(tokens: NDArray[np.int64], rows: Indices) -> Batch:
+    """Return `tokens`, int64 `[n, length]`, as a batch with masked positions.
+
+    `rows`, int64 `[n]`, choose the positions.
+    """
     length = tokens.shape[1]
     counters = rows[:, None] * length + np.arange(length)
     chosen = random_bits(stream_key("mask", 0), counters) < np.uint64(int(MASKED_SHARE * 2**64))
@@ -87,6 +100,10 @@ def _masked(tokens: NDArray[np.int64], rows: Indices) -> Batch:
 
 
 def _corpus(options: TextOptions) -> NDArray[np.uint8]:
+    """Return the bytes of the corpus, uint8 `[bytes]`.
+
+    Raises ConfigError for a path that cannot be read.
+    """
     path = Path(options.path or sysconfig.get_paths()["stdlib"])
     try:
         if options.path is None:
@@ -122,8 +139,10 @@ def _below(folder: Path, source_only: bool) -> Iterator[Path]:
 
 
 def _joined(files: Iterator[Path], limit: int | None) -> NDArray[np.uint8]:
-    """Their bytes with a newline between files, `limit` bytes of them at most; later files are
-    not even looked at."""
+    """Return the bytes of `files` with a newline between files, uint8, `limit` of them at most.
+
+    Files after those that are needed are not even looked at.
+    """
     chosen, total = [], 0
     for path in files:
         size = path.stat().st_size

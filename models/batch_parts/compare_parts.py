@@ -1,12 +1,13 @@
-"""Whether a batch may be trained in parts, found out in numbers on the model itself.
+"""Compare, in numbers on the model itself, training on a whole batch with training on its parts.
 
-For models whose graph does not say it (`strategies/independence`), or that have none. A batch of a
-few samples is run whole, and in two unequal parts put together as the runtime does; losses,
-gradients and buffers must be equal. That is done several times, on different samples, so that state
-which moves between calls is found; every other time gradients are scaled, so that a hook or a
-backward that is not linear in them is found. What draws random numbers gives one number instead,
-and a number that the forward reads from a tensor must not be made of several samples, because the
-batch at hand shows one branch only.
+This is for models whose graph does not say whether a batch may be trained in parts
+(`strategies/independence`), and for models without a graph. A batch of a few samples is run whole,
+and in two unequal parts put together as the runtime does. Losses, gradients and buffers must be
+equal. The comparison is repeated on different samples, so that state which moves between calls is
+detected. In every other round gradients are scaled, so that a hook or a backward that is not linear
+in them is detected. Operations that draw random numbers give one fixed number instead. A number
+that the forward reads from a tensor must not depend on several samples, because the batch at hand
+shows one branch only.
 """
 
 import time
@@ -38,26 +39,34 @@ from whale_train.models.seeded_draws import private_seed, seed_privately
 Arrays = Mapping[str, NDArray[Any]]
 TensorBatch = dict[str, Tensor]
 
-# What rounding does to a sum of fp32 products in another order, with room: relative to the loss,
-# to the parameter's gradient, and to the gradient of all parameters.
+# Bounds on the change of a sum of fp32 products by rounding in another order, with room: relative
+# to the loss, to the parameter's gradient, and to the gradient of all parameters.
 LOSS_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 5e-4
 FLOOR = 1e-5
-# Of a gradient in every other round: any number far from 1 would do.
+# Factor of the gradients in every other round: any number far from 1 would do.
 SCALE = 1024.0
 
 
-# What can be done where the samples of a batch must be there at once.
+# Remedy for a model that needs all samples of a batch at once.
 TOGETHER = "use strategy=single, or a strategy of one copy and one micro-batch"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of comparing a batch with its parts: '' in `different` where they are equal, else
-    what is not, with both numbers. `remedy` is what the user can do. `written` is a parameter that
-    the forward changes ('' for none). `unlike` is a module, or a parameter, that the samples of
-    some parts reached, and those of others of the same batch did not ('' for none);
-    `unlike_norm` is such a batch norm."""
+    """Outcome of comparing a batch with its parts.
+
+    different: what is not equal, with both numbers; '' where everything is equal.
+    remedy: what the user can do; '' where everything is equal.
+    parts: number of samples of each part.
+    loss: loss of the first whole batch; NaN where it was not computed.
+    of_parts: loss of the first batch made of its parts; NaN where it was not computed.
+    seconds: wall-clock seconds that the comparison took.
+    written: path of a parameter that the forward changes; '' for none.
+    unlike: path of a module or parameter that the samples of some parts reached, and those of other
+        parts of the same batch did not; '' for none.
+    unlike_norm: path of such a batch norm; '' for none.
+    """
 
     different: str
     remedy: str
@@ -72,7 +81,12 @@ class Comparison:
 
 @dataclass
 class _Run:
-    """Losses, gradients and buffers of each round."""
+    """Results of running every round, on whole batches or on their parts.
+
+    losses: loss of each round.
+    gradients: gradients of each round, by parameter path.
+    buffers: what `_buffers` gives after the last round, by path.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -80,7 +94,7 @@ class _Run:
 
 
 class _Different(Exception):
-    """The first thing that is not equal, in words."""
+    """First difference between a batch and its parts, in words."""
 
 
 def compare_parts(
@@ -91,10 +105,11 @@ def compare_parts(
     one_copy: bool,
     seed: int,
 ) -> Comparison:
-    """Compare `batches`, of `sum(parts)` samples each, with their parts, one batch after another.
+    """Compare `batches` with their parts, one batch after another, and return the outcome.
 
-    `one_copy`: the parts are micro-batches of one copy, which share its state; otherwise each is a
-    copy's. Raises ConfigError for a model that cannot be built.
+    Every batch has `sum(parts)` samples. With `one_copy`, the parts are micro-batches of one copy
+    of the model, which share its state; otherwise each part belongs to a copy of its own. Raises
+    ConfigError for a model that cannot be built.
     """
     started = time.perf_counter()
     loss_over = options.loss_over or "mean"
@@ -114,8 +129,8 @@ def compare_parts(
             remedy = "its parts add up: use model.loss_over=sum"
     losses = [x.losses[0] if x.losses else float("nan") for x in (whole, made)]
     seconds = time.perf_counter() - started
-    found = (check.written, check.unlike, check.unlike_norm)
-    return Comparison(different, remedy, parts, losses[0], losses[1], seconds, *found)
+    paths = (check.written, check.unlike, check.unlike_norm)
+    return Comparison(different, remedy, parts, losses[0], losses[1], seconds, *paths)
 
 
 class _Check:
@@ -138,11 +153,15 @@ class _Check:
         self._means = 0  # losses that are means over targets, in one call
         self._counters: list[Counter] = []
         self._norms: set[str] = set()
-        # Which of the batches is run, and after how many calls as the counters have it.
+        # Index of each round's batch, and the calls that counters are set to (None: left as is).
         self._rounds: list[tuple[int, int | None]] = [(i, None) for i in range(len(batches))]
 
     def whole(self) -> _Run:
-        module, found = self._built(), _Run()
+        """Return the run of every round on whole batches.
+
+        Sets `written`, and the counters by which later rounds advance the model.
+        """
+        module, run = self._built(), _Run()
         first = self._batch(0, 0, sum(self._parts))
         self._counters = counters(module, lambda: self._forward(module, first, _Means()))
         self._rounds += [(0, calls) for calls in AHEAD if self._counters]
@@ -152,17 +171,22 @@ class _Check:
             means = _Means()
             loss = self._step(module, self._batch(number, 0, sum(self._parts)), means, 1.0, number)
             self._means = len(means.divisors)
-            found.losses.append(loss)
-            found.gradients.append(_gradients(module))
-        found.buffers = _buffers(module)
-        changed = (path for path, x in before.items() if not torch.equal(found.buffers[path], x))
+            run.losses.append(loss)
+            run.gradients.append(_gradients(module))
+        run.buffers = _buffers(module)
+        changed = (path for path, x in before.items() if not torch.equal(run.buffers[path], x))
         self.written = next(changed, "")
-        return found
+        return run
 
     def parts(self, loss_over: Literal["mean", "sum"]) -> _Run:
+        """Return the run of every round on parts, put together as the runtime does.
+
+        `loss_over` says whether the loss of a batch is the mean or the sum of its samples' losses.
+        Sets `unlike` and `unlike_norm`. Raises _Different where copies keep different buffers.
+        """
         modules = self._copies()
         divisors = self._divisors() if self._means else None
-        found, total = _Run(), sum(self._parts)
+        run, total = _Run(), sum(self._parts)
         for number in range(len(self._rounds)):
             loss, start, gradients = 0.0, 0, dict[str, Tensor]()
             reached: list[list[str]] = []
@@ -181,18 +205,18 @@ class _Check:
             self.unlike = self.unlike or _first_unlike(reached)
             norms = [[path for path in paths if path in self._norms] for paths in reached]
             self.unlike_norm = self.unlike_norm or _first_unlike(norms)
-            found.losses.append(loss)
-            found.gradients.append(gradients)
+            run.losses.append(loss)
+            run.gradients.append(gradients)
         for module in modules:
             buffers = _buffers(module)
             for path, value in buffers.items():
-                kept = found.buffers.setdefault(path, value)
+                kept = run.buffers.setdefault(path, value)
                 if kept.shape != value.shape or not torch.allclose(kept, value, 1e-4, 1e-6):
                     raise _Different(f"copies on other samples keep another {_kind(module, path)}")
-        return found
+        return run
 
     def is_sum(self, whole: _Run) -> bool:
-        """Return whether the parts' losses add up to the batch's."""
+        """Return whether the losses of the parts add up to the loss of the batch."""
         if self._means or not whole.gradients:
             return False
         try:
@@ -202,7 +226,7 @@ class _Check:
         return True
 
     def refuse_branches(self) -> None:
-        """Raise _Different for a number that the forward reads, made of several samples."""
+        """Raise _Different where the forward reads a number that depends on several samples."""
         batch = self._batch(0, 0, sum(self._parts))
 
         def reads(batch: TensorBatch) -> ReadNumbers:
@@ -218,6 +242,7 @@ class _Check:
             raise _Different(f"it reads a number made of several samples: {where}")
 
     def _built(self) -> LossModule:
+        """Return the model built afresh from the seed, its batch norms without their statistics."""
         torch.manual_seed(self._seed)
         module = LossModule(build_model(self._options), self._options)
         for owner in list(module.modules()):
@@ -229,13 +254,14 @@ class _Check:
         return module
 
     def _copies(self) -> list[LossModule]:
+        """Return the model of each part; with `one_copy` it is the same one for all parts."""
         if self._one_copy:
             return [self._built()] * len(self._parts)
         return [self._built() for _ in self._parts]
 
     def _divisors(self) -> list[list[list[Tensor]]]:
-        """Return what every mean over targets divides by: of each part, in each round."""
-        found: list[list[list[Tensor]]] = []
+        """Return the divisors of all means over targets that a forward calls, by part and round."""
+        divisors: list[list[list[Tensor]]] = []
         modules, start = self._copies(), 0
         for part, size in enumerate(self._parts):
             rounds = []
@@ -245,25 +271,29 @@ class _Check:
                 self._advance(modules[part], number)
                 self._forward(modules[part], batch, means)
                 rounds.append(means.divisors)
-            found.append(rounds)
+            divisors.append(rounds)
             start += size
-        return found
+        return divisors
 
     def _advance(self, module: LossModule, number: int) -> None:
-        """Set the counters of a module as the round `number` has them."""
+        """Set the counters of `module` to the values that round `number` begins with."""
         calls = self._rounds[number][1]
         if calls is not None:
             for counter in self._counters:
                 counter.set(module, calls)
 
     def _batch(self, number: int, start: int, stop: int) -> TensorBatch:
+        """Return samples `start` to `stop` of round `number`'s batch, by field name, on the CPU."""
         arrays = self._batches[self._rounds[number][0]].items()
         return {name: torch.from_numpy(array[start:stop].copy()) for name, array in arrays}
 
     def _step(
         self, module: LossModule, batch: TensorBatch, means: "_Means", weight: float, number: int
     ) -> float:
-        """Add to the gradients those of `weight` times the loss, which is returned."""
+        """Add the gradients of `weight` times the loss to those of `module`; return that product.
+
+        The gradients of odd rounds are multiplied by SCALE, the returned loss is not.
+        """
         self._advance(module, number)
         loss = self._forward(module, batch, means) * weight
         scale = SCALE if number % 2 else 1.0
@@ -272,6 +302,11 @@ class _Check:
         return float(loss.detach())
 
     def _forward(self, module: LossModule, batch: TensorBatch, means: "_Means") -> Tensor:
+        """Return the scalar loss of `batch`, with dropout off and random draws fixed.
+
+        Raises RequestErrors of the model as they are. Raises _Different where the forward fails
+        otherwise, and where gradients are on and the loss depends on no parameter.
+        """
         self._generators.rewind()
         seed_privately(self._seed)
         size = len(next(iter(batch.values())))
@@ -289,22 +324,31 @@ class _Check:
 
 
 class _Affine(nn.Module):
-    """A batch norm without its statistics: what else a model does with its samples stays as it is.
-    It has the same tensors, and changes none of them."""
+    """Batch norm without its statistics: the affine map of its weight and bias.
+
+    The runtime computes batch norms over the whole batch itself. Whatever else a model does with
+    its samples stays as it is. The module holds the weight and bias of `original`, and its forward
+    changes neither.
+    """
 
     def __init__(self, original: _BatchNorm) -> None:
         super().__init__()
         self.weight, self.bias = original.weight, original.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, [batch, channels, ...], scaled and shifted per channel."""
         count = x.shape[1]
         zeros, ones = x.new_zeros(count), x.new_ones(count)
         return functional.batch_norm(x, zeros, ones, self.weight, self.bias, training=False)
 
 
 class _Means(TorchFunctionMode):
-    """Means over targets: noted with what they divide by, or, where the divisors of the `whole`
-    batch are given, made means over that as the runtime does."""
+    """Function mode that notes the divisors of means over targets, in the order of the calls.
+
+    With the divisors of the `whole` batch, every mean becomes a sum over the part's targets divided
+    by the divisor of the batch and by `weight`, as in the runtime. The loss of the part is
+    multiplied by `weight` afterwards.
+    """
 
     def __init__(self, whole: Sequence[Tensor] | None = None, weight: float = 1.0) -> None:
         super().__init__()
@@ -337,8 +381,10 @@ class _Means(TorchFunctionMode):
 
 @contextmanager
 def _modules_run(module: nn.Module) -> Iterator[list[str]]:
-    """List the paths of the modules with parameters of their own, and of batch norms, that run
-    inside, in order."""
+    """Yield a list that receives the paths of the modules that run inside, in order.
+
+    Modules count that have parameters of their own, and batch norms.
+    """
     ran: list[str] = []
 
     def noting(path: str) -> Callable[..., None]:
@@ -357,8 +403,7 @@ def _modules_run(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _first_unlike(reached: Sequence[Sequence[str]]) -> str:
-    """Return the first entry that some of the lists have at another place than the first list, or
-    ''."""
+    """Return the first entry that one list has where the first list has another; '' for none."""
     for other in reached[1:]:
         for one, two in zip_longest(reached[0], other, fillvalue=""):
             if one != two:
@@ -367,40 +412,50 @@ def _first_unlike(reached: Sequence[Sequence[str]]) -> str:
 
 
 def _added(divisors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the sum of the parts' divisors for each mean over targets.
+
+    Raises _Different where one part calls another number of means than the others.
+    """
     if len({len(x) for x in divisors}) > 1:
         raise _Different("one part calls other losses than another")
     return [torch.stack(list(x)).sum(0) for x in zip(*divisors, strict=True)]
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Take the gradients out of a module, by the paths of the user's model."""
-    found = {}
+    """Return the gradients of `module` by the paths of the user's model, and clear them in it."""
+    gradients = {}
     for path, parameter in module.named_parameters():
         if parameter.grad is not None:
             grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            found[path.removeprefix("model.")] = grad.detach().clone()
+            gradients[path.removeprefix("model.")] = grad.detach().clone()
             parameter.grad = None
-    return found
+    return gradients
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a forward may have written into: buffers, and of parameters two sums."""
+    """Return the values that a forward may have written into, by path.
+
+    They are the buffers, in fp64, and two sums for each parameter (`_sums`).
+    """
     held = module.named_buffers(remove_duplicate=False)
-    found = {path.removeprefix("model."): x.detach().double().clone() for path, x in held}
-    return found | _sums(module)
+    buffers = {path.removeprefix("model."): x.detach().double().clone() for path, x in held}
+    return buffers | _sums(module)
 
 
 def _sums(module: nn.Module) -> dict[str, Tensor]:
-    """Return the sum of every parameter and that of its squares, by which two are told apart."""
-    found = {}
+    """Return the sum of every parameter and the sum of its squares, fp64 [2], by path.
+
+    Both sums together tell one value of a parameter from another.
+    """
+    sums = {}
     for path, parameter in module.named_parameters():
         values = parameter.detach().double()
-        found[path.removeprefix("model.")] = torch.stack([values.sum(), values.square().sum()])
-    return found
+        sums[path.removeprefix("model.")] = torch.stack([values.sum(), values.square().sum()])
+    return sums
 
 
 def _compare(whole: _Run, made: _Run) -> None:
-    """Raise _Different with the first thing in which the parts differ from the batch."""
+    """Raise _Different with the first difference between the batch and its parts."""
     for loss, of_parts in zip(whole.losses, made.losses, strict=True):
         if not abs(loss - of_parts) <= LOSS_TOLERANCE * max(abs(loss), 1e-3):
             raise _Different(f"a batch's loss is {loss:.6g}, and {of_parts:.6g} made of its parts")
@@ -422,5 +477,6 @@ def _compare(whole: _Run, made: _Run) -> None:
 
 
 def _kind(module: nn.Module, path: str) -> str:
+    """Return `path` with the word for what it is: `parameter` or `buffer`."""
     trained = {name.removeprefix("model.") for name, _ in module.named_parameters()}
     return f"{'parameter' if path in trained else 'buffer'} {path}"

@@ -9,9 +9,11 @@ from whale_train.models.seeded_draws import OwnSeed
 
 
 class DropoutOff(TorchFunctionMode):
-    """Inside it, torch's dropouts let everything through, whatever module or exported graph
-    calls them. `met` says whether one would have dropped something. With `keeps_seeded`, a dropout
-    whose mask the forward itself seeds stays: it is part of what the model computes.
+    """Function mode in which torch's dropouts let everything through.
+
+    It holds for whatever module or exported graph calls them. `met` is True once a call would have
+    dropped something. With `keeps_seeded`, a dropout whose mask the forward itself seeds stays,
+    because it is part of what the model computes.
 
     Modules stay in training mode, unlike under `eval()`: BatchNorm trains as it does in a run.
     """
@@ -57,12 +59,12 @@ class DropoutOff(TorchFunctionMode):
 
 
 def is_dropout_off() -> bool:
-    """Return whether this is inside `DropoutOff`."""
+    """Return whether a `DropoutOff` is entered, in any thread."""
     return DropoutOff._entered > 0
 
 
 def drops(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Return whether a call of torch's would drop something: one of a graph as well."""
+    """Return whether a call of a torch function, or of an operation in a graph, drops something."""
     name = _name(func)
     if name in _RECURRENT:  # their one float
         return any(isinstance(x, float) and x for x in args)

@@ -1,4 +1,4 @@
-"""Random numbers replaced by one number, so that what a model computes can be compared."""
+"""Random numbers replaced by fixed ones, so that what a model computes can be compared."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -12,10 +12,11 @@ from whale_train.models.seeded_draws import OwnSeed
 
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside it, every draw of torch's default generator is the same number: 0.5 of a real one,
-    the smallest of a whole one, and the reverse of the order that there is of a random order.
+    """Dispatch mode in which a draw of torch's default generator gives fixed numbers.
 
-    What a forward draws from a generator that it seeds is left as it is (`models/seeded_draws.py`).
+    A real number becomes 0.5, a whole number the smallest one drawn. A random order of 0 to n-1
+    becomes the reverse order. Dropouts and attention are left to `DropoutOff`. Draws from a
+    generator that the forward seeds stay as they are (`models/seeded_draws.py`).
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fixed(drawn: Tensor) -> Tensor:
+    """Write the fixed numbers into `drawn` and return it."""
     if drawn.is_floating_point():
         return drawn.fill_(0.5)
     if drawn.dim() == 1 and len(drawn) and torch.equal(drawn.sort()[0], _numbers(drawn)):
@@ -50,4 +52,5 @@ def _fixed(drawn: Tensor) -> Tensor:
 
 
 def _numbers(like: Tensor) -> Tensor:
+    """Return 0 to n-1 as [n], with the length, dtype and device of `like`."""
     return torch.arange(len(like), dtype=like.dtype, device=like.device)

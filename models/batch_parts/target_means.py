@@ -1,8 +1,8 @@
 """Losses that are means over their targets, as a model calls torch for them.
 
-A part of a batch makes its term of such a mean a sum times a factor (`scaled`). Checkpointing runs
-parts of a forward again in the backward, where nobody divides: `MadeAgain` gives what is called
-there the factor that it had.
+A part of a batch computes its term of such a mean as a sum times a factor (`scaled`). Checkpointing
+runs parts of a forward again in the backward, where no factor is known. `MadeAgain` gives the
+losses that are called there the factors of their first call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 _PLAIN = ("weight", "size_average", "ignore_index", "reduce", "reduction")
-# The losses that are means over targets, and the names of their arguments after these.
+# Losses that are means over targets, and the names of their arguments after logits and targets.
 _LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
     functional.cross_entropy: (*_PLAIN, "label_smoothing"),
     functional.nll_loss: _PLAIN,
@@ -26,9 +26,13 @@ _LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TargetMean:
-    """A call of a loss that wants the mean over its targets.
+    """Call of a loss that takes the mean over its targets.
 
-    `options` are all its arguments but logits and targets, by name.
+    function: the loss, of torch.nn.functional.
+    logits: [batch, classes, ...], or [classes] for one sample.
+    target: numbers of classes, of the shape of the logits without the classes; or probabilities, of
+        the shape of the logits.
+    options: all other arguments of the call, by name.
     """
 
     function: Callable[..., Any]
@@ -38,7 +42,11 @@ class TargetMean:
 
     @property
     def counted(self) -> Tensor:
-        """Which targets are not ignored; one entry per row where targets are probabilities."""
+        """Return a mask of the targets that are not ignored.
+
+        It is bool, in the shape of the logits without the classes. Targets that are probabilities
+        all count, one entry for each row.
+        """
         if self.target.is_floating_point():
             return torch.ones_like(self.target.select(self._class_dim, 0), dtype=torch.bool)
         ignored: int = self.options.get("ignore_index", -100)
@@ -49,8 +57,11 @@ class TargetMean:
         return min(self.logits.dim() - 1, 1)
 
     def divisor(self) -> Tensor:
-        """Return what torch's mean divides by, a fp64 scalar: the targets that count, or the sum of
-        their class weights."""
+        """Return the divisor of torch's mean, an fp64 scalar.
+
+        It is the number of targets that count, or with class weights the sum of their weights.
+        Targets that are probabilities are counted without weights.
+        """
         weight = self.options.get("weight")
         if weight is None or self.target.is_floating_point():
             return self.counted.sum(dtype=torch.float64)
@@ -58,14 +69,20 @@ class TargetMean:
         return (weights * self.counted).sum(dtype=torch.float64)
 
     def sum(self) -> Tensor:
-        """Over my targets, in fp32 for halves: one of their factors is a count."""
+        """Return the sum of the loss over the targets, a scalar.
+
+        Half-precision logits give fp32, because a factor of the sum contains a count.
+        """
         logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
         options = {**self.options, "reduction": "sum"}
         total: Tensor = self.function(logits, self.target, **options)
         return total
 
     def correct(self) -> Tensor:
-        """Return how many targets are the largest logit of their row."""
+        """Return the number of targets that are the largest logit of their row, an integer scalar.
+
+        Ignored targets do not count. Of probabilities, the largest is the target.
+        """
         target = self.target
         if target.is_floating_point():
             target = target.argmax(self._class_dim)
@@ -75,8 +92,11 @@ class TargetMean:
 def target_mean(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> TargetMean | None:
-    """Return the call where it is the mean of a loss we know, else None. Inside of a transform of
-    `torch.func`, such as a `vmap`, a loss is of something else than the samples of a batch."""
+    """Return the call as a TargetMean where it is the mean of a known loss, else None.
+
+    A call inside a transform of `torch.func`, such as `vmap`, is none: its rows are something else
+    than the samples of a batch.
+    """
     names = _LOSSES.get(function)
     if names is None:
         return None
@@ -92,43 +112,55 @@ def target_mean(
 
 
 def scaled(call: TargetMean, total: Tensor, factor: Tensor) -> Tensor:
-    """Return `total`, the sum over a call's targets, times `factor`, in the dtype that the call
-    would have. Autocast computes these losses in fp32 and leaves them so."""
-    # Of meta tensors, torch has no autocast to ask about (runtime/base/autocast.py).
+    """Return `total` times `factor`, in the dtype that the call itself would return.
+
+    `total` is the sum over the call's targets. Autocast computes these losses in fp32 and leaves
+    them so.
+    """
+    # For meta tensors torch has no autocast to ask about (runtime/base/autocast.py).
     widened = total.is_meta or torch.is_autocast_enabled(total.device.type)
     dtype = total.dtype if widened else call.logits.dtype
     return (total * factor.to(total.dtype)).to(dtype)
 
 
 class MadeAgain:
-    """The losses that a forward calls where it may be run again, with the factors of their sums."""
+    """Losses that a forward calls in checkpointed functions, with the factors of their sums."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def note(self, call: TargetMean, total: Tensor, factor: Tensor) -> None:
-        """Remember a call, if it is inside of a checkpointed function: torch's hooks for saved
-        tensors are set there, or gradients are off."""
+        """Remember a call that is made inside a checkpointed function.
+
+        Inside of one, torch's hooks for saved tensors are set, or gradients are off. Other calls
+        are not kept.
+        """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None or not torch.is_grad_enabled():
             self._made.append((call.target.detach(), total.detach(), factor))
 
     def factor(self, call: TargetMean, total: Tensor) -> Tensor:
-        """Return the factor of the call that had the same targets, and the sum nearest to `total`.
-        Raises RuntimeError for a call with other targets than any before."""
+        """Return the factor of the noted call with the same targets and the sum nearest to `total`.
+
+        Raises RuntimeError for a call whose targets no noted call had.
+        """
         same = [(before, x) for target, before, x in self._made if _equal(target, call.target)]
         if not same:
             raise RuntimeError("a loss that the backward computes again has other targets there")
         return min(same, key=lambda made: float((made[0] - total.detach()).abs()))[1]
 
     def in_backward(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward in which parts of the forward are run again."""
+        """Return the context for a backward in which parts of the forward are run again."""
         return _Replay(self) if self._made else nullcontext()
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:
-    """Accumulate gradients as torch.autograd.backward does, which leaves torch's function modes for
-    as long as it runs: here, what checkpointing runs again is inside of them."""
+    """Accumulate gradients of `output` like torch.autograd.backward, inside of function modes.
+
+    torch.autograd.backward leaves torch's function modes for as long as it runs. Here, the parts of
+    a forward that checkpointing runs again are inside of them. `gradient` is the gradient of
+    `output`.
+    """
     _backward(output, gradient)
 
 
@@ -139,6 +171,7 @@ def _backward(
     create_graph: bool = False,
     **named: Any,
 ) -> None:
+    """Accumulate gradients, given the arguments of torch.autograd.backward or Tensor.backward."""
     outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     given = named.get("gradient", grad_tensors)
     gradients = (given,) * len(outputs) if given is None or isinstance(given, Tensor) else given
@@ -160,6 +193,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class _Replay(TorchFunctionMode):
+    """Function mode that gives losses of a forward run again the factors of their first call."""
+
     def __init__(self, made: MadeAgain) -> None:
         super().__init__()
         self._made = made
@@ -178,6 +213,6 @@ class _Replay(TorchFunctionMode):
         call = target_mean(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
-        # As before, whatever else: checkpointing counts the tensors that are saved.
+        # Computed as in the forward: checkpointing counts the tensors that are saved.
         total = call.sum()
         return scaled(call, total, self._made.factor(call, total))

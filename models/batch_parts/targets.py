@@ -1,7 +1,7 @@
-"""What `model._target_` may name: what says, before it is called, that it gives a module.
+"""Check, before anything is called, that what `model._target_` names says that it gives a module.
 
 A config can name anything that can be imported, and what it names is called with arguments that the
-config gives. `os.system` is no model; nothing is called to find that out.
+config gives. `os.system` is no model; nothing is called to learn that.
 """
 
 import inspect
@@ -17,8 +17,10 @@ REMEDY = "name a torch.nn.Module class, or a function annotated to return one (-
 
 
 def no_module(made: Callable[..., Any]) -> str | None:
-    """Return why `made` is not to be called for a model; None for a class of modules, and for a
-    function that is annotated to return one."""
+    """Return the reason why `made` must not be called for a model, or None where it may be.
+
+    A class of modules may be called, and a function that is annotated to return a module.
+    """
     while isinstance(made, partial):
         made = made.func
     if isinstance(made, type):
@@ -44,22 +46,25 @@ def no_module(made: Callable[..., Any]) -> str | None:
 
 
 def _is_module(annotation: object, function: Callable[..., Any], owner: object) -> bool:
-    """Return whether `annotation`, of `function` in the class `owner` (None: in none), is of
-    modules."""
+    """Return whether the return `annotation` of `function` names modules and nothing else.
+
+    `owner` is the class that `function` belongs to, and the meaning of `Self`; None for a function
+    outside of classes.
+    """
     names = getattr(function, "__globals__", None)
     if names is None:
         names = vars(sys.modules.get(getattr(function, "__module__", "")) or SimpleNamespace())
     about = SimpleNamespace(__annotations__={"return": annotation})
-    found = get_type_hints(about, globalns=names, localns={}, include_extras=True)["return"]
-    if found is Self:
-        found = owner
-    origin, parts = get_origin(found), get_args(found)
+    resolved = get_type_hints(about, globalns=names, localns={}, include_extras=True)["return"]
+    if resolved is Self:
+        resolved = owner
+    origin, parts = get_origin(resolved), get_args(resolved)
     if origin is Annotated:
         return _is_module(parts[0], function, owner)
     if origin in (Union, UnionType):
         return all(_is_module(part, function, owner) for part in parts)
-    if isinstance(found, TypeVar):
-        bounds = found.__constraints__ or (found.__bound__,)
+    if isinstance(resolved, TypeVar):
+        bounds = resolved.__constraints__ or (resolved.__bound__,)
         return all(_is_module(bound, function, owner) for bound in bounds)
-    made = origin or found  # of a generic class
+    made = origin or resolved  # of a generic class
     return isinstance(made, type) and issubclass(made, nn.Module)

@@ -1,8 +1,8 @@
-"""Batches that a model's graph is of, where its forward asks how large they are.
+"""Sizes of the batches that a model's graph holds for, where its forward asks for the size.
 
-A forward that compares the size of its batch with a number is traced on the one side of it that the
-example is on. torch.export refuses that of a batch of any size, and says which sizes it would be
-right for.
+A forward that compares the size of its batch with a number is traced on the side of it that the
+example is on. torch.export refuses such a trace for batches of any size, and says for which sizes
+it would be right.
 """
 
 import re
@@ -19,14 +19,16 @@ _MOST_LINES = 3
 
 
 def sizes_of(graph: fx.GraphModule) -> Sizes:
-    """Return the sizes of the batches that a graph made by `export` is of."""
+    """Return the (smallest, largest) batch that a graph of `export` holds for; 0 for no largest."""
     sizes: Sizes = graph.meta.get(KEY, ANY)
     return sizes
 
 
 def suggested(error: Exception, sizes: Sizes) -> Sizes | None:
-    """Return the narrower `sizes` that torch.export says its trace is right for; None where it does
-    not say a range, as of multiples, or says nothing new."""
+    """Return the sizes, narrower than `sizes`, for which torch.export says that its trace is right.
+
+    Return None where it says no range (as for multiples), or nothing that narrows `sizes`.
+    """
     fix = _FIX.search(str(error))
     if fix is None:
         return None
@@ -37,8 +39,10 @@ def suggested(error: Exception, sizes: Sizes) -> Sizes | None:
 
 
 def said_of(error: Exception) -> str:
-    """Return what torch or a forward complains of in one line: with torch's lines of constraints,
-    where a batch of any size violates some."""
+    """Return the complaint of torch or of a forward in one line, with the type of the error.
+
+    Where a batch of any size violates constraints, torch's first three lines about them are added.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, *others = lines or ["no message"]
     said = (line.removeprefix("- ") for line in others if line.startswith("- "))

@@ -1,10 +1,10 @@
-"""Attention whose mask is the causal one says so itself.
+"""Replacement of attention masks that are causal by attention's `is_causal`.
 
 A model of transformers makes its mask of positions, and an export has it as a tensor [batch, 1,
 queries, keys]. Kernels that skip what a causal mask hides take no mask (FlashAttention, Dao 2023,
-arXiv 2307.08691): with one, attention runs in another kernel, does twice the work, and reads a
-dense mask in every layer. A mask that depends on nothing but the batch's size is a constant: it is
-computed, and where it is the lower triangle, attention is told `is_causal` in its place.
+arXiv 2307.08691). With a mask, attention runs in another kernel, does twice the work, and reads a
+dense mask in every layer. A mask that depends on nothing but the batch's size is a constant. It is
+computed, and where it is the lower triangle, attention is given `is_causal` in its place.
 """
 
 from typing import Any
@@ -20,11 +20,14 @@ _MOST_ELEMENTS = 1 << 28
 
 
 def say_causal(module: fx.GraphModule) -> int:
-    """Replace masks that are proven causal in the graph of `module` by `is_causal`, and leave out
-    what only they were made of. Return how many."""
+    """Replace masks that are proven causal in the graph of `module` by `is_causal`.
+
+    Nodes that only these masks were made of are erased. Returns the number of attention calls that
+    were changed.
+    """
     proven: dict[fx.Node, bool] = {}
     made: dict[fx.Node, Any] = {}
-    found = 0
+    num_replaced = 0
     for node in list(module.graph.nodes):
         mask = _mask_of(node)
         if mask is None or (len(node.args) > 5 and node.args[5]):
@@ -37,13 +40,14 @@ def say_causal(module: fx.GraphModule) -> int:
             node.args = (query, key, value, None, dropout, True)
             left_out = ("attn_mask", "dropout_p", "is_causal")
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in left_out}
-            found += 1
+            num_replaced += 1
     for mask in (mask for mask, is_causal in proven.items() if is_causal):
         _erase(module.graph, mask)
-    return found
+    return num_replaced
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
+    """Return the mask of an attention call; None for one without a mask and for any other node."""
     if node.target is not _ATTENTION:
         return None
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -51,8 +55,11 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_lower_triangle(mask: fx.Node, attention: fx.Node, made: dict[fx.Node, Any]) -> bool:
-    """Return whether the mask of an attention lets every query see the keys up to its own place and
-    no others, whatever the batch. `made` are values that are known."""
+    """Return whether the mask of an attention is the lower triangle, whatever the batch.
+
+    Every query then sees the keys up to its own place and no others. `made` are the values of nodes
+    that are known; newly computed ones are added.
+    """
     value = mask.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype != torch.bool or value.dim() < 2:
         return False
@@ -71,11 +78,15 @@ def _is_lower_triangle(mask: fx.Node, attention: fx.Node, made: dict[fx.Node, An
 
 
 class _NoConstant(Exception):
-    """A value that is not known without the batch's values."""
+    """Raised for a node whose value is not known without the values of the batch."""
 
 
 def _computed(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
-    """Return the value of a node for a batch of two, on the CPU. Raises _NoConstant."""
+    """Return the value of `node` for a batch of two samples, on the CPU.
+
+    `made` are the values of nodes that are known; newly computed ones are added. Raises _NoConstant
+    where the value is not known without the values of the batch.
+    """
     waiting = [node]
     while waiting:
         now = waiting[-1]
@@ -84,7 +95,7 @@ def _computed(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
             continue
         if now.target is _SIZE:
             size = now.meta.get("val")
-            # The batch's is the only one that is no number.
+            # The size of the batch is the only one that is no number.
             made[now] = _BATCH if isinstance(size, SymInt) else size
             continue
         if now.op != "call_function" or not _is_pure(now.target):
@@ -117,7 +128,7 @@ def _is_pure(target: Any) -> bool:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Leave out a node that nobody reads, and then those that only it read."""
+    """Erase a node that nobody reads, and then the nodes that only it read."""
     waiting = [node]
     while waiting:
         now = waiting.pop()

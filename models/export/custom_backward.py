@@ -1,9 +1,9 @@
-"""What a model does in its backward, or keeps, that `torch.export` would lose.
+"""Detection of what a model does in its backward, or keeps, that `torch.export` would lose.
 
-Export traces a forward, and all the backward that its graph has is what follows from that by
-differentiation: a backward of an autograd Function, and hooks that may change gradients, would be
-left out without a word, and so would a buffer that the forward replaces by another tensor, and the
-seed that it gives a generator. Owns finding them, while a model is exported.
+Export traces a forward, and the backward of its graph follows from that by differentiation. Left
+out without a word would be a backward of an autograd Function, hooks that may change gradients, a
+buffer that the forward replaces by another tensor, and the seed that the forward gives a generator.
+This file owns detecting them while a model is exported.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _OF_CUSTOM_OPERATIONS = "torch._library.autograd"
 
 
 class Watch:
-    """What was seen of a model's backward while its forward ran."""
+    """Observer of a forward: autograd Functions, hooks, replaced buffers and seeded generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -36,7 +36,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While the module runs."""
+        """Observe the module for as long as the context is entered."""
         handles = (
             self._module.register_forward_pre_hook(self._remember),
             self._module.register_forward_hook(self._look),
@@ -51,13 +51,15 @@ class Watch:
 
     @property
     def draws(self) -> str:
-        """The generator that the forward draws from, if it seeds or holds it ('': neither), in
-        words."""
+        """Return words for a generator that the forward draws from and seeds or holds, or ''."""
         return "a generator that its forward seeds or holds" if self._seen.draws else ""
 
     def lost(self, run: Callable[[], Any]) -> str:
-        """Return what of the backward an export loses, in words ('' for nothing). Where there are
-        Functions, the module is `run` once more, to see what they are called with."""
+        """Return the part of the module that an export loses, in words; '' for nothing.
+
+        `run` calls the module. It is called once for each autograd Function that the forward used,
+        to learn the arguments of the Function.
+        """
         hooked = _hooked(self._module)
         if hooked:
             return hooked
@@ -76,8 +78,7 @@ class Watch:
         self._buffers = dict(module.named_buffers())
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Find the autograd Functions that `output` was computed by, and a buffer that is another
-        tensor than before."""
+        """Note the Functions that computed `output`, and a buffer that the forward replaced."""
         for path, buffer in module.named_buffers():
             if self._buffers.get(path) is not buffer:
                 self._replaced = self._replaced or path.removeprefix(MODEL_PREFIX)
@@ -91,12 +92,15 @@ class Watch:
             function = getattr(node, "_forward_cls", None)
             if function is not None and function.__module__ != _OF_CUSTOM_OPERATIONS:
                 self._functions.setdefault(function)
-            nodes += [each for each, _ in node.next_functions]
+            nodes += [next_node for next_node, _ in node.next_functions]
 
 
 class _Seen(TorchFunctionMode):
-    """Sees a forward register hooks on the gradients of tensors that it makes (`hooks`), and draw
-    from a generator that it seeds or holds (`draws`)."""
+    """Function mode that notes two things that a forward does.
+
+    hooks: whether it registers hooks on the gradients of tensors that it makes.
+    draws: whether it draws from a generator that it seeds or holds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,9 +125,9 @@ class _Seen(TorchFunctionMode):
 
 
 def _hooked(module: nn.Module) -> str:
-    """Return the first module or parameter with a hook in its backward, in words."""
-    for path, each in module.named_modules():
-        if each._backward_hooks or each._backward_pre_hooks:
+    """Return the first module or parameter with a hook in its backward, in words; '' for none."""
+    for path, submodule in module.named_modules():
+        if submodule._backward_hooks or submodule._backward_pre_hooks:
             return f"the backward hook of module {path.removeprefix(MODEL_PREFIX)}"
     for path, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

@@ -1,9 +1,10 @@
-"""Whether a model computes in evaluation mode what its training graph does in evaluations.
+"""Comparison of a model in evaluation mode with its training graph as evaluations run it.
 
-A split or staged model has one graph, that of its training; evaluations run it with the arguments
-that modules of torch.nn give in evaluation mode (`models/export/op_schemas.py`). A forward that
-asks for `self.training` itself, or always drops, is not reached by that. Owns finding it, by
-exporting the model in both modes and comparing what the graphs compute.
+A split or staged model has one graph, exported in training mode. Evaluations run that graph with
+the arguments that modules of torch.nn give in evaluation mode (`models/export/op_schemas.py`). That
+does not reach a forward that asks for `self.training` itself, or that always drops. This file owns
+detecting such a forward, by exporting the model in both modes and comparing what the graphs
+compute.
 """
 
 from itertools import takewhile
@@ -23,13 +24,17 @@ from whale_train.models.export.op_schemas import by_name, draws, in_evaluation
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
-_Call = tuple[Any, ...]  # an operation and what it is given; values by their places
+_Call = tuple[Any, ...]  # an operation and its arguments; values are given by their places
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 def changed_in_evaluation(options: ModelOptions, fields: tuple[InputField, ...]) -> str:
-    """Return what in evaluation mode is not what evaluations of a split or staged model run: the
-    first module with other operations, in words; '' where all are the same."""
+    """Return the difference of evaluation mode from what evaluations of a divided model run.
+
+    A divided model is split or staged. The text names the first module with other operations, or
+    says why the model cannot be exported in one of the modes. It is '' where all operations are the
+    same.
+    """
     computed = []
     for training in (True, False):
         module, inputs = on_meta(options, fields)
@@ -50,8 +55,11 @@ def _is_same(pair: tuple[tuple[_Call, fx.Node], tuple[_Call, fx.Node]]) -> bool:
 
 
 def _where(trained: list[tuple[_Call, fx.Node]], evaluated: list[tuple[_Call, fx.Node]]) -> str:
-    """Return the module that the first of two unlike lists of calls is from: of the two modules
-    there, one that has other operations in the one list than in the other."""
+    """Return the path of the module that the first of two unlike lists of calls is from.
+
+    Of the modules of the two first calls, it is one that has other operations in the one list than
+    in the other.
+    """
     unlike = [
         module_path(calls[0][1])
         for calls in (trained, evaluated)
@@ -61,17 +69,19 @@ def _where(trained: list[tuple[_Call, fx.Node]], evaluated: list[tuple[_Call, fx
 
 
 def _targets(calls: list[tuple[_Call, fx.Node]], node: fx.Node) -> list[str]:
-    """Return the operations of a node's module."""
+    """Return the names of the operations in the module of `node`, in order."""
     path = module_path(node)
-    return [call[0] for call, each in calls if module_path(each) == path]
+    return [call[0] for call, caller in calls if module_path(caller) == path]
 
 
 def _computed(graph: fx.GraphModule, training: bool) -> list[tuple[_Call, fx.Node]]:
-    """Return what `graph`, exported in training mode or not, computes in an evaluation, in order,
-    and the nodes that do. Dropouts, which are off, are left out."""
+    """Return the calls that `graph` makes in an evaluation, in order, each with its node.
+
+    `training` says in which mode `graph` was exported. Dropouts that are off are left out.
+    """
     read = _read(graph)
     values: dict[fx.Node, Any] = {}
-    found: list[tuple[_Call, fx.Node]] = []
+    calls: list[tuple[_Call, fx.Node]] = []
 
     def described(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -93,15 +103,15 @@ def _computed(graph: fx.GraphModule, training: bool) -> list[tuple[_Call, fx.Nod
         if _is_dropout(node) and not draws(node.target, args, kwargs):
             values[node] = described(args[0])
             continue
-        values[node] = ("value", len(found))
+        values[node] = ("value", len(calls))
         given = by_name(node.target, args, kwargs) or {"": args}
         call = (str(node.target), *((name, described(x)) for name, x in given.items()))
-        found.append((call, node))
-    return found
+        calls.append((call, node))
+    return calls
 
 
 def _held(value: Any, path: str, training: bool) -> Any:
-    """Return a tensor by its path, a graph by what it computes."""
+    """Return the description of an attribute: the calls of a graph, or the path of a tensor."""
     if isinstance(value, fx.GraphModule):
         return tuple(call for call, _ in _computed(value, training))
     return ("tensor", path)
@@ -113,14 +123,17 @@ def _is_dropout(node: fx.Node) -> bool:
 
 
 def _read(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that the result depends on. What changes a tensor in place may be read by
-    another name; it counts, but for updates of buffers that nobody reads."""
-    found: set[fx.Node] = set()
+    """Return the nodes that the output depends on.
+
+    A change of a tensor in place counts, because another name may read it. An update of a buffer
+    that nobody reads does not count.
+    """
+    needed: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         schema = getattr(node.target, "_schema", None)
         changes = schema is not None and schema.is_mutable
         updates = changes and not node.users and node.args[0].op == "get_attr"
-        if node.op == "output" or node in found or (changes and not updates):
-            found.add(node)
-            found.update(node.all_input_nodes)
-    return found
+        if node.op == "output" or node in needed or (changes and not updates):
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return needed

@@ -1,7 +1,7 @@
-"""A model exported on the meta device, with a batch of unknown size (`torch.export`, design §7).
+"""Export of a model on the meta device, with a batch of unknown size (`torch.export`, design §7).
 
-The flat graph is what planning and the ranks' rewritten parts share: the same model gives the
-same graph, in any process.
+The flat graph is what planning and the ranks' rewritten parts share: the same model gives the same
+graph, in any process.
 """
 
 import re
@@ -34,7 +34,7 @@ from whale_train.strategies.graph.operation_graph import InputField, Size
 # multiple of the batch is not mistaken for something else by the code being traced.
 EXPORT_BATCH = 3
 
-# What torch.export calls the module of what runs outside of all modules.
+# torch.export's name for the module of operations outside of all modules.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 
 # Checks and bookkeeping that torch.export leaves in the graph: they compute nothing.
@@ -44,8 +44,11 @@ _BOOKKEEPING = ("_assert", "sym_constrain_range", "_guards_fn")
 def export_model(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[fx.GraphModule | None, str]:
-    """Return the flat exported graph a profile's operations name, its tensors on the meta device;
-    or None and the reason. The same model gives the same graph, in any process."""
+    """Return the flat exported graph and '', or None and the reason why there is no graph.
+
+    A profile's operations are named as the graph's nodes. The graph's tensors are on the meta
+    device. The same model gives the same graph, in any process.
+    """
     module, inputs = on_meta(options, fields)
     return export(module, example_batch(inputs, EXPORT_BATCH))
 
@@ -53,15 +56,21 @@ def export_model(
 def on_meta(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[LossModule, tuple[InputField, ...]]:
-    """Return the model without weights, and those of `fields` its forward takes."""
+    """Return the model without weights, as LossModule, and those of `fields` that it takes.
+
+    Raises ConfigError for a model that cannot be built or does not take the fields.
+    """
     model = model_on_meta(options)
     taken = forward_fields(model, options, fields)
     return LossModule(model, options), tuple(f for f in fields if f.name in taken)
 
 
 def model_on_meta(options: ModelOptions) -> nn.Module:
-    """Return the model without weights. One whose constructor looks at values is built with them,
-    and then left without."""
+    """Return the model on the meta device, without weights.
+
+    A model whose constructor looks at values is built with weights, which are then dropped. Raises
+    ConfigError for a model that cannot be built.
+    """
     try:
         with torch.device("meta"):
             model = build_model(options)
@@ -72,8 +81,11 @@ def model_on_meta(options: ModelOptions) -> nn.Module:
 
 
 def _leave_no_values(model: nn.Module) -> None:
-    """Put on the meta device what is made elsewhere whatever the default device is, as by the old
-    constructor `torch.Tensor(2, 3)`. What is tied stays tied."""
+    """Replace parameters and buffers of `model` by meta tensors of their shapes.
+
+    Some are made elsewhere whatever the default device is, as by the old constructor
+    `torch.Tensor(2, 3)`. Meta tensors stay as they are, and tied tensors stay tied.
+    """
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -89,17 +101,19 @@ def _leave_no_values(model: nn.Module) -> None:
 
 
 def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule | None, str]:
-    """Return the flat graph of `module`, called with tensors like `batch`; or None and the reason.
+    """Return the flat graph of `module` and '', or None and the reason why there is no graph.
 
-    Nor is there a graph of what a graph does not hold: a backward that is not the derivative of
-    the forward, operations on all samples of a `torch.vmap` at once, and operations whose shapes
-    follow the values of a tensor, or the batch in any other way than linearly. A graph of batches
-    of some sizes alone (`batch_bounds.sizes_of`) is that of a forward that asks for their size.
+    The module is called with tensors like `batch`, by name. There is no graph of a model with a
+    backward that is not the derivative of the forward, with operations on all samples of a
+    `torch.vmap` at once, with a write in place that has no other form, with shapes that follow the
+    values of a tensor or depend on the batch size other than linearly, or with computations on
+    numbers read from tensors. A forward that asks for the size of its batch gives a graph for
+    batches of some sizes alone (`batch_bounds.sizes_of`).
     """
     if isinstance(module, LossModule):
         module.name(batch)
     watch = Watch(module)
-    # What the forward makes without saying where is made where the batch is.
+    # Tensors that the forward makes without naming a device are made where the batch is.
     where = next((x.device for x in batch.values()), torch.device("cpu"))
     with (
         warnings.catch_warnings(),
@@ -158,10 +172,10 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
     return graph, ""
 
 
-# Losses whose kernel for meta tensors is a function of Python with other arguments: it takes the
-# number that says how to reduce for the old `size_average` (torch._refs.nn.functional.nll_loss), so
-# that a loss of each sample is traced as a scalar. Without it torch composes the loss of others,
-# whose shapes are right.
+# Losses whose kernel for meta tensors is a Python function with other arguments: it takes the
+# number that says how to reduce for the old `size_average` (torch._refs.nn.functional.nll_loss),
+# so that a loss of each sample is traced as a scalar. Without this kernel torch composes the loss
+# of other operations, whose shapes are right.
 _MISTAKEN = (
     torch.ops.aten.nll_loss.default,
     torch.ops.aten.hinge_embedding_loss.default,
@@ -171,7 +185,7 @@ _MISTAKEN = (
 
 @contextmanager
 def _true_shapes_of_losses() -> Iterator[None]:
-    """Trace losses on meta tensors with the shapes that they have."""
+    """Trace losses on meta tensors with their true shapes while the context is entered."""
     kernels = [operation.py_kernels.pop(DispatchKey.Meta, None) for operation in _MISTAKEN]
     for operation in _MISTAKEN:
         operation._dispatch_cache.clear()
@@ -185,21 +199,27 @@ def _true_shapes_of_losses() -> Iterator[None]:
 
 
 def _is_mapped(node: fx.Node) -> bool:
-    """Return whether a value is that of all samples of a `torch.vmap`, which torch.export leaves as
-    the calls made for each: they mean something inside of the vmap alone."""
+    """Return whether a node's value is that of all samples of a `torch.vmap`.
+
+    torch.export leaves these as the calls made for one sample, which have a meaning inside of the
+    vmap alone.
+    """
     values = tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in values)
 
 
 def _follows_values(node: fx.Node) -> bool:
-    """Return whether a shape is made of numbers read from a tensor (`tolist`, `nonzero`)."""
+    """Return whether a node's shape has numbers read from a tensor (`tolist`, `nonzero`)."""
     values = tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and free_unbacked_symbols(x.shape) for x in values)
 
 
 def size_of(extent: int | SymInt) -> Size | None:
-    """Return an exported extent, whose one symbol is the batch; None where it is not linear in
-    it, as those of all pairs of samples, or of half the batch, are not."""
+    """Return an exported extent as a function of its one symbol, the batch size.
+
+    Return None for an extent that is not linear in the batch size, as those of all pairs of samples
+    or of half the batch are not.
+    """
     if isinstance(extent, int):
         return Size(extent)
     expression = extent.node.expr
@@ -214,19 +234,22 @@ def size_of(extent: int | SymInt) -> Size | None:
 
 
 def _is_not_linear(node: fx.Node) -> bool:
-    """Return whether an extent of a value grows with the batch in another way than linearly."""
+    """Return whether an extent of a node's value is not linear in the batch size."""
     values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     return any(size_of(extent) is None for x in values for extent in x.shape)
 
 
 def _is_a_value(node: fx.Node) -> bool:
-    """Return whether a number was read from a tensor (`item`), or made of one that was."""
+    """Return whether a node's value is a number read from a tensor (`item`) or made of one."""
     value = node.meta.get("val")
     return isinstance(value, SymInt | SymFloat | SymBool) and bool(free_unbacked_symbols(value))
 
 
 def fetched(module: nn.Module, path: str) -> Any:
-    """Return what `module` has at a dotted `path`."""
+    """Return the attribute of `module` at a dotted `path`.
+
+    Raises AttributeError where there is none.
+    """
     owner: Any = module
     for part in path.split("."):
         owner = getattr(owner, part)
@@ -234,7 +257,10 @@ def fetched(module: nn.Module, path: str) -> Any:
 
 
 def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Tensor]:
-    """Meta tensors shaped like a batch. Each its own: export takes aliased inputs for one."""
+    """Return a meta tensor `[samples, *field.shape]` for every field of `inputs`, by name.
+
+    No two fields share a tensor, because export takes aliased inputs for one.
+    """
     return {
         field.name: torch.empty(
             (samples, *field.shape), dtype=getattr(torch, field.dtype), device="meta"
@@ -244,16 +270,19 @@ def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Ten
 
 
 def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
-    """Names for the operations of a graph, given by (name, path, is it a call): a tensor's is its
-    path, calls are numbered by kind in their order, and inputs and the output keep theirs. The
-    names torch.export gives depend on what it has traced and dropped as well."""
-    listed = list(operations)
-    taken = {name for name, path, call in listed if not path and not call}
+    """Return a unique name for each operation of a graph, in order.
+
+    `operations` are (name, path, whether it is a call). A tensor is named by its path. Calls are
+    numbered by kind in their order. Inputs and the output keep their names. The names that
+    torch.export gives depend also on what it has traced and dropped.
+    """
+    entries = list(operations)
+    taken = {name for name, path, call in entries if not path and not call}
     counts: dict[str, int] = {}
-    found = []
-    for name, path, call in listed:
+    names = []
+    for name, path, call in entries:
         if not path and not call:
-            found.append(name)
+            names.append(name)
             continue
         kind = path.replace(".", "_") if path else re.sub(r"_\d+$", "", name)
         unique = kind
@@ -264,19 +293,24 @@ def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
                 break
         counts.setdefault(kind, 0)
         taken.add(unique)
-        found.append(unique)
-    return found
+        names.append(unique)
+    return names
 
 
 def flat_module(program: ExportedProgram) -> fx.GraphModule:
-    """Return the exported graph with parameters as attributes, without torch.export's bookkeeping,
-    without writes to what has a gradient and without masks that are the causal one, its operations
-    named by `canonical_names`. Raises CannotReplace for such a write that must stay."""
+    """Return the graph of an exported program as one module with the parameters as attributes.
+
+    torch.export's bookkeeping is erased, writes to values with a gradient are made out of place,
+    causal masks are replaced by `is_causal`, and operations are named by `canonical_names`. Raises
+    CannotReplace for a write to a value with a gradient that must stay.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = program.module()
     assert isinstance(module, fx.GraphModule)
-    for graph in (each for each in module.modules() if isinstance(each, fx.GraphModule)):
+    for graph in (
+        submodule for submodule in module.modules() if isinstance(submodule, fx.GraphModule)
+    ):
         _forget_bookkeeping(graph)
     out_of_place(module)
     say_causal(module)
@@ -295,21 +329,25 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
 
 
 def _forget_bookkeeping(module: fx.GraphModule) -> None:
+    """Erase checks and bookkeeping of torch.export, and numbers that nothing else reads."""
     for node in reversed(list(module.graph.nodes)):
         bookkeeping = any(mark in str(node.target) for mark in _BOOKKEEPING)
-        # What an assertion read of a tensor is left behind as well.
+        # A number that an assertion read from a tensor is left behind as well.
         if not node.users and (bookkeeping or _is_a_value(node)):
             module.graph.erase_node(node)
     module.recompile()
 
 
 def model_path(path: str) -> str:
-    """Return a path inside `LossModule` as the user's model calls it."""
+    """Return the path in the user's model for a path in `LossModule`."""
     return path.removeprefix(MODEL_PREFIX)
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the path, in the user's model, of the module whose forward a node belongs to."""
+    """Return the path, in the user's model, of the module whose forward a node belongs to.
+
+    It is '' for the model itself, and for a node outside of all modules.
+    """
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return "" if path in (MODEL_PREFIX.rstrip("."), _NO_MODULE) else model_path(path)

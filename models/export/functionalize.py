@@ -1,13 +1,14 @@
-"""An exported graph in which no value is changed in place.
+"""Rewriting of an exported graph so that no value is changed in place.
 
-A forward may write into a tensor it has made: an activation in place, a residual added to a
-product, a part of a value set. What runs a graph cannot always let it: a value that arrives from
-another stage is a leaf of autograd, one that a Function of ours made may be a view, and of what is
-laid otherwise than it is written a copy would be changed, which nobody reads. The same operation
-out of place computes the same, and whoever reads what was changed, by this name or by that of a
-view, is given the new value.
+A forward may write into a tensor that it has made: an activation in place, a residual added to a
+product, a part of a value set. A rank cannot always run such a write. A value that arrives from
+another stage is a leaf of autograd. A value that an autograd Function of ours made may be a view.
+Of a value with another layout than the write takes, a copy would be changed, which nobody reads.
+The same operation out of place computes the same result. Readers of the changed value, by its name
+or by that of a view, are given the new value.
 
-Writes to parameters and buffers stay, and those without another form where no gradient is.
+Writes to parameters and buffers stay. So do writes without an out-of-place form to memory without a
+gradient.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,18 +19,18 @@ import torch
 from torch import Tensor, fx
 
 _aten = torch.ops.aten
-_SAME_ELEMENTS = (  # of views that have them in the same order
+_SAME_ELEMENTS = (  # views with the same elements in the same order
     *("view", "_unsafe_view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel"),
     *("unsqueeze", "squeeze", "alias", "contiguous", "to", "type_as", "float", "dropout"),
 )
 _OTHER_VIEWS = ("slice", "select", "transpose", "t", "permute")
-_SETS = ("copy_", "fill_", "zero_")  # whatever was there before
+_SETS = ("copy_", "fill_", "zero_")  # writes that read nothing of the old value
 
 Writes = Mapping[fx.Node, fx.Node]  # calls, and the values they write to
 
 
 class CannotReplace(Exception):
-    """A write that has no other form; the message names the operation, `node` is where."""
+    """Write without an out-of-place form. The message names the operation, `node` is the write."""
 
     def __init__(self, node: fx.Node, message: str) -> None:
         super().__init__(message)
@@ -37,8 +38,10 @@ class CannotReplace(Exception):
 
 
 def out_of_place(module: fx.GraphModule) -> None:
-    """Replace the writes in the graph of `module`; a graph without any is left as it is. Raises
-    CannotReplace for a write that would have to stay, to what has a gradient."""
+    """Replace the writes in the graph of `module`; a graph without writes is left as it is.
+
+    Raises CannotReplace for a write that would have to stay and whose memory has a gradient.
+    """
     graph = module.graph
     writes = _replaceable(module)
     values = _Values(graph, writes)
@@ -54,10 +57,10 @@ def out_of_place(module: fx.GraphModule) -> None:
 
 
 class _Values:
-    """Where the values of a graph are while its writes are replaced, from the first to the last.
+    """Latest values of a graph while its writes are replaced, from the first to the last.
 
-    `parents` are the views of what is written, and what each is a view of. A view of what was
-    written since it was made is made again where it is read.
+    `parents` maps every view of written memory to the value that it is a view of. A view of memory
+    that was written after the view was made is made again where it is read.
     """
 
     def __init__(self, graph: fx.Graph, writes: Writes) -> None:
@@ -67,22 +70,25 @@ class _Values:
         self._made: dict[fx.Node, tuple[fx.Node, int]] = {}
 
     def latest(self, node: fx.Node) -> fx.Node:
-        """`node` as it is to be read at this place of the graph."""
+        """Return the node that has the value of `node` at this place of the graph."""
         version = self._version.get(_memory(node), 0)
         if not version:
             return node
         node = _named(node, self._writes)
         value, made = self._made.get(node, (node, 0))
-        # What is no view of another was made again when it was written.
+        # A value that is no view was made again when it was written.
         if made != version and node in self.parents:
             value = self._graph.node_copy(node, self.latest)
             self._made[node] = value, version
         return value
 
     def write(self, node: fx.Node) -> None:
-        """Put a new value in the place of the write `node`, whose arguments are the latest."""
+        """Put a new value in the place of the write `node`.
+
+        The arguments of `node` must be the latest values.
+        """
         chain = list(_chain(node, self._writes, self.parents))
-        before = [self.latest(each) for each in chain]
+        before = [self.latest(value) for value in chain]
         self._version[_memory(node)] += 1
         version = self._version[_memory(node)]
         new = _without_writing(self._graph, node)
@@ -94,14 +100,17 @@ class _Values:
 
 
 def _replaceable(module: fx.GraphModule) -> Writes:
-    """Return the writes that are to be replaced: all to a memory, or none."""
+    """Return the writes that are to be replaced; of those to one memory, all or none are.
+
+    Raises CannotReplace for a write without an out-of-place form to memory with a gradient.
+    """
     parameters = {
         path for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
     }
     held: set[int] = set()
     trained: set[fx.Node] = set()
     with_gradient: set[int] = set()
-    found: dict[fx.Node, fx.Node] = {}
+    writes: dict[fx.Node, fx.Node] = {}
     problems: dict[int, CannotReplace] = {}  # by memory
     for node in module.graph.nodes:
         memory = _memory(node)
@@ -112,35 +121,37 @@ def _replaceable(module: fx.GraphModule) -> Writes:
             continue
         for written in _written(module, node):
             if written is node.args[0] and _memory(written) == memory:
-                found[node] = written
+                writes[node] = written
             else:
                 problems[_memory(written)] = CannotReplace(node, str(node.target))
         reached = memory in with_gradient or any(x in trained for x in node.all_input_nodes)
         if reached and _can_have_gradient(node):
             trained.add(node)
             with_gradient |= {memory} - {0}
-    parents = _parents(module.graph, found)
-    for node in found:
-        views = [x for x in _chain(node, found, parents) if x in parents]
+    parents = _parents(module.graph, writes)
+    for node in writes:
+        views = [x for x in _chain(node, writes, parents) if x in parents]
         unknown = [x for x in views if _name(x) not in (*_SAME_ELEMENTS, *_OTHER_VIEWS)]
         if unknown or _function(node) is None:
             said = f"{node.target} of {unknown[0].target}" if unknown else str(node.target)
             problems.setdefault(_memory(node), CannotReplace(node, said))
-    left = {_memory(node) for node in found} & problems.keys() - held
+    left = {_memory(node) for node in writes} & problems.keys() - held
     for memory in left & with_gradient:
         raise problems[memory]
-    return {node: x for node, x in found.items() if _memory(node) not in held | left}
+    return {node: x for node, x in writes.items() if _memory(node) not in held | left}
 
 
 def _memory(node: fx.Node) -> int:
-    """Return a number of the memory that a node's value lies in; 0 for what is no tensor."""
+    """Return a number for the memory of a node's value; 0 for a value that is no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
 
 
 def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the values that a call writes to; of a call that runs a graph in which something is
-    written, all that it reads."""
+    """Yield the values that a call writes to.
+
+    A call that runs a graph in which something is written counts as writing to all that it reads.
+    """
     if _runs_writes(module, node):
         yield from (x for x in node.all_input_nodes if _memory(x))
     schema = getattr(node.target, "_schema", None)
@@ -149,8 +160,8 @@ def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            listed = value if isinstance(value, list | tuple) else [value]
-            yield from (x for x in listed if isinstance(x, fx.Node))
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (x for x in values if isinstance(x, fx.Node))
 
 
 def _runs_writes(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -158,37 +169,38 @@ def _runs_writes(module: fx.GraphModule, node: fx.Node) -> bool:
     inner = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr" and not _memory(x)]
     modules = dict(module.named_modules(remove_duplicate=False)) if inner else {}
     graphs = [x for x in map(modules.get, inner) if isinstance(x, fx.GraphModule)]
-    return any(any(_written(graph, each)) for graph in graphs for each in graph.graph.nodes)
+    return any(any(_written(graph, call)) for graph in graphs for call in graph.graph.nodes)
 
 
 def _can_have_gradient(node: fx.Node) -> bool:
+    """Return whether autograd may track a floating-point tensor that a node gives."""
     values = node.meta.get("val")
-    listed = values if isinstance(values, list | tuple) else [values]
-    floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in listed)
+    outputs = values if isinstance(values, list | tuple) else [values]
+    floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in outputs)
     return floating and node.target is not _aten.detach.default
 
 
 def _parents(graph: fx.Graph, writes: Writes) -> dict[fx.Node, fx.Node]:
-    """Return the views of memory that is written to, and what each is a view of."""
+    """Return the value that each view of written memory is a view of, by the view."""
     memories = set(map(_memory, writes))
-    found = {}
+    parents = {}
     for node in graph.nodes:
         if _memory(node) in memories and node not in writes:
             same = [x for x in node.all_input_nodes if _memory(x) == _memory(node)]
             if same:
-                found[node] = _named(same[0], writes)
-    return found
+                parents[node] = _named(same[0], writes)
+    return parents
 
 
 def _named(node: fx.Node, writes: Writes) -> fx.Node:
-    """Return the value itself, for a write to it."""
+    """Return the value that `node` writes to; `node` itself where it is no write."""
     while node in writes:
         node = writes[node]
     return node
 
 
 def _chain(node: fx.Node, writes: Writes, parents: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Yield the value that is written to, what it is a view of, and so on."""
+    """Yield the value that `node` is or writes to, the value that this is a view of, and so on."""
     node = _named(node, writes)
     yield node
     while node in parents:
@@ -197,7 +209,10 @@ def _chain(node: fx.Node, writes: Writes, parents: Mapping[fx.Node, fx.Node]) ->
 
 
 def _function(write: fx.Node) -> Any:
-    """Return the operation that gives what a write gives (None: there is none)."""
+    """Return the out-of-place operation with the result of `write`, or None where torch has none.
+
+    A write that sets every element gives its own operation (`_without_writing` replaces it).
+    """
     target: Any = write.target
     if _name(write) in _SETS:
         return target
@@ -208,7 +223,10 @@ def _function(write: fx.Node) -> Any:
 
 
 def _without_writing(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return what the write `node` gives, as a new value of the type that it writes to."""
+    """Add calls to `graph` that compute the result of the write `node`, and return the new value.
+
+    The new value has the dtype of the value that `node` writes to.
+    """
     arguments: list[Any] = list(node.args)
     into, *others = arguments
 
@@ -233,7 +251,7 @@ def _without_writing(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, new: fx.Node) -> fx.Node:
-    """`whole` with `new` in the place of its part `view`."""
+    """Return the value `whole` with `new` in the place of its part `view`, as a node of `graph`."""
     kind, args = _name(view), list[Any](view.args[1:])
     part, shape = view.meta["val"].shape, whole.meta["val"].shape
     if part == shape and kind in ("slice", *_SAME_ELEMENTS):
@@ -255,11 +273,11 @@ def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, new: fx.Node) -> f
 
 
 def _called(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Return a call with a name such as export gives."""
+    """Add a call to `graph`, named as torch.export would name it, and return its node."""
     name = target._schema.name.partition("::")[2]
     return graph.create_node("call_function", target, args, kwargs, name)
 
 
 def _name(node: fx.Node) -> str:
-    """Return what is called, without its overload: `mul` of aten.mul.Tensor."""
+    """Return the name of a node's operation without its overload: `mul` for aten.mul.Tensor."""
     return str(node.target).removeprefix("aten.").partition(".")[0]

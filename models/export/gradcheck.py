@@ -1,7 +1,8 @@
-"""Whether an autograd Function's backward is the derivative of its forward, as far as one can try.
+"""Check by trial that an autograd Function's backward is the derivative of its forward.
 
-Many are: they save memory or time. What torch.export makes of such a one, its forward alone, has
-the same gradients. Straight-through estimators, clipped and reversed gradients are not.
+That holds for many Functions: they save memory or time. torch.export keeps the forward of such a
+Function alone, which has the same gradients. Straight-through estimators, clipped and reversed
+gradients are not derivatives of their forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +16,16 @@ from torch.autograd import Function
 # Values near 0, of usual size and where functions saturate, are different cases.
 _SCALES = (0.01, 1.0, 100.0)
 _RELATIVE_ERROR = 1e-5  # constants in such code are often written in eight digits
-_MOST_ELEMENTS = 2**20  # of a call's arguments together; larger ones are made narrower
-_NARROWED = 16  # extents above this one
+_MOST_ELEMENTS = 2**20  # elements of a call's arguments together, above which they are narrowed
+_NARROWED = 16  # largest extent that is not narrowed
 
 
 def is_derived(function: type[Function], run: Callable[[], Any]) -> bool:
-    """Return whether `function` has the gradients of its forward, on random values shaped as in
-    `run`'s calls of it. Where that cannot be tried, it has not."""
+    """Return whether the backward of `function` gives the gradients of its forward.
+
+    Both are compared on random values, shaped as in the calls of `function` that `run` makes. A
+    Function that cannot be tried counts as not derived.
+    """
     takes_context = function.setup_context is Function.setup_context
     calls: list[tuple[Any, ...]] = []
     forward = function.forward
@@ -46,7 +50,10 @@ def _described(args: Sequence[Any]) -> str:
 
 
 def _agrees(function: type[Function], args: Sequence[Any], scale: float) -> bool:
-    """Return whether both ways give equal gradients for random arguments of that scale."""
+    """Return whether the backward of `function` and autograd give equal gradients.
+
+    The arguments are random, of the shapes of `args` and of standard deviation `scale`.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         leaves = _drawn(args, scale)
@@ -67,7 +74,12 @@ def _agrees(function: type[Function], args: Sequence[Any], scale: float) -> bool
 
 
 def _drawn(args: Sequence[Any], scale: float) -> list[Any]:
-    """Random arguments for those given: floats in double precision, integers of 0 and 1."""
+    """Return random arguments in place of `args`.
+
+    Floats are fp64 with standard deviation `scale`, integers are 0 or 1, and what is no tensor
+    stays. Where tensors have more than `_MOST_ELEMENTS` elements together, their large extents are
+    narrowed.
+    """
     total = sum(x.numel() for x in args if isinstance(x, Tensor))
     narrow = _narrower(args) if total > _MOST_ELEMENTS else {}
 
@@ -77,14 +89,14 @@ def _drawn(args: Sequence[Any], scale: float) -> list[Any]:
         shape = [narrow.get(extent, extent) for extent in value.shape]
         if not value.is_floating_point():
             return torch.randint(0, 2, shape).to(value.dtype)
-        found = torch.randn(shape, dtype=torch.float64) * scale
-        return found.requires_grad_(value.requires_grad)
+        floats = torch.randn(shape, dtype=torch.float64) * scale
+        return floats.requires_grad_(value.requires_grad)
 
     return [drawn(value) for value in args]
 
 
 def _narrower(args: Sequence[Any]) -> dict[int, int]:
-    """Small extents for large ones, equal ones for equal ones."""
+    """Return a small extent for each large one in `args`; different extents stay different."""
     extents = sorted({e for x in args if isinstance(x, Tensor) for e in x.shape if e > _NARROWED})
     return {extent: _NARROWED + i for i, extent in enumerate(extents)}
 
@@ -96,7 +108,7 @@ def _forward(function: type[Function], args: Sequence[Any]) -> Any:
 
 
 class _Context:
-    """Stands for what autograd gives a forward, which nothing is read from here."""
+    """Stand-in for the context that autograd gives a forward; nothing is read from it here."""
 
     def __init__(self, num_args: int) -> None:
         self.needs_input_grad = (True,) * num_args
@@ -108,8 +120,8 @@ class _Context:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    listed = output if isinstance(output, tuple) else (output,)
-    return [x for x in listed if isinstance(x, Tensor)]
+    outputs = output if isinstance(output, tuple) else (output,)
+    return [x for x in outputs if isinstance(x, Tensor)]
 
 
 def _gradients(outputs: list[Tensor], seeds: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""The values of the tensors that a forward makes (`x[:, [0, 2]]`, `torch.tensor(scale)`).
+"""Values of the tensors that a forward makes (`x[:, [0, 2]]`, `torch.tensor(scale)`).
 
-A graph exported on the meta device has none of them. They are those of the same model exported
-once more on the CPU, and the matter is which is which.
+A graph exported on the meta device has no such values. They are taken from a second export of the
+same model, on the CPU. This file owns which constant of the one graph is which of the other.
 """
 
 from collections import defaultdict
@@ -21,8 +21,12 @@ _LIFTED = "lifted_tensor_"  # torch.export's name of what it lifts out of a forw
 def with_constants(
     graph: fx.GraphModule, module: LossModule, inputs: tuple[InputField, ...]
 ) -> fx.GraphModule:
-    """`graph` with the constants of the forward, found by exporting `module`, the same model with
-    its weights; as it is where it has none. Raises LookupError for one that is not found."""
+    """Give `graph` the values of the constants that its forward makes, and return it.
+
+    The values come from exporting `module`, the same model with its weights. A graph whose
+    constants all have values is returned as it is. Raises LookupError for a constant whose value is
+    not found.
+    """
     held = {name for name, _ in (*module.named_parameters(remove_duplicate=False),
                                  *module.named_buffers(remove_duplicate=False))}  # fmt: skip
     lost = []
@@ -51,41 +55,46 @@ def with_constants(
 
 
 def _constants(graph: fx.GraphModule) -> list[str]:
-    """Return the paths of what `graph` reads of its attributes."""
+    """Return the paths of the attributes that `graph` reads, each once."""
     return list(dict.fromkeys(str(node.target) for node in graph.graph.find_nodes(op="get_attr")))
 
 
 class _Origin(NamedTuple):
-    """Where a lifted constant is read."""
+    """Place of a lifted constant.
+
+    line: number of the line of code that reads it.
+    path: its path in the graph.
+    """
 
     line: str
     path: str
 
 
 def _same(ours: fx.GraphModule, theirs: fx.GraphModule) -> Iterator[tuple[str, str]]:
-    """Yield the paths of ours and theirs for each lifted constant of ours.
+    """Yield the path in `ours` and the path in `theirs` of each lifted constant of `ours`.
 
-    Their numbers say nothing: on the CPU, what a number is assigned to (`x[:, 0] = 1`) has that
-    lifted as well. Equal are those of one module, function, shape and type in their order; and of
-    unlike counts, those read in the same lines of code, as a call over several lines may be in
-    another of them.
+    The numbers in torch.export's names say nothing: on the CPU, a number that is assigned (`x[:, 0]
+    = 1`) is lifted as well. Constants of one module, function, shape and dtype are matched in their
+    order. Where the graphs have unlike numbers of them, only those of `theirs` count that are read
+    in the same lines of code. Lines do not decide otherwise, because a call over several lines may
+    be recorded at another of them. Raises LookupError where the numbers stay unlike.
     """
     others = _lifted(theirs)
     for kind, places in _lifted(ours).items():
-        found = others.get(kind, [])
-        if len(found) != len(places):
+        matches = others.get(kind, [])
+        if len(matches) != len(places):
             lines = {place.line for place in places}
-            found = [place for place in found if place.line in lines]
-        if len(found) != len(places):
+            matches = [place for place in matches if place.line in lines]
+        if len(matches) != len(places):
             raise LookupError(f"the values of tensors made in {kind[1] or kind[0]} are not found")
-        yield from ((a.path, b.path) for a, b in zip(places, found, strict=True))
+        yield from ((a.path, b.path) for a, b in zip(places, matches, strict=True))
 
 
 def _lifted(
     graph: fx.GraphModule,
 ) -> dict[tuple[str, str, torch.Size, torch.dtype], list[_Origin]]:
-    """Return the lifted constants by module, function, shape and type, in their order."""
-    found = defaultdict(list)
+    """Return the lifted constants, in their order, by (module, function, shape, dtype)."""
+    origins = defaultdict(list)
     readers: dict[str, fx.Node] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
         readers.setdefault(str(node.target), node)
@@ -100,11 +109,12 @@ def _lifted(
         line, _, function = rest.partition(", in ")
         value = fetched(graph, path)
         kind = owner, f"{function} of {file}" if file else "", value.shape, value.dtype
-        found[kind].append(_Origin(line, path))
-    return found
+        origins[kind].append(_Origin(line, path))
+    return origins
 
 
 def _put(graph: fx.GraphModule, path: str, value: Tensor) -> None:
+    """Replace the attribute of `graph` at `path` by a buffer with `value`."""
     owner, _, name = path.rpartition(".")
     parent = graph.get_submodule(owner)
     delattr(parent, name)

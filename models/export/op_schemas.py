@@ -1,7 +1,8 @@
-"""What torch's schemas and tags say of a call in an exported graph.
+"""Facts about a call in an exported graph, read from torch's schemas and tags.
 
-Owns which calls draw random numbers, and what of them `module.eval()` changes. There is no list
-of operations: torch marks what draws, and arguments of one name mean one thing throughout.
+This file owns which calls draw random numbers, and which of their arguments `module.eval()`
+changes. There is no list of operations: torch marks what draws, and arguments of one name mean one
+thing throughout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,18 +10,18 @@ from typing import Any
 
 import torch
 
-# What modules of torch.nn give operations by their mode, and what that is in evaluation.
+# Arguments that modules of torch.nn give operations by their mode, with the values of evaluation.
 _IN_EVALUATION: dict[str, Any] = {
     "train": False,
     "training": False,
     "use_input_stats": False,
     "dropout_p": 0.0,
 }
-_SHARES = ("p", "dropout", "dropout_p")  # of what is drawn: of nothing, where they are 0
+_SHARES = ("p", "dropout", "dropout_p")  # shares that are drawn; a share of 0 draws nothing
 
 
 def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers: a dropout of 0 does not."""
+    """Return whether a call draws random numbers; a dropout of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     given = by_name(target, args, kwargs)
@@ -31,7 +32,7 @@ def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def in_evaluation(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments that a call in a training graph has in evaluation mode."""
+    """Return the (args, kwargs) that a call in a training graph has in evaluation mode."""
     given = by_name(target, args, kwargs)
     changed: Mapping[str, Any] = _IN_EVALUATION
     if given.get("running_mean", ...) is None:
@@ -44,8 +45,10 @@ def in_evaluation(
 
 
 def by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by their names in the schema and in its order, those left out as their
-    defaults; nothing of what has no schema."""
+    """Return the arguments of a call by name, in the order of its schema.
+
+    Arguments that were left out have their defaults. A target without a schema gives {}.
+    """
     schema = getattr(target, "_schema", None)
     if schema is None:
         return {}

@@ -1,4 +1,4 @@
-"""The numbers that a forward reads from tensors, on which it may branch."""
+"""Numbers that a forward reads from tensors, on which it may branch."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,14 +17,21 @@ _OURS = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Read:
-    """A real number that a forward read, or compared and read the answer; `place` is its line."""
+    """Real number that a forward read, or compared before it read the answer.
+
+    value: the number.
+    place: the line of the user's code that read it.
+    """
 
     value: float
     place: str
 
 
 class ReadNumbers(TorchFunctionMode):
-    """Notes the real numbers that what runs inside it reads from tensors, in order."""
+    """Function mode that notes the real numbers that code inside reads from tensors.
+
+    `reads` has them in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +62,7 @@ class ReadNumbers(TorchFunctionMode):
 
 
 def _place() -> str:
-    """Return the line of the user's code that runs."""
+    """Return the line of the user's code that is running, as `FILE:NUMBER (CODE)`."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename).resolve()
         if "torch" not in path.parts and not path.is_relative_to(_OURS):
@@ -66,9 +73,10 @@ def _place() -> str:
 def made_of_several(
     reads: Callable[[dict[str, Tensor]], ReadNumbers], batch: dict[str, Tensor]
 ) -> str:
-    """Return where a number is read that follows the samples of both halves of `batch`, or ''.
+    """Return the place of the first number read that depends on both halves of `batch`, or ''.
 
-    `reads` runs the forward on a batch. Each half in turn is replaced by other values.
+    `reads` runs the forward on a batch and returns the numbers that it read. Each half in turn is
+    replaced by other values.
     """
     before = reads(batch).reads
     if not before:
@@ -84,7 +92,11 @@ def made_of_several(
 
 
 def _replaced(values: Tensor, places: range) -> Tensor:
-    """Return `values` with other samples at `places`: real ones moved, whole ones another's."""
+    """Return `values` with other samples at `places`.
+
+    Real samples become three times themselves plus 1. Whole-numbered ones become those at the same
+    places counted from the end.
+    """
     changed = values.clone()
     if values.is_floating_point():
         changed[list(places)] = 3 * values[list(places)] + 1

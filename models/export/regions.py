@@ -1,13 +1,13 @@
-"""Regions of a forward that an export would lose, kept.
+"""Preservation of regions of a forward that an export would lose.
 
-* In which it turns autocast off: a model is exported outside of autocast and its graph run inside,
-  so they have to be in the graph whether autocast is on or not. torch's own context always is. That
-  of transformers (`maybe_autocast`) leaves itself out where it would do nothing, and rotary angles
-  would be products of 16 bits.
-* Inference mode, which torch.export does not see, traced as what it does to gradients. A graph
-  keeps the regions of `torch.no_grad` and `torch.enable_grad`, which tell torch of themselves when
-  they are entered. `torch.inference_mode` sets the same switch past that, so that gradients would
-  flow through a teacher that a forward runs in it.
+* Regions without autocast. A model is exported outside of autocast and its graph is run inside, so
+  that these regions have to be in the graph whether autocast is on or not. torch's own context
+  always is. The context of transformers (`maybe_autocast`) leaves itself out where it would do
+  nothing, and rotary angles would be products of 16 bits.
+* Inference mode, which torch.export does not see. It is traced as what it does to gradients. A
+  graph keeps the regions of `torch.no_grad` and `torch.enable_grad`, which notify torch when they
+  are entered. `torch.inference_mode` sets the same switch without notifying torch, so that
+  gradients would flow through a teacher that a forward runs in it.
 """
 
 import sys
@@ -20,7 +20,7 @@ import torch
 
 @contextmanager
 def keeping_regions() -> Iterator[None]:
-    """Inside it, what transformers computes outside of autocast says so."""
+    """Have transformers enter torch's autocast context always, also where it would do nothing."""
     generic = sys.modules.get("transformers.utils.generic")
     context = getattr(generic, "maybe_autocast", None)
     if context is None:
@@ -48,8 +48,8 @@ def _always(
 def inference_as_no_grad() -> Iterator[None]:
     """Have `torch.inference_mode(mode)` set gradients to `not mode` and do nothing else inside.
 
-    What is made in it is then an ordinary tensor. `torch.is_inference_mode_enabled` goes on telling
-    a forward that it is in such a region.
+    A tensor that is made in it is then an ordinary tensor. `torch.is_inference_mode_enabled` goes
+    on telling a forward that it is in such a region.
     """
     entered: list[bool] = []
 

@@ -24,8 +24,15 @@ def operation_graph(
     saved: Mapping[str, Mapping[int, float]],
     memory: Mapping[str, int],
 ) -> OperationGraph:
-    """Return the torch-free image of `module.graph`; `flops` and the bytes `saved` by the
-    operations are for the export batch, those of others nothing."""
+    """Return the torch-free image of `module.graph`.
+
+    flops: FLOPs by operation name, for the export batch.
+    saved: bytes that autograd saves, by operation name and then by place (`Operation.saved`), for
+        the export batch.
+    memory: `Operation.memory` by operation name.
+
+    An operation that these do not name has no FLOPs, saves nothing and has memory of its own.
+    """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     changes, writes = _changes_in_place(module.graph), _buffers_written(module.graph)
     return OperationGraph(
@@ -100,12 +107,15 @@ def _dtype(node: fx.Node, module: fx.GraphModule) -> str:
 
 
 def _is_graph(node: fx.Node) -> bool:
-    """Return whether a `get_attr` fetches a graph (for a region without autocast or gradients)."""
+    """Return whether a `get_attr` node fetches a graph.
+
+    Such a graph is a region without autocast or gradients.
+    """
     return _inner(node) is not None
 
 
 def _inner(node: fx.Node) -> fx.GraphModule | None:
-    """Return the graph that a node fetches."""
+    """Return the graph that a `get_attr` node fetches; None for any other node."""
     if node.op != "get_attr":
         return None
     assert node.graph.owning_module is not None
@@ -114,31 +124,34 @@ def _inner(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a call draws random numbers, or a graph that it runs does."""
+    """Return whether a call draws random numbers itself or runs a graph that does."""
     if node.op != "call_function":
         return False
     inner = [graph for graph in map(_inner, node.all_input_nodes) if graph is not None]
-    if any(_draws(each) for graph in inner for each in graph.graph.nodes):
+    if any(_draws(inner_node) for graph in inner for inner_node in graph.graph.nodes):
         return True
     return draws(node.target, node.args, node.kwargs)
 
 
 def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
-    """For each node, the earlier ones that wrote in place to memory it reads, which it does not
-    name: `x[1:] = y` is a copy into a view of x, and who reads x later must come after it."""
+    """Return the names of earlier nodes that wrote to memory that a node reads, by the node's name.
+
+    Writers that the node reads by name are left out. An example is `x[1:] = y`, a copy into a view
+    of x: a node that reads x later must come after it. Nodes without such writers are left out.
+    """
     memory = _memory(graph)
     writers: dict[fx.Node, list[fx.Node]] = {}
-    found: dict[str, tuple[str, ...]] = {}
+    earlier_writers: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
         read = {root for value in node.all_input_nodes for root in memory[value]}
         seen = [w for root in read for w in writers.get(root, ())]
         names = [w.name for w in dict.fromkeys(seen) if w not in node.all_input_nodes]
         if names:
-            found[node.name] = tuple(names)
+            earlier_writers[node.name] = tuple(names)
         for value in _given_to_write(node):
             for root in memory[value]:
                 writers.setdefault(root, []).append(node)
-    return found
+    return earlier_writers
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
@@ -158,38 +171,47 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 
 def _given_to_write(node: fx.Node) -> list[fx.Node]:
-    """Return the values that a call is given to write into: in place, as `out`, or as inputs of a
-    graph that it runs and that writes into them."""
+    """Return the arguments that a call is given to write into.
+
+    A call writes into them in place, as `out`, or in a graph that it runs and whose inputs they
+    are.
+    """
     if node.op != "call_function":
         return []
-    found = []
+    written_values = []
     schema = getattr(node.target, "_schema", None)
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes and isinstance(given, fx.Node):
-            found.append(given)
+            written_values.append(given)
     for number, argument in enumerate(node.args):
         inner = _inner(argument) if isinstance(argument, fx.Node) else None
         if inner is None:
             continue
         memory = _memory(inner.graph)
         written = {
-            root for each in inner.graph.nodes for x in _given_to_write(each) for root in memory[x]
+            root
+            for inner_node in inner.graph.nodes
+            for x in _given_to_write(inner_node)
+            for root in memory[x]
         }
-        inputs = [each for each in inner.graph.nodes if each.op == "placeholder"]
-        for each, given in zip(inputs, node.args[number + 1 :], strict=False):
-            if each in written and isinstance(given, fx.Node):
-                found.append(given)
-    return found
+        inputs = [inner_node for inner_node in inner.graph.nodes if inner_node.op == "placeholder"]
+        for inner_node, given in zip(inputs, node.args[number + 1 :], strict=False):
+            if inner_node in written and isinstance(given, fx.Node):
+                written_values.append(given)
+    return written_values
 
 
 def _buffers_written(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
-    """Return the names of the attributes that each node writes into, for those that do."""
-    memory, found = _memory(graph), {}
+    """Return the names of the attributes that a node writes into, by the node's name.
+
+    Nodes that write into none are left out.
+    """
+    memory, written_names = _memory(graph), {}
     for node in graph.nodes:
         roots = {root for value in _given_to_write(node) for root in memory[value]}
         held = [root.name for root in graph.nodes if root in roots and root.op == "get_attr"]
         if held:
-            found[node.name] = tuple(held)
-    return found
+            written_names[node.name] = tuple(held)
+    return written_names

@@ -1,11 +1,10 @@
-"""Deep models measured by a few of their blocks: equal blocks are exported three times, not N.
+"""Profiles of deep models from a few of their blocks: equal blocks are exported three times, not N.
 
 A list of a model (`model.layers`) that holds a run of equal modules is cut to the run's first,
-second and last before the export; afterwards the torch-free graph gets the others back, as copies
-of the second. The result is the graph of the whole model, names and all: it is checked that the
-second block and the last compute the same, each of the block before it and of what all share, and
-whatever is not so is left to be exported whole. After TAP's folding of equal subtrees
-(arXiv 2302.00247).
+second and last before the export. Afterwards the torch-free graph gets the others back, as copies.
+The result is the graph of the whole model, names included. It is checked that the second block and
+the last compute the same, from the block before each and from what all blocks share. A model that
+fails the check has to be exported whole. After TAP's folding of equal subtrees (arXiv 2302.00247).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import nn
 from whale_train.models.export.export import canonical_names
 from whale_train.strategies.graph.operation_graph import Argument, Operation, OperationGraph, Ref
 
-KEPT = 3  # of a run: the first, one that stands for all between, the last
+KEPT = 3  # modules of a run: the first, one that stands for all between, the last
 _FEWEST = 5  # a shorter run is exported sooner than it is unfolded
 
 _Value = int | float | bool | str | None
@@ -27,7 +26,12 @@ _Value = int | float | bool | str | None
 
 @dataclass(frozen=True)
 class Fold:
-    """A run of `count` equal modules in the list at `path`, from index `start` on."""
+    """Run of equal modules in a list of a model.
+
+    path: path of the list.
+    start: index of the run's first module in the list.
+    count: number of modules of the run.
+    """
 
     path: str
     start: int
@@ -35,40 +39,45 @@ class Fold:
 
     @property
     def left_out(self) -> int:
+        """Return the number of modules that the folded list leaves out."""
         return self.count - KEPT
 
     def block(self, index: int) -> str:
+        """Return the path of the module at `index` of the list."""
         return f"{self.path}.{index}"
 
 
 class CannotUnfold(Exception):
-    """What stands for all blocks does not: the model has to be exported whole."""
+    """Raised where exported blocks do not stand for all: the model has to be exported whole."""
 
 
 def folds_of(model: nn.Module) -> tuple[Fold, ...]:
-    """Return the longest run of equal modules in every list of `model` that is inside of no
-    other."""
-    found: list[Fold] = []
+    """Return the longest run of equal modules of every list in `model` that can be folded.
+
+    A list inside of a folded one is left out. So is one whose modules differ by a setting of the
+    model's config, and one whose run is too short.
+    """
+    folds: list[Fold] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        if any(path.startswith(f"{fold.path}.") for fold in found) or _differ_by_config(
+        if any(path.startswith(f"{fold.path}.") for fold in folds) or _differ_by_config(
             model, len(module)
         ):
             continue
         run = _longest_run(list(module))
         if run is not None:
-            found.append(Fold(path, *run))
-    return tuple(found)
+            folds.append(Fold(path, *run))
+    return tuple(folds)
 
 
 @contextmanager
 def folded(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
-    """`model` with the runs of `folds` cut to what is kept of them, while inside."""
-    whole = [(each, *_owner(model, each)) for each in folds]
-    for each, parent, name, whole_list in whole:
+    """Cut the runs of `folds` in `model` to their first, second and last module inside."""
+    whole = [(fold, *_owner(model, fold)) for fold in folds]
+    for fold, parent, name, whole_list in whole:
         modules = list(whole_list)
-        kept = modules[: each.start + 2] + modules[each.start + each.count - 1 :]
+        kept = modules[: fold.start + 2] + modules[fold.start + fold.count - 1 :]
         is_list = isinstance(whole_list, nn.ModuleList)
         made = nn.ModuleList(kept) if is_list else nn.Sequential(*kept)
         setattr(parent, name, made)
@@ -79,36 +88,42 @@ def folded(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
             setattr(parent, name, whole_list)
 
 
-def _owner(model: nn.Module, each: Fold) -> tuple[nn.Module, str, nn.ModuleList | nn.Sequential]:
-    """Return what holds the list of a fold, under what name, and the list."""
-    owner, _, name = each.path.rpartition(".")
+def _owner(model: nn.Module, fold: Fold) -> tuple[nn.Module, str, nn.ModuleList | nn.Sequential]:
+    """Return the module that holds the list of a fold, the name of the list in it, and the list."""
+    owner, _, name = fold.path.rpartition(".")
     parent = model.get_submodule(owner)
     return parent, name, getattr(parent, name)
 
 
 def unfold(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
-    """Return the graph of the whole model, from that of the folded one. Raises CannotUnfold."""
+    """Return the graph of the whole model, made of that of the folded one.
+
+    Raises CannotUnfold where the exported blocks do not stand for all.
+    """
     return numbered(repeated(graph, folds))
 
 
 def repeated(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
-    """Return the whole model's operations under the names they have in the folded `graph`, and
-    copies of them as `NAME@COPY`. Raises CannotUnfold."""
-    for each in folds:
-        graph = _Unfolding(graph, each).run()
+    """Return the operations of the whole model, under the names they have in the folded `graph`.
+
+    A copy of an operation is named `NAME@COPY`. Raises CannotUnfold where the exported blocks do
+    not stand for all.
+    """
+    for fold in folds:
+        graph = _Unfolding(graph, fold).run()
     return graph
 
 
 def original(operation: Operation) -> str:
-    """Return the name in the folded graph of what `repeated` made an operation of."""
+    """Return the name in the folded graph of the operation that `repeated` made `operation` of."""
     return operation.name.partition("@")[0]
 
 
-_NAMED = ("input", "output")  # that keep their names
+_NAMED = ("input", "output")  # targets of operations that keep their names
 
 
 def numbered(graph: OperationGraph) -> OperationGraph:
-    """`graph` with its operations named as `canonical_names` would."""
+    """Return `graph` with its operations named as `canonical_names` would name them."""
     names = dict(zip(
         (op.name for op in graph),
         canonical_names(
@@ -120,7 +135,10 @@ def numbered(graph: OperationGraph) -> OperationGraph:
 
 
 def _longest_run(modules: Sequence[nn.Module]) -> tuple[int, int] | None:
-    """Return (start, count) of the longest run of equal modules, if it is worth folding."""
+    """Return (start, count) of the longest run of equal modules.
+
+    Return None for a run that is not worth folding.
+    """
     best, start = (0, 1), 0
     for index in range(1, len(modules) + 1):
         if index == len(modules) or not _equal(modules[start], modules[index], start, index):
@@ -130,8 +148,11 @@ def _longest_run(modules: Sequence[nn.Module]) -> tuple[int, int] | None:
 
 
 def _equal(first: nn.Module, second: nn.Module, i: int, j: int) -> bool:
-    """Return whether two modules at the indices `i` and `j` of a list are built alike: the classes,
-    shapes and settings of all there is in them; a setting may be the index itself."""
+    """Return whether the modules at the indices `i` and `j` of a list are built alike.
+
+    The classes, tensors and settings of all submodules are compared. A setting may be the index
+    itself.
+    """
     pairs = zip(first.named_modules(), second.named_modules(), strict=False)
     if sum(1 for _ in first.modules()) != sum(1 for _ in second.modules()):
         return False
@@ -162,17 +183,22 @@ def _settings(module: nn.Module) -> Mapping[str, _Value]:
 
 
 def _differ_by_config(model: nn.Module, count: int) -> bool:
-    """Return whether a setting of the model is a list with an entry for each of `count` modules,
-    which are not all the same: kinds of attention that take turns."""
+    """Return whether a setting in the model's config differs among the `count` modules of a list.
+
+    Such a setting is a list with an entry for each module, as for kinds of attention that take
+    turns.
+    """
     config = getattr(model, "config", None)
     lists = (x for x in vars(config).values() if isinstance(x, list | tuple)) if config else ()
     return any(len(x) == count and any(a != b for a, b in pairwise(x)) for x in lists)
 
 
 class _Unfolding:
-    """One run of blocks given back to a graph. `second` and `last` are the operations of the two
-    blocks that the others are made of; the first may compute for all what export lets them share
-    (a product of sizes)."""
+    """Expansion of one run of blocks in a graph of the folded model.
+
+    The blocks left out are made of `second` and `last`, the operations of these two blocks. The
+    first block may compute for all blocks what export lets them share (a product of sizes).
+    """
 
     def __init__(self, graph: OperationGraph, fold: Fold) -> None:
         self.graph, self.fold = graph, fold
@@ -184,13 +210,16 @@ class _Unfolding:
         self.first, self.second, self.last = blocks
         self.in_second = {operation.name: i for i, operation in enumerate(self.second)}
         self.in_last = {operation.name: i for i, operation in enumerate(self.last)}
-        # Weights that all blocks read go by their last place.
+        # Weights that all blocks read have the path of their last place.
         weights = {operation.name for operation in self.last if operation.path}
         self.shared = weights.intersection(x for op in self.second for x in references(op))
         self.check()
 
     def number_of(self, operation: Operation) -> int | None:
-        """Return the place, counted from the run's first, of the block an operation belongs to."""
+        """Return the index in the folded run of the block that an operation belongs to.
+
+        It counts from the run's first block. Return None for an operation outside of the list.
+        """
         for path in (operation.path, operation.module):
             if path.startswith(f"{self.fold.path}."):
                 index = path[len(self.fold.path) + 1 :].partition(".")[0]
@@ -198,8 +227,7 @@ class _Unfolding:
         return None
 
     def check(self) -> None:
-        """Raise CannotUnfold unless what lies between the first and the last block can be made
-        of these two."""
+        """Raise CannotUnfold unless the second and the last block can stand for those left out."""
         where = self.fold.path
         if not len(self.second) == len(self.last) > 0:
             raise CannotUnfold(f"{where}: blocks differ in number of operations")
@@ -211,15 +239,15 @@ class _Unfolding:
             alike = _without_names(b) == _without_names(c) and same_path
             if not alike or len(ours) != len(theirs):
                 raise CannotUnfold(f"{where}: {b.name} and {c.name} differ")
-            for mine, other in zip(ours, theirs, strict=True):
+            for our_name, other in zip(ours, theirs, strict=True):
                 if other in self.shared:
-                    alike = mine == other
+                    alike = our_name == other
                 elif other in self.in_last:
-                    alike = self.in_second.get(mine) == self.in_last[other]
+                    alike = self.in_second.get(our_name) == self.in_last[other]
                 elif other in self.in_second:  # handed on from block to block
-                    alike = targets.get(mine) == self.second[self.in_second[other]].target
+                    alike = targets.get(our_name) == self.second[self.in_second[other]].target
                 else:
-                    alike = mine == other
+                    alike = our_name == other
                 if not alike:
                     raise CannotUnfold(f"{where}: {b.name} and {c.name} read different values")
         inside = self.in_second.keys() | self.in_last.keys()
@@ -234,6 +262,10 @@ class _Unfolding:
             raise CannotUnfold(f"{where}: something is computed between its blocks")
 
     def run(self) -> OperationGraph:
+        """Return the graph with all blocks.
+
+        Raises CannotUnfold where a value would be read before it is computed.
+        """
         made: list[Operation] = []
         for in_middle, operations in groupby(self.graph, key=lambda op: op.name in self.in_second):
             run = list(operations)
@@ -260,8 +292,10 @@ class _Unfolding:
         )
 
     def name_for(self, name: str, copy: int) -> str:
-        """Return what the last block calls `name`, as the `copy`-th block after the second calls
-        it."""
+        """Return the name of a value in the `copy`-th block after the second.
+
+        `name` is its name in the last block.
+        """
         if name in self.shared:
             return name
         if name in self.in_last:
@@ -271,14 +305,18 @@ class _Unfolding:
         return name
 
     def copy_name(self, number: int, copy: int) -> str:
-        """Return a name of the copy's own: `numbered` gives the one it has in the whole model's
-        graph."""
+        """Return the name of operation `number` in the `copy`-th block after the second.
+
+        The name is unique in the graph; `numbered` gives the one that the whole model's graph has.
+        """
         name = self.second[number].name
         return f"{name}@{copy}" if copy else name
 
     def moved(self, operation: Operation) -> Operation:
-        """Return an operation outside of the middle, under the paths of the whole model; the last
-        block reads the last copy."""
+        """Return an operation outside of the second block, under the paths of the whole model.
+
+        An operation of the last block reads the last copy.
+        """
         names = {name: name for name in references(operation)}
         if operation.name in self.in_last:
             for name in names.keys() & self.in_second.keys():
@@ -297,7 +335,7 @@ class _Unfolding:
 
 
 def _check_order(operations: Sequence[Operation]) -> None:
-    """Raise CannotUnfold unless every value is there before it is read."""
+    """Raise CannotUnfold unless every value is computed once, and before it is read."""
     known: set[str] = set()
     for operation in operations:
         if operation.name in known or not known.issuperset(references(operation)):
@@ -306,13 +344,13 @@ def _check_order(operations: Sequence[Operation]) -> None:
 
 
 def _without_names(operation: Operation) -> Operation:
-    """Return what two operations of equal blocks have in common."""
+    """Return an operation without its names and paths: equal for those of equal blocks."""
     nameless = dict.fromkeys(references(operation), "")
     return _renamed(operation, nameless, name="", module="", path="")
 
 
 def references(operation: Operation) -> Iterator[str]:
-    """Yield the names of all that an operation reads, each as often as it is read, in order."""
+    """Yield the names of all values that an operation reads, in order, repeated where it does."""
 
     def visit(argument: Argument) -> Iterator[str]:
         if isinstance(argument, Ref):
@@ -328,7 +366,7 @@ def references(operation: Operation) -> Iterator[str]:
 
 
 def _renamed(operation: Operation, names: Mapping[str, str], **changes: Any) -> Operation:
-    """`operation` reading the values that `names` says, and changed as `changes` says."""
+    """Return `operation` with the values it reads renamed by `names`, and `changes` of fields."""
 
     def visit(argument: Argument) -> Argument:
         if isinstance(argument, Ref):

@@ -1,7 +1,8 @@
-"""What determines a model's profile, as one key, without importing torch or building anything.
+"""The key of a model's profile, made without importing torch or building anything.
 
-It owns which content that is; a profile with the same key is the same profile. Where not all of
-it can be known there is no key: a constructor of the user's reads what it likes.
+This file owns which content the key is made of; a profile with the same key is the same profile.
+Where not all of that content can be known there is no key: a constructor of the user's reads what
+it likes.
 """
 
 import os
@@ -18,7 +19,7 @@ from whale_train.models.weights.hub import saved_configs
 from whale_train.strategies.graph.operation_graph import InputField
 
 _PACKAGE = Path(__file__).parents[2]
-OWN_SOURCES = (  # what makes a profile, and what writes it down
+OWN_SOURCES = (  # sources that make a profile, and that write it down
     *sorted((_PACKAGE / "models").rglob("*.py")),
     *(
         _PACKAGE / "strategies" / "graph" / f"{name}.py"
@@ -28,8 +29,8 @@ OWN_SOURCES = (  # what makes a profile, and what writes it down
     *(_PACKAGE / f"{name}.py" for name in ("checkpoints/safetensors_files", "validation")),
 )
 _OWN_MODELS = "whale_train.models."
-# Variables that torch and transformers read begin so; what compiles, which nothing here does, sets
-# one of its own.
+# Beginnings of the variables that torch and transformers read. The compiler, which nothing here
+# uses, sets a variable of its own.
 _COMPILER_VARIABLES = "TORCHINDUCTOR"
 _READ_VARIABLES = (
     *("ACCELERATE", "ATEN", "CUDA", "FAKE_", "FLASH", "FX_", "HF_", "HIP", "KERNELS", "LOCAL_"),
@@ -43,8 +44,11 @@ _IMPORTABLE = (".py", ".pyc", ".so", ".dist-info", ".egg-info", ".egg-link")
 def profile_key(
     options: ModelOptions, fields: tuple[InputField, ...], *, by_folding: bool
 ) -> str | None:
-    """Return the key of `profile_model`'s answer in this environment; None for a model whose
-    profile may depend on more than is looked at."""
+    """Return the key of a profile that `profile_model` makes here, a SHA-256 in hex.
+
+    It holds for this environment. Return None for a model whose profile may depend on more than the
+    key is made of.
+    """
     ours = options.target.startswith(_OWN_MODELS)
     given = (options.arguments, options.config, options.adapters)
     if not ours or not all(map(_is_plain, given)):
@@ -52,7 +56,7 @@ def profile_key(
     search = [os.getcwd(), *sys.path]  # where a model's class is looked for
     try:
         saved = saved_configs(options.pretrained)
-        if _names_others(options.config) or any(_names_others(each) for each in saved.values()):
+        if _names_others(options.config) or any(_names_others(config) for config in saved.values()):
             return None
         content = (
             options.model_dump(),
@@ -74,6 +78,7 @@ def profile_key(
 
 
 def _environment() -> list[tuple[str, str]]:
+    """Return (name, value) of the variables that torch and transformers may read, sorted."""
     return sorted(
         (name, value)
         for name, value in os.environ.items()
@@ -82,7 +87,7 @@ def _environment() -> list[tuple[str, str]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether its representation says all of it."""
+    """Return whether the representation of `value` says all of it."""
     if type(value) is dict:
         return all(_is_plain(x) for pair in value.items() for x in pair)
     if type(value) is list:
@@ -91,8 +96,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _names_others(config: Any) -> bool:
-    """Return whether a config of transformers may take parts from elsewhere: a backbone by its
-    name, code or kernels of a repository."""
+    """Return whether a config of transformers may take parts from elsewhere.
+
+    These are a backbone by its name, and code or kernels of a repository.
+    """
     if isinstance(config, dict):
         return any(
             "backbone" in str(key) or (key != "_name_or_path" and _names_others(value))
@@ -104,32 +111,37 @@ def _names_others(config: Any) -> bool:
 
 
 def _files_of(package: str, search: list[str]) -> list[tuple[str, int, int]]:
-    """Return (path, bytes, time of the last change) of every source and library of an installed
-    package: not only its version, as people change what is installed. Raises ValueError where it is
-    not installed as a folder."""
+    """Return (path, bytes, time of the last change in ns) of every source and library of a package.
+
+    The version is not enough, as people change what is installed. Raises ValueError for a package
+    that is not installed as a folder.
+    """
     spec = PathFinder.find_spec(package, search)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"{package} is no folder")
-    folders, found = list(spec.submodule_search_locations), []
+    folders, files = list(spec.submodule_search_locations), []
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.name.endswith((".py", ".so")):
                     status = entry.stat()
-                    found.append((entry.path, status.st_size, status.st_mtime_ns))
+                    files.append((entry.path, status.st_size, status.st_mtime_ns))
                 elif entry.is_dir() and entry.name not in _NO_CODE:
                     folders.append(entry.path)
-    return sorted(found)
+    return sorted(files)
 
 
 def _importable(search: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return what can be imported from each folder, by name, installed distributions with their
-    versions: libraries do what they do by what else there is."""
+    """Return (folder, names of what can be imported from it) for each folder of `search`.
+
+    Installed distributions have their versions in their names. Libraries do what they do by what
+    else is installed.
+    """
     here = os.getcwd()
-    found = []
+    contents = []
     for folder in search:
         path = os.path.abspath(folder)
         names = sorted(os.listdir(path)) if os.path.isdir(path) else []
         kept = [n for n in names if n.endswith(_IMPORTABLE) or n.isidentifier()]
-        found.append(("." if path == here else path, [n for n in kept if n != "__pycache__"]))
-    return found
+        contents.append(("." if path == here else path, [n for n in kept if n != "__pycache__"]))
+    return contents

@@ -1,7 +1,8 @@
-"""Numbers that a forward keeps in Python and moves in every call, and what they are further on.
+"""Counters that a forward keeps in Python and moves in every call, and their later values.
 
 A warm-up of a loss, or a layer that is frozen after some steps, does nothing odd in the first
-calls. Owns finding the counters of a model, and setting them as they are after many more calls.
+calls. This file owns detecting the counters of a model, and setting them as they are after many
+more calls.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,13 @@ Numbers = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class Counter:
-    """An attribute `name` of the module at `path`: it is `start`, and a call adds `step`."""
+    """Integer attribute of a module that every forward moves by the same step.
+
+    path: path of the module.
+    name: name of the attribute.
+    start: value before the first call.
+    step: what a call adds.
+    """
 
     path: str
     name: str
@@ -25,22 +32,25 @@ class Counter:
     step: int
 
     def set(self, model: nn.Module, calls: int) -> None:
-        """Set the counter of `model` as it is after so many calls."""
+        """Set the counter of `model` to its value after `calls` calls."""
         setattr(model.get_submodule(self.path), self.name, self.start + calls * self.step)
 
 
 def numbers(model: nn.Module) -> Numbers:
-    """Return the numbers that the modules of `model` have as attributes, whole ones."""
-    found = {}
+    """Return the integer attributes of the modules in `model`, by (module path, attribute name).
+
+    Attributes of user classes count too. Booleans do not.
+    """
+    attributes = {}
     for path, module in model.named_modules():
         for name, value in {**_of_class(type(module)), **vars(module)}.items():
             if type(value) is int:  # and no bool
-                found[path, name] = value
-    return found
+                attributes[path, name] = value
+    return attributes
 
 
 def _of_class(made: type) -> dict[str, object]:
-    """Return what a user's class has as attributes: counters often begin there."""
+    """Return the attributes of a class outside of torch, by name: counters often begin there."""
     classes = [x for x in reversed(made.__mro__) if not x.__module__.startswith("torch.")]
     return {name: value for x in classes for name, value in vars(x).items() if name[:2] != "__"}
 

@@ -1,7 +1,7 @@
-"""The exported graph of a deep model by a few of its blocks, as its profile has it.
+"""The exported graph of a deep model from a few of its blocks, the same as in its profile.
 
-What `block_folding` does for the torch-free graph, for the one that runs: for rehearsals, which
-train nothing. A rank that trains exports its model as it is.
+`block_folding` does this for the torch-free graph, and this file for the graph that runs. It is for
+rehearsals, which train nothing. A rank that trains exports its model as it is.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,10 @@ from whale_train.strategies.graph.operation_graph import InputField, Operation
 def export_by_folding(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[fx.GraphModule | None, str]:
-    """Return what `export_model` does; equal blocks are exported three times, where the others can
-    be made of them."""
+    """Return the exported graph of a model and '', or None and the reason, as `export_model` does.
+
+    Equal blocks are exported three times, where the others can be made of them.
+    """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
     folds = folds_of(module.model)
@@ -46,7 +48,10 @@ def export_by_folding(
 
 
 def _unfolded(graph: fx.GraphModule, whole: nn.Module, folds: Sequence[Fold]) -> fx.GraphModule:
-    """Return the graph of `whole` out of that of its folded image. Raises CannotUnfold."""
+    """Return the graph of `whole`, made of that of the folded model.
+
+    Raises CannotUnfold where the exported blocks do not stand for all.
+    """
     sources = {node.name: node for node in graph.graph.nodes}
     operations = repeated(operation_graph(graph, {}, {}, {}), folds)
     made = fx.Graph()
@@ -70,7 +75,7 @@ def _unfolded(graph: fx.GraphModule, whole: nn.Module, folds: Sequence[Fold]) ->
 
 
 def _reading(source: fx.Node, nodes: Sequence[fx.Node]) -> tuple[Any, Any]:
-    """Return the arguments of `source` with `nodes` for what it reads, in order."""
+    """Return the (args, kwargs) of `source` with `nodes`, in order, for the nodes it reads."""
     left = iter(nodes)
 
     def following(_: fx.Node) -> fx.Node:
@@ -80,13 +85,17 @@ def _reading(source: fx.Node, nodes: Sequence[fx.Node]) -> tuple[Any, Any]:
 
 
 def _target(source: fx.Node, operation: Operation) -> str:
-    """Return what `operation`, made of `source`, fetches."""
+    """Return the path of the attribute that `operation`, made of the node `source`, fetches."""
     is_of_model = str(source.target).startswith(MODEL_PREFIX)
     return f"{MODEL_PREFIX}{operation.path}" if is_of_model else operation.path
 
 
 def _attribute(graph: fx.GraphModule, whole: nn.Module, source: str, target: str) -> Any:
-    """Return what a graph of `whole` has at `target`, which is at `source` in the folded one."""
+    """Return the attribute at `target` of `whole`, or of `graph` where the export made it.
+
+    `source` is the path in the folded graph. Raises CannotUnfold for an attribute that the export
+    made and whose path differs between the two.
+    """
     try:
         return fetched(whole, target)
     except AttributeError:  # what the export made, such as a constant
@@ -96,7 +105,7 @@ def _attribute(graph: fx.GraphModule, whole: nn.Module, source: str, target: str
 
 
 def _meta(source: fx.Node, operation: Operation) -> dict[str, Any]:
-    """Return what is known of the node that is made of `source`."""
+    """Return the `meta` of the node of `operation`, made of the node `source`."""
     meta = dict(source.meta)
     stack = meta.get("nn_module_stack")
     if stack and operation.module:

@@ -1,8 +1,8 @@
-"""What a model is and what it costs, measured on the meta device: no weights, no devices.
+"""Measurement of a model's structure and cost on the meta device: no weights, no devices.
 
-The model is exported once with a batch of unknown size (`torch.export`, design §7); its
-graph becomes the torch-free `OperationGraph` all planning works on, and is kept for the ranks
-that run a rewritten part of it. A model that cannot be exported is measured as it is.
+The model is exported once with a batch of unknown size (`torch.export`, design §7). Its graph
+becomes the torch-free `OperationGraph` all planning works on, and is kept for the ranks that run a
+rewritten part of it. A model that cannot be exported is measured as it is.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.graph.saved_tensors import View, kept
 
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
-"""At most so many samples: per field an array `[n, *field.shape]` of the field's dtype."""
+"""Function that returns at most n samples: arrays `[n, *field.shape]` of the fields' dtypes."""
 
 
 def profile_model(
@@ -60,13 +60,15 @@ def profile_model(
     *,
     by_folding: bool = False,
 ) -> ModelProfile:
-    """Build on the meta device, export, and measure one training step.
+    """Return the profile of a model: build it on the meta device, export it, and measure one step.
 
-    A model that looks at values is measured on the `samples` it is trained on, or on zeros where
-    there are none. `by_folding`, equal blocks are exported three times and not as often as they
-    are there (`models/profile/block_folding.py`): for plans nobody runs, as a model might treat its
+    `name` is the model's name in the profile and in faults. A model that looks at values is
+    measured on the `samples` it is trained on, or on zeros where these are None. With `by_folding`,
+    equal blocks are exported three times and not as often as they occur
+    (`models/profile/block_folding.py`). That is for plans nobody runs, as a model might treat its
     blocks differently in a way that does not show in them. Raises ConfigError for a class that
-    cannot be built or does not take the data's fields, and what its forward or `samples` raise.
+    cannot be built or does not take the data's fields and for sparse gradients, and the errors of
+    the model's forward and of `samples`.
     """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
@@ -137,7 +139,7 @@ _CHANGES = "its forward changes from call to call"
 
 
 def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tensor]:
-    """Such a batch with values, on the CPU."""
+    """Return a batch like `batch` with values on the CPU: of `samples`, or else zeros."""
     if samples is None:
         return {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
     arrays = samples(EXPORT_BATCH)
@@ -147,8 +149,11 @@ def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tens
 def _folded_graph(
     module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor], name: str
 ) -> tuple[OperationGraph | None, Sizes]:
-    """Return the whole model's graph out of a few of its blocks, and the sizes of the batches it is
-    of; None where the blocks' graphs are not equal."""
+    """Return the graph of the whole model, made of a few blocks, and its batch sizes.
+
+    The graph is None where there is none of the folded model, or its blocks' graphs are not equal.
+    The sizes are those of the batches that it holds for.
+    """
     with folded(module.model, folds):
         graph, sizes, _ = _exported_graph(module, batch, name)
     if graph is None:
@@ -162,9 +167,12 @@ def _folded_graph(
 def _exported_graph(
     module: LossModule, batch: dict[str, Tensor], name: str
 ) -> tuple[OperationGraph | None, Sizes, str]:
-    """Return the measured graph of a model that does the same whenever it is called, and the sizes
-    of the batches it is of; or None and, last, the reason why there is none. Raises ConfigError for
-    one that has sparse gradients."""
+    """Return the measured graph of a model, the batch sizes it holds for, and ''.
+
+    Return None, any sizes and the reason for a model that cannot be exported or does not do the
+    same whenever it is called. Raises ConfigError for a model with sparse gradients, and for one
+    whose forward changes which parameters are trained.
+    """
 
     def run() -> None:
         with next(iter(batch.values())).device:
@@ -174,17 +182,17 @@ def _exported_graph(
     calls: list[list[RecordedCall] | None] = []
     losses = SeenLosses()
     with losses:
-        found = counters(module.model, lambda: calls.append(recorded(run)))
-    for ahead in AHEAD if found and calls[0] is not None else ():
-        for counter in found:
+        moved_counters = counters(module.model, lambda: calls.append(recorded(run)))
+    for ahead in AHEAD if moved_counters and calls[0] is not None else ():
+        for counter in moved_counters:
             counter.set(module.model, ahead)
         calls.append(recorded(run))
         _refuse_other_parameters(module.model, trained, name)
+    for counter in moved_counters:
+        counter.set(module.model, 1)
     if drawn := generators.drawn():
         said = f"its forward draws numbers from {drawn}, of which a graph would hold one draw"
         return None, ANY, said
-    for counter in found:
-        counter.set(module.model, 1)
     exported, error = export(module, batch)
     _refuse_other_parameters(module.model, trained, name)
     if exported is None:
@@ -205,11 +213,15 @@ def _exported_graph(
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:
+    """Return whether each parameter is trained (requires_grad), by path."""
     return {path: parameter.requires_grad for path, parameter in model.named_parameters()}
 
 
 def _refuse_other_parameters(model: nn.Module, trained: dict[str, bool], name: str) -> None:
-    """Raise ConfigError where other parameters than `trained` says are trained after a call."""
+    """Raise ConfigError where a call has changed which parameters are trained.
+
+    `trained` says by path which were trained before the call. `name` is the model's in the fault.
+    """
     after = _trained(model)
     for path, was in trained.items():
         if after.get(path, was) != was:
@@ -220,8 +232,10 @@ def _refuse_other_parameters(model: nn.Module, trained: dict[str, bool], name: s
 def _measured_graph(
     exported: fx.GraphModule, batch: dict[str, Tensor], name: str
 ) -> OperationGraph:
-    """Return the operations of the model named `name`, with what each adds to the FLOPs and has
-    autograd keep. Raises ConfigError for one that has sparse gradients."""
+    """Return the operations of an exported model, with the FLOPs and saved bytes of each.
+
+    `name` is the model's in the fault. Raises ConfigError for sparse gradients.
+    """
     with _saved_tensors(exported) as saved:
         interpreter = _CountingInterpreter(exported, saved)
         interpreter.run_batch(batch)
@@ -235,28 +249,33 @@ def _measure(
     """Return (forward FLOPs, bytes kept for backward) of one call on `batch`."""
     with _saved_tensors(module) as saved, _flop_counter() as counter:
         run(batch)
-    each = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-    return float(counter.get_total_flops()), float(sum(each.values()))
+    storage_bytes = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    return float(counter.get_total_flops()), float(sum(storage_bytes.values()))
 
 
 def _flop_counter() -> FlopCounterMode:
-    """Return a counter of all FLOPs, not told apart by modules: what tells them apart watches
-    backwards too, and breaks forwards that compute gradients."""
+    """Return a counter of all FLOPs that does not tell modules apart.
+
+    The tracker that tells them apart watches backwards too, and breaks forwards that compute
+    gradients.
+    """
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 
 
 class _NoModules(nullcontext[None]):
-    """What a FlopCounterMode asks for the modules that run."""
+    """Stand-in for the module tracker of a FlopCounterMode, in which no module ever runs."""
 
     parents = frozenset({"Global"})
 
 
 @contextmanager
 def _saved_tensors(module: nn.Module) -> Iterator[list[Tensor]]:
-    """List the tensors that autograd saves inside, as often as it is told to save them. What
-    `module` holds anyway, which a product saves as a view of its weight, is left out."""
+    """Yield a list that receives the tensors that autograd saves inside, each time it does.
+
+    Parameters and buffers of `module`, which a product saves as a view of its weight, are left out.
+    """
     held = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
     saved: list[Tensor] = []  # alive, as a freed storage's number would be used again
 
@@ -275,8 +294,13 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _CountingInterpreter(fx.Interpreter):
-    """Runs a graph on meta tensors and notes of each operation the FLOPs it adds, what it adds to
-    `saved` (`Operation.saved`), and in whose memory its value lies (`Operation.memory`)."""
+    """Interpreter that runs a graph on meta tensors and measures every operation.
+
+    flops: FLOPs by operation name.
+    kept: bytes that autograd saves, by operation name and then by place (`Operation.saved`).
+    memory: whose memory a value lies in, by operation name (`Operation.memory`).
+    sparse: modules, or operations, with sparse gradients.
+    """
 
     def __init__(self, module: fx.GraphModule, saved: list[Tensor]) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -288,6 +312,7 @@ class _CountingInterpreter(fx.Interpreter):
         self.sparse_calls = SparseCalls()
 
     def run_batch(self, batch: dict[str, Tensor]) -> Any:
+        """Return the graph's output for a batch on the meta device, by field name."""
         # Placeholders are named after the arguments; the interpreter takes them in order.
         names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
         watched = self.sparse_calls if may_be_sparse(self._exported) else nullcontext()
@@ -295,6 +320,7 @@ class _CountingInterpreter(fx.Interpreter):
             return self.run(*(batch[name] for name in names))
 
     def run_node(self, n: fx.Node) -> Any:
+        """Return the value of node `n`, and note what it computes and saves."""
         before, known = self.counter.get_total_flops(), len(self._saved)
         sparse = len(self.sparse_calls.targets)
         value = super().run_node(n)
@@ -322,8 +348,11 @@ class _CountingInterpreter(fx.Interpreter):
         return value
 
     def _fused_attention(self, n: fx.Node, known: int) -> Tensor | None:
-        """Return the value of the attention `n` as a CPU's fused kernel makes it, where there is
-        one for it; what that keeps takes the place of all saved since `known`."""
+        """Return the value of the attention `n` as a CPU's fused kernel makes it.
+
+        What that kernel saves takes the place of all tensors saved since `known`. Return None where
+        no fused kernel is chosen.
+        """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         small, named = _small_on_cpu((args, kwargs))
         if torch._fused_sdp_choice(*small, **named) != _FLASH:
@@ -347,7 +376,7 @@ def _small_on_cpu(arguments: Any) -> Any:
     """Return `arguments` with small tensors on the CPU, alike in all that a kernel is chosen by.
 
     A mask over a long sequence has its square of elements, and a plan has no room for it. Extents
-    above _SMALL_EXTENT become the next numbers above it, in their order: what is equal stays equal.
+    above _SMALL_EXTENT become the next numbers above it, in their order: equal extents stay equal.
     Strides keep their order, and which of them are 0 and 1.
     """
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
@@ -369,12 +398,12 @@ def _small_on_cpu(arguments: Any) -> Any:
 
 
 def _memories(value: Any) -> set[int]:
-    """Return the memories of the tensors that a value is or has."""
+    """Return the numbers of the memories of all tensors in `value`."""
     return {_memory(x) for x in tree_leaves(value) if isinstance(x, Tensor)}
 
 
 def _parameters(model: nn.Module, trained: bool = True) -> tuple[Parameter, ...]:
-    """Return the parameters that are trained, or those that are not."""
+    """Return the parameters of `model` that are trained, or the frozen ones."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for path, tensor in model.named_parameters(remove_duplicate=False):
@@ -388,7 +417,10 @@ def _parameters(model: nn.Module, trained: bool = True) -> tuple[Parameter, ...]
 
 
 def _runs(module: LossModule, batch: dict[str, Tensor]) -> bool:
-    """Return whether it runs on the meta device."""
+    """Return whether `module` runs on `batch`, on the meta device.
+
+    Raises ConfigErrors of the forward.
+    """
     try:
         module(**batch)
     except ConfigError:
@@ -399,7 +431,7 @@ def _runs(module: LossModule, batch: dict[str, Tensor]) -> bool:
 
 
 def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
-    """Return the parameters the loss does not depend on, as autograd sees it."""
+    """Return the paths of the trained parameters that get no gradient from `loss` by autograd."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     paths = [x.path for x in _parameters(model)]
     # Reentrant checkpointing has a backward, and no other gradients.
@@ -410,7 +442,7 @@ def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
 
 
 def _unused(model: nn.Module, graph: OperationGraph) -> tuple[str, ...]:
-    """Return the parameters the loss does not depend on."""
+    """Return the paths of the trained parameters that the loss of `graph` does not depend on."""
     loss = set(graph.operations[-1].inputs[:1])
     reached = {graph[name].path for name in graph.ancestors(loss)}
     return tuple(

@@ -1,8 +1,9 @@
 """Random numbers that a forward draws in Python or with NumPy: a graph would hold one draw of them.
 
-Every rank and every micro-batch calls the forward, and each call draws: a rank's first draw has to
-be the draw of one process, and a second micro-batch's is another one. Owns telling that a call has
-drawn, by the states of all generators there are: where a model keeps its own, nobody else knows.
+Every rank and every micro-batch calls the forward, and each call draws. A rank's first draw has to
+be the draw of one process, and a second micro-batch draws once more. This file owns detecting that
+a call has drawn, by the states of all generators in the process: only a model itself knows where it
+keeps one.
 """
 
 import gc
@@ -13,20 +14,20 @@ from typing import Any
 
 
 class PythonDraws:
-    """The generators of Python and NumPy that were there when it was made, and their states."""
+    """Generators of Python and NumPy in this process, and their states at its making."""
 
     def __init__(self) -> None:
         self._before = [(generator, _state(generator)) for generator in _generators()]
 
     def drawn(self) -> str:
-        """Return the kind of the first generator that was drawn from since, or ''."""
+        """Return the type of the first generator that was drawn from since, or ''."""
         for generator, state in self._before:
             if _state(generator) != state:
                 return f"{type(generator).__module__}.{type(generator).__qualname__}"
         return ""
 
     def rewind(self) -> None:
-        """Have all of them draw again what they drew since."""
+        """Set all generators back, so that they draw again what they drew since."""
         for generator, state in self._before:
             _set_state(generator, state)
 
@@ -51,7 +52,7 @@ def _generators() -> list[Any]:
 
 
 def _state(generator: Any) -> Any:
-    """Return what the next draw follows from, as a value that can be compared."""
+    """Return the state of a generator, which its next draw follows from, as a value to compare."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     # NumPy's states have arrays, whose comparison is no truth value.
@@ -66,5 +67,5 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: Any) -> Any:
-    """Return the bit generator of NumPy's `generator`, of its old kind or the new one."""
+    """Return the bit generator of NumPy's `generator`, a RandomState or a Generator."""
     return getattr(generator, "bit_generator", None) or generator._bit_generator

@@ -1,8 +1,8 @@
-"""What a forward does when it is called again: the same operations with the same numbers, or not.
+"""Comparison of the operations and numbers in repeated calls of a forward.
 
-A graph holds what one call did. A counter that the forward keeps in Python, a number that it draws
-with Python's `random`, a list that grows: torch.export writes what they were into the graph, and
-the graph would go on with that for ever.
+A graph holds what one call did. torch.export writes into it the value of a counter that the forward
+keeps in Python, a number that it draws with Python's `random`, or the length of a list that grows.
+The graph would go on with that value for ever.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ RecordedCall = tuple[str, tuple[Any, ...]]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that run inside it, with their numbers and the shapes of tensors."""
+    """Dispatch mode that notes operations, with their numbers and the shapes of tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,8 +37,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Constants(TorchFunctionMode):
-    """Notes what tensors are made of that the forward makes out of numbers of Python: on the meta
-    device nothing else would tell."""
+    """Function mode that notes the Python numbers of which the forward makes tensors.
+
+    On the meta device nothing else would show them.
+    """
 
     def __init__(self, calls: list[RecordedCall]) -> None:
         super().__init__()
@@ -58,6 +60,10 @@ class _Constants(TorchFunctionMode):
 
 
 def _plain(leaves: list[Any]) -> Iterator[Any]:
+    """Yield the numbers, strings and dtypes of `leaves`, and the shapes of tensors.
+
+    A plain CPU tensor gives the sum of its elements as well.
+    """
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             yield tuple(leaf.shape)
@@ -79,8 +85,10 @@ def recorded(run: Callable[[], object]) -> list[RecordedCall] | None:
 
 
 def first_difference(before: list[RecordedCall] | None, after: list[RecordedCall] | None) -> str:
-    """Return how a call differs from the one before, in words; '' where it does not, or where
-    neither could be recorded."""
+    """Return the first difference between a call and the one before, in words.
+
+    It is '' where they do not differ, and where one of them was not recorded.
+    """
     if before is None or after is None:
         return ""
     for (name, was), (other, numbers) in zip(before, after, strict=False):

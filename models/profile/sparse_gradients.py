@@ -1,8 +1,8 @@
-"""Gradients that are sparse: of tables that are looked up in with `sparse=True`.
+"""Detection of sparse gradients: those of tables that are looked up in with `sparse=True`.
 
 A sparse gradient has the rows that were looked up and no others. Ranks sum dense ones, engines keep
 dense ones in buckets, and most optimizers update every row in every step whatever its gradient.
-Owns finding them, while a model's forward runs.
+This file owns detecting them while a model's forward runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 from whale_train.errors import ConfigError, Fault
 
-# What an argument is called that asks for them: embedding's and embedding_bag's, gather's.
+# Arguments that ask for sparse gradients: embedding's and embedding_bag's, gather's.
 _ASKING = ("sparse", "sparse_grad")
 
 
 class SparseCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside it, operations whose operands will get sparse gradients are noted: in `arguments`, by
-    the name of the argument that asks for them, and in `targets`."""
+    """Dispatch mode that notes the operations inside whose operands will get sparse gradients.
+
+    arguments: names of the arguments that ask for them.
+    targets: the operations.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +49,10 @@ class SparseCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def refuse(self, model: str, where: Sequence[str]) -> None:
-        """Raise ConfigError for the model named `model` where there were any, `where` in it."""
+        """Raise ConfigError where an operation was noted.
+
+        `model` is the name of the model, and `where` are the places in it that the fault names.
+        """
         if self.arguments:
             places = ", ".join(dict.fromkeys(where))
             rule = f"has sparse gradients in {places}, and ranks sum and keep dense ones"
@@ -55,14 +61,14 @@ class SparseCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def may_be_sparse(module: fx.GraphModule) -> bool:
-    """Return whether any call of the graph, or of one inside it, asks for sparse gradients."""
+    """Return whether any call of a graph, or of one inside it, asks for sparse gradients."""
     graphs = (m for m in module.modules() if isinstance(m, fx.GraphModule))
     nodes = (node for graph in graphs for node in graph.graph.nodes)
     return any(_asking(node.target, node.args, node.kwargs) is not None for node in nodes)
 
 
 def _asking(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the name of the argument by which a call asks for sparse gradients, if it does."""
+    """Return the name of the argument by which a call asks for sparse gradients, or None."""
     if not isinstance(target, OpOverload):
         return None
     for place, argument in enumerate(target._schema.arguments):

@@ -1,8 +1,8 @@
-"""Means over targets that a model calls where torch's function modes do not see them.
+"""Means over targets that a model computes where torch's function modes do not see them.
 
 The runtime makes them means over the targets of the whole batch as they are called
-(`models/batch_parts/target_means.py`). What calls them past `torch.nn.functional`, such as a
-function of TorchScript, they are only found in by the exported graph.
+(`models/batch_parts/target_means.py`). Calls past `torch.nn.functional`, such as those of a
+function of TorchScript, show in the exported graph alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from whale_train.models.batch_parts.target_means import target_mean
 
 _MEANS = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-_MEAN = 1  # of torch's numbers for reductions, which is the fourth argument
+_MEAN = 1  # torch's number of this reduction, the fourth argument of these operations
 
 
 class SeenLosses(TorchFunctionMode):
-    """Counts the means over targets that are called inside of it."""
+    """Function mode that counts the means over targets that are called inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,10 @@ class SeenLosses(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def unseen(self, graph: fx.Graph) -> fx.Node | None:
-        """Return the last mean over targets of `graph`, where it has more than were called."""
+        """Return the last mean over targets of `graph` where it has more than were called.
+
+        Return None where it has no more.
+        """
         means = [node for node in graph.nodes if _is_mean(node)]
         return means[-1] if len(means) > self._count else None
 

@@ -1,11 +1,11 @@
-"""Models whose initial values are made tensor by tensor, when somebody asks for them.
+"""Initial values of a model, made tensor by tensor when somebody asks for them.
 
-A model is built on tensors without memory, and what its constructor does to them is written down. A
-parameter's value is made by doing so much of it again as that value depends on; random numbers come
+A model is built on tensors without memory, and the operations of its constructor are recorded. The
+value of a parameter is made by repeating those operations that it depends on. Random numbers come
 from a generator seeded by the seed and the operation's number. So values depend neither on the plan
-nor on who asks for them first, and nobody has to hold the whole model; they are not those that one
-process would draw one after another. Reading a tensor of a folder is such an operation too. The
-idea is torchdistx's deferred initialisation.
+nor on who asks for them first, and no process has to hold the whole model. They are not the values
+that one process would draw one after another. Reading a tensor of a folder is recorded like any
+operation. The idea is torchdistx's deferred initialisation.
 """
 
 import hashlib
@@ -35,10 +35,12 @@ _ATTRIBUTE = "_whale_deferred"  # of a placeholder: its recording, and the tenso
 def deferred(
     build: Callable[[], nn.Module], seed: int, *, draws_at_once: bool = False
 ) -> nn.Module:
-    """Return the module that `build` gives, with placeholders for its parameters and buffers: of
-    their shapes and dtypes, and without memory. `made` gives their values. With `draws_at_once`,
-    those that depend on random numbers have their values, drawn as one process draws them after
-    `torch.manual_seed(seed)`."""
+    """Return the module that `build` gives, with placeholders for its parameters and buffers.
+
+    A placeholder has the shape and dtype of its tensor, and no memory; `made` gives its value. With
+    `draws_at_once`, the tensors that depend on random numbers have their values at once, drawn as
+    one process draws them after `torch.manual_seed(seed)`.
+    """
     recording = _Recording(seed)
     with _convertible(), _Mode(allow_non_fake_inputs=True), recording:
         module = build()
@@ -54,20 +56,23 @@ def deferred(
             for name, tensor in held.items():
                 held[name] = instead.get(id(tensor), tensor)  # type: ignore[assignment]
         for name, value in vars(part).items():
-            if isinstance(value, FakeTensor):  # of neither; a forward reads it as it is
+            # Neither a parameter nor a buffer; a forward reads it as it is.
+            if isinstance(value, FakeTensor):
                 vars(part)[name] = recording.made(value)
     return module
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Return whether it is a placeholder of `deferred`."""
+    """Return whether `tensor` is a placeholder of `deferred`."""
     return hasattr(tensor, _ATTRIBUTE)
 
 
 def made(tensor: Tensor) -> Tensor:
-    """Return the initial value that a placeholder of `deferred` stands for; of any other tensor,
-    itself. One that is a tensor of a file is given as it is there, perhaps in another dtype than
-    the placeholder's, and takes memory only for what is read of it."""
+    """Return the initial value of a placeholder of `deferred`, or any other tensor itself.
+
+    A value that is a tensor of a file is mapped into memory: it has the dtype of the file, perhaps
+    another than the placeholder's, and takes memory only for what is read of it.
+    """
     recorded = getattr(tensor, _ATTRIBUTE, None)
     if recorded is None:
         return tensor
@@ -77,8 +82,10 @@ def made(tensor: Tensor) -> Tensor:
 
 
 def fill(tensor: Tensor) -> Callable[[], Tensor] | None:
-    """Turn a placeholder into a tensor with its value, and return what makes that value once more.
-    Return None for any other tensor, which stays as it is."""
+    """Turn a placeholder into a tensor with its value, and return what makes the value again.
+
+    Return None for any other tensor, which stays as it is.
+    """
     recorded = getattr(tensor, _ATTRIBUTE, None)
     if recorded is None:
         return None
@@ -95,7 +102,12 @@ def fill(tensor: Tensor) -> Callable[[], Tensor] | None:
 
 @dataclass(frozen=True)
 class _View:
-    """A recorded tensor as it was then: its storage may be exchanged later (`x.data = y`)."""
+    """Recorded tensor as it was then; its storage may be exchanged later (`x.data = y`).
+
+    storage: number of the recorded storage.
+    offset: place of the first element in the storage, in elements.
+    stride: elements between neighbours, for each dimension.
+    """
 
     storage: int
     dtype: torch.dtype
@@ -106,18 +118,26 @@ class _View:
 
     @classmethod
     def of(cls, fake: Tensor) -> "_View":
+        """Return the view that a recorded tensor is of its storage."""
         place = (fake.dtype, fake.device, int(fake.storage_offset()))
         return cls(_storage(fake), *place, fake.shape, fake.stride())
 
     def within(self, storages: Mapping[int, UntypedStorage]) -> Tensor:
-        """Return what it is a view of, in memory."""
+        """Return the tensor of this view in memory.
+
+        `storages` are the storages in memory by the numbers of the recorded ones.
+        """
         tensor = torch.empty(0, dtype=self.dtype, device=self.device)
         return tensor.set_(storages[self.storage], self.offset, self.shape, self.stride)
 
 
 class _Operation(NamedTuple):
-    """What was done: its arguments, by place and by name, and its result, with views in the place
-    of tensors; and the storages of all tensors that it reads or writes."""
+    """Recorded operation.
+
+    function: the operation that torch called.
+    done: arguments by place, arguments by name, and result, with views in the place of tensors.
+    storages: numbers of the storages of all tensors that it reads or writes.
+    """
 
     function: Any
     done: tuple[Any, Any, Any]
@@ -129,9 +149,10 @@ class _Operation(NamedTuple):
 
 
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """What tensors without memory are made by: theirs, and of what is copied with them, for good.
+    """Fake tensor mode of the recorded tensors and of their copies; a deep copy of it is itself.
 
-    Each has its mode as an attribute, so that `copy.deepcopy` of a module would copy the mode.
+    Each fake tensor has its mode as an attribute, so that `copy.deepcopy` of a module would
+    otherwise copy the mode.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Mode":
@@ -140,11 +161,11 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _convertible() -> Iterator[None]:
-    """Let a module's `to` (dtype, device) and `copy.deepcopy` take parameters without memory.
+    """Let `to` and `copy.deepcopy` of a module take parameters without memory inside.
 
-    The first exchanges such a parameter with the converted one, which is refused where anything has
-    a weak reference to it, as FakeTensorMode has to all it makes; the second asks where its data
-    are, with a warning (torch 2.13).
+    `to` (dtype, device) exchanges such a parameter with the converted one. torch refuses that for a
+    tensor to which anything has a weak reference, as FakeTensorMode has to every tensor it makes.
+    `copy.deepcopy` asks for the address of the data, which warns (torch 2.13).
     """
 
     def put(parameter: Tensor, converted: Tensor) -> None:
@@ -161,13 +182,14 @@ def _convertible() -> Iterator[None]:
 
 
 class _Recording(TorchDispatchMode):
-    """Writes down operations on tensors without memory, and does some of them again."""
+    """Dispatch mode that records operations on tensors without memory, and repeats some of them."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._operations: list[_Operation] = []
-        self._writers: dict[int, list[int]] = {}  # of a storage: numbers of operations
+        # Numbers of the operations that write to a storage, by the storage's number.
+        self._writers: dict[int, list[int]] = {}
         self._alive: list[UntypedStorage] = []  # so that none has the number of one before it
 
     def __torch_dispatch__(
@@ -186,7 +208,7 @@ class _Recording(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[number] if number < len(args) else kwargs.get(argument.name)
                 written |= {_storage(tensor) for tensor in _fakes(given)}
-        if written:  # else it gives views of what it was given
+        if written:  # else the results are views of the arguments
             number = len(self._operations)
             done = tree_map(_as_view, (args, kwargs, result))
             self._operations.append(_Operation(function, done, frozenset(read | written)))
@@ -196,8 +218,11 @@ class _Recording(TorchDispatchMode):
         return result
 
     def replacing(self, fake: Tensor, value: Tensor | None) -> Tensor:
-        """Return what a module is to have in place of a recorded tensor: its value, or, where that
-        is None, a placeholder: of its shape and dtype, and all of whose elements are one."""
+        """Return the tensor that a module gets in the place of the recorded tensor `fake`.
+
+        It is `value`, or a placeholder where that is None. A placeholder has the shape and dtype of
+        `fake`, and a single element in memory. A parameter is replaced by a parameter.
+        """
         is_placeholder = value is None
         tensor = torch.empty((), dtype=fake.dtype).expand(fake.shape) if value is None else value
         if isinstance(fake, nn.Parameter):
@@ -207,8 +232,11 @@ class _Recording(TorchDispatchMode):
         return tensor
 
     def made(self, fake: Tensor, may_map: bool = False) -> Tensor:
-        """Return the value of a recorded tensor, in memory of its own. With `may_map`, one that is
-        a tensor of a file is that tensor, mapped into memory and of the file's dtype."""
+        """Return the value of the recorded tensor `fake`, in memory of its own.
+
+        With `may_map`, a value that is a tensor of a file is that tensor, mapped into memory and of
+        the file's dtype.
+        """
         view = _View.of(fake)
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
             numbers = sorted(self._needed(view.storage, len(self._operations)))
@@ -226,8 +254,10 @@ class _Recording(TorchDispatchMode):
             return value if is_all else value.clone(memory_format=torch.contiguous_format)
 
     def drawn(self, fakes: Iterable[FakeTensor]) -> dict[int, Tensor]:
-        """Return, by id, the values of those recorded tensors that depend on random numbers, as
-        one process draws them that does every operation in its order."""
+        """Return the values of those of `fakes` that depend on random numbers, by id.
+
+        They are the values of one process that does every operation in its order.
+        """
         end = len(self._operations)
         draws = {number for number in range(end) if self._draws(number)}
         needed = set(draws)
@@ -249,7 +279,7 @@ class _Recording(TorchDispatchMode):
             return {key: view.within(storages).clone() for key, view in chosen.items()}
 
     def _draws(self, number: int) -> bool:
-        """Return whether an operation takes random numbers of the CPU's generator."""
+        """Return whether operation `number` takes random numbers of the CPU's generator."""
         operation = self._operations[number]
         random = torch.Tag.nondeterministic_seeded in operation.function.tags
         return random and all(view.device.type == "cpu" for view in _views(operation.result))
@@ -258,15 +288,17 @@ class _Recording(TorchDispatchMode):
         return self.made(value) if isinstance(value, FakeTensor) else value
 
     def _seed_for(self, number: int) -> None:
-        """Give an operation that draws the random numbers that are its own."""
+        """Seed the CPU's generator for operation `number`, where that draws random numbers."""
         if self._draws(number):
             digest = hashlib.sha256(f"{self._seed} {number}".encode()).digest()
             # Not torch.manual_seed, which would seed the GPUs' generators too, and for good.
             torch.default_generator.manual_seed(int.from_bytes(digest[:7], "little"))
 
     def _do(self, number: int, storages: dict[int, UntypedStorage]) -> None:
-        """Do an operation again, on what `storages` have by the recorded ones, with what it makes
-        added to them."""
+        """Repeat operation `number` on the storages in memory, by the numbers of the recorded ones.
+
+        The storages of its results are added to `storages`.
+        """
 
         def real(value: Any) -> Any:
             return value.within(storages) if isinstance(value, _View) else value

@@ -23,15 +23,20 @@ _OTHER_FORMATS = ["*/*"]  # which some models have in folders of their own
 
 
 def is_on_hub(pretrained: str) -> bool:
-    """Return whether it can only be a model of the hub: `owner/name`, perhaps with `@revision`, and
-    no folder here."""
+    """Return whether `pretrained` can only be a model of the hub.
+
+    That is `owner/name`, perhaps with `@revision`, where no such path exists on this machine.
+    """
     return _NAME.fullmatch(pretrained) is not None and not Path(pretrained).exists()
 
 
 def fetch(pretrained: str, weights: bool = True) -> None:
-    """Have what `pretrained` names on this machine, where it is a model of the hub: all of it, or
-    without its `weights`. What is there already is not fetched again, and is enough where the hub
-    is out of reach. Raises ConfigError where it cannot be had."""
+    """Download the model of the hub that `pretrained` names, unless it is on this machine.
+
+    Without `weights`, only its descriptions are downloaded. Nothing happens for a folder. Files
+    that are here already are not downloaded again, and are enough where the hub is out of reach.
+    Raises ConfigError where the model cannot be had.
+    """
     if not is_on_hub(pretrained):
         return
     try:
@@ -48,11 +53,14 @@ def fetch(pretrained: str, weights: bool = True) -> None:
 
 
 def folder_of(pretrained: str) -> Path:
-    """Return the folder that `pretrained` names; of a model of the hub, the one that it was fetched
-    to, now if it was not. Raises ConfigError where it cannot be had."""
+    """Return the folder that `pretrained` names.
+
+    For a model of the hub it is the folder of its download, which is made if there is none. Raises
+    ConfigError where the model cannot be had.
+    """
     if not is_on_hub(pretrained):
         return Path(pretrained)
-    # It is the same with weights or without, and would be missed where there are none yet.
+    # The folder is the same with weights or without; one without would be missed if asked for them.
     here: dict[str, Any] = {"local_files_only": True, "allow_patterns": _DESCRIPTIONS}
     try:
         return Path(_snapshot(pretrained, **here))
@@ -64,9 +72,9 @@ def folder_of(pretrained: str) -> Path:
 def _snapshot(pretrained: str, **options: Any) -> str:
     from huggingface_hub import snapshot_download
 
-    found = _NAME.fullmatch(pretrained)
-    assert found is not None
-    name, revision = found.groups()
+    match = _NAME.fullmatch(pretrained)
+    assert match is not None
+    name, revision = match.groups()
     made: str = snapshot_download(
         name, revision=revision, ignore_patterns=_OTHER_FORMATS, **options
     )
@@ -74,21 +82,27 @@ def _snapshot(pretrained: str, **options: Any) -> str:
 
 
 def saved_configs(pretrained: str | None) -> dict[str, dict[str, Any]]:
-    """Return what `from_pretrained` may read of a folder for a config, by file. Raises ConfigError
-    for a file that is no JSON mapping, or passes a bound, and OSError."""
+    """Return the contents of the config files in the folder `pretrained`, by file name.
+
+    They are all that `from_pretrained` may read for a config. Without a folder there are none.
+    Raises ConfigError for a file that is no JSON mapping or passes a bound, and OSError.
+    """
     paths = sorted(folder_of(pretrained).glob("config*.json")) if pretrained else []
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     for path in paths:
         content = load_json(path, MOST_BYTES)
         if not isinstance(content, dict):
             rule, remedy = "is no mapping", "use a folder written by save_pretrained()"
             raise ConfigError([Fault(str(path), "", rule, remedy)])
-        found[path.name] = content
-    return found
+        configs[path.name] = content
+    return configs
 
 
 def too_many_layers(config: Any, key: str) -> list[Fault]:
-    """Return a fault for every number of layers in a config, called `key`, that no model has."""
+    """Return a fault for every number of layers in `config` that is above MOST_LAYERS.
+
+    `key` is the name of `config` in the faults. Mappings inside it are searched too.
+    """
     faults = []
     for name, value in config.items() if isinstance(config, dict) else ():
         inside = f"{key}.{name}"

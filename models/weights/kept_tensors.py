@@ -1,4 +1,4 @@
-"""Which tensors of the user's model a checkpoint keeps, and under which names."""
+"""Tensors of the user's model that a checkpoint keeps, and their names."""
 
 from torch import Tensor, nn
 
@@ -8,8 +8,10 @@ from whale_train.models.options import ModelOptions
 
 
 def kept_tensors(module: LossModule) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of the user's model by their paths, each once:
-    what a checkpoint has under `model/`."""
+    """Return the parameters and persistent buffers of the user's model by path, each once.
+
+    They are what a checkpoint has under `model/`.
+    """
     passing = {
         id(buffer)
         for part in module.modules()
@@ -21,8 +23,10 @@ def kept_tensors(module: LossModule) -> dict[str, Tensor]:
 
 
 def saved_names(module: LossModule, options: ModelOptions) -> frozenset[str]:
-    """Return the paths of what a checkpoint has of the user's model: all that it keeps, but for the
-    weights of a folder that additions are made to."""
+    """Return the paths of the tensors that a checkpoint has of the user's model.
+
+    These are all kept tensors, but for the frozen weights of a folder that adapters are added to.
+    """
     kept = kept_tensors(module)
     if not options.adds_to_a_folder:
         return frozenset(kept)

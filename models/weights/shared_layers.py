@@ -1,4 +1,4 @@
-"""One layer's weights in all places: what a model is trained with before its layers part.
+"""Sharing of one layer's weights in all places, before a model's layers part.
 
 Pseudo-to-Real (M6-10T, Lin et al. 2021, arXiv 2110.03888) trains a deep model with the weights of
 one layer first, as ALBERT does for good (Lan et al. 2020, arXiv 1909.11942).
@@ -14,35 +14,37 @@ _Kind = tuple[tuple[str, type, tuple[tuple[str, tuple[int, ...], str, bool], ...
 
 
 def shared_places(model: nn.Module) -> dict[str, str]:
-    """Return, for every parameter of a layer that is like an earlier one of its list, the path of
-    that one's.
+    """Return the paths of the parameters to share: of a later layer's, the path of the first's.
 
-    Lists (`nn.ModuleList`, `nn.Sequential`) count that lie in no other whose layers are shared.
-    Layers are alike that are built of the same classes, with parameters of the same shapes, trained
-    or frozen the same way.
+    A layer shares the parameters of the first layer of its list that is like it. Lists
+    (`nn.ModuleList`, `nn.Sequential`) count that lie in no other whose layers are shared. Layers
+    are alike that are built of the same classes, with parameters of the same shapes and dtypes,
+    trained or frozen the same way.
     """
-    found: dict[str, str] = {}
+    first_paths: dict[str, str] = {}
     lists: list[str] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in lists)
         if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         first: dict[_Kind, str] = {}
-        before = len(found)
+        before = len(first_paths)
         for name, layer in module.named_children():
             here = f"{path}.{name}" if path else name
             like = first.setdefault(_kind(layer), here)
             if like != here:
                 for parameter, _ in layer.named_parameters(remove_duplicate=False):
-                    found[f"{here}.{parameter}"] = f"{like}.{parameter}"
-        if len(found) > before:
+                    first_paths[f"{here}.{parameter}"] = f"{like}.{parameter}"
+        if len(first_paths) > before:
             lists.append(path)
-    return found
+    return first_paths
 
 
 def share_layers(model: nn.Module) -> None:
-    """Have the layers of a list that are alike hold the parameters of the first of them. Raises
-    ConfigError where there are none."""
+    """Make layers of a list that are alike hold the parameters of the first of them.
+
+    Raises ConfigError where no two layers of a list are alike.
+    """
     places = shared_places(model)
     if not places:
         rule = f"finds no two layers that are alike in a list of {type(model).__name__}"

@@ -1,8 +1,8 @@
 """Weights of a folder, as tensors that are read when their values are wanted.
 
-transformers puts them into a model: it knows what it renamed, joined and cut since a folder was
-written. Within `deferred` it is given tensors without memory, so that joining is written down too
-and done where its result is read.
+transformers puts them into a model: it knows which weights it renamed, joined and cut since a
+folder was written. Within `deferred` it is given tensors without memory, so that joining is
+recorded too and done where its result is read.
 """
 
 import os
@@ -20,22 +20,25 @@ from whale_train.errors import ConfigError, Fault
 from whale_train.models.weights.hub import KEY
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# What the library and torch raise of a header that says what cannot be, beside their own.
+# Errors of the library and torch for a header that cannot be right, beside their own types.
 _OF_DAMAGED = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError),
     *(OverflowError, MemoryError),
 )
-# transformers reads in threads of its own, where what is done to a tensor is not written down.
+# transformers reads in threads of its own, where operations on a tensor are not recorded.
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def open_folder(
     made: Any, config: Any, folder: Path, *, any_shape: bool = False
 ) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return the model of the class `made` of transformers with the weights in `folder`, in fp32,
-    and what transformers says of their names (`from_pretrained`'s loading info). With `any_shape`,
-    weights of another shape than the model's are left out. Raises ConfigError for a folder
-    without weights in safetensors and for damaged files, and what transformers raises."""
+    """Return a model with the weights in `folder`, and `from_pretrained`'s loading info.
+
+    `made` is the model's class, of transformers, and `config` its config. Weights are in fp32. The
+    loading info is what transformers says of the names of weights. With `any_shape`, weights of
+    another shape than the model's are left out. Raises ConfigError for a folder without weights in
+    safetensors and for damaged files, and the errors of transformers.
+    """
     weights = {name: stored(*where) for name, where in _tensors_in(folder)}
     with _quiet_transformers():
         model, said = made.from_pretrained(
@@ -51,7 +54,7 @@ def open_folder(
 
 @torch.library.custom_op("whale_train::stored", mutates_args=())
 def stored(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the tensor `name` of a safetensors file, in memory of its own."""
+    """Return the tensor `name` of a safetensors file in `dtype`, in memory of its own."""
     return mapped(path, name).to(dtype, copy=True)
 
 
@@ -61,8 +64,10 @@ def _(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def mapped(path: str, name: str) -> Tensor:
-    """Return a tensor of a safetensors file in the file's dtype; what nobody reads of it takes no
-    memory."""
+    """Return the tensor `name` of a safetensors file in the file's dtype, mapped into memory.
+
+    Parts that nobody reads take no memory.
+    """
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
@@ -71,22 +76,28 @@ def mapped(path: str, name: str) -> Tensor:
 
 
 def _tensors_in(folder: Path) -> Iterator[tuple[str, tuple[str, str, list[int], torch.dtype]]]:
-    """Yield the arguments of `stored` for the tensors of a folder, by name."""
+    """Yield (name, arguments of `stored`) of every tensor of a folder.
+
+    Floating-point tensors are asked for in fp32. Raises ConfigError for damaged files.
+    """
     from safetensors import SafetensorError, safe_open
 
     for path in _files_of(folder):
         try:
             with _disable_current_modes(), safe_open(path, "pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, *_OF_DAMAGED) as error:
             raise _damaged(folder, f"{path} cannot be read as safetensors ({error})") from None
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             yield name, (str(path), name, list(tensor.shape), dtype)
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the files that transformers reads weights from."""
+    """Return the safetensors files in `folder` that transformers reads weights from.
+
+    Raises ConfigError for a folder without any, and for a damaged index.
+    """
     if (folder / _WEIGHTS).exists():
         return [folder / _WEIGHTS]
     if (folder / _INDEX).exists():
@@ -107,7 +118,10 @@ def _damaged(folder: Path, why: str) -> ConfigError:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Let transformers read without threads, bars and a report of names, which the plan has."""
+    """Have transformers read inside without threads, progress bars and its report of names.
+
+    The plan has that report.
+    """
     from transformers.utils import logging
 
     threads, bars = os.environ.get(_NO_THREADS), logging.is_progress_bar_enabled()

@@ -10,7 +10,7 @@ import zlib
 from whale_train.errors import LaunchError
 
 KEY = "WHALE_TRAIN_JOB_KEY"  # the variable of the job's key, 64 hexadecimal digits
-_TAG_BYTES = 32  # of SHA-256
+_KEY_BYTES = _TAG_BYTES = 32  # of SHA-256
 
 
 class JobKey:
@@ -23,14 +23,16 @@ class JobKey:
     def from_environment(cls) -> "JobKey":
         """Return the key that the launcher put into the environment.
 
-        Raises LaunchError if the variable is not hexadecimal. A missing variable gives an empty
-        key.
+        Raises LaunchError unless the variable is there and has 64 hexadecimal digits.
         """
         text = os.environ.get(KEY, "")
         try:
-            return cls(bytes.fromhex(text))
+            key = bytes.fromhex(text)
         except ValueError:
-            raise LaunchError(f"{KEY} is not a key: start ranks by whale-train") from None
+            key = b""
+        if len(key) != _KEY_BYTES:
+            raise LaunchError(f"{KEY} is not a key: start ranks by whale-train")
+        return cls(key)
 
     @property
     def nonce(self) -> str:

@@ -92,16 +92,11 @@ def _scaled(total: Tensor, scale: Tensor | float) -> Tensor:
     return (total * scale).to(total.dtype)
 
 
-def divisor(logits_dim: int, target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
-    """Return the divisor of a mean over `target`, a fp64 scalar.
+def divisor(target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
+    """Return the divisor of a mean over the classes `target`, a fp64 scalar.
 
-    It is the number of targets that are not `ignore`, or the sum of their class weights. Where
-    targets are probabilities, it is the number of rows of the logits, which have `logits_dim`
-    dimensions.
+    It is the number of targets that are not `ignore`, or the sum of their class weights.
     """
-    if target.is_floating_point():
-        rows = target.select(min(logits_dim - 1, 1), 0)
-        return torch.tensor(float(rows.numel()), dtype=torch.float64, device=target.device)
     counted = target != ignore
     if weight is None:
         return counted.sum(dtype=torch.float64)
@@ -167,9 +162,8 @@ def targets_graph(
             assert samples is not None
             counts.append(graph.call_function(_rows, (made[samples], _row_sizes(node))))
             continue
-        weight, logits = _option(node, 2, "weight", None), node.args[0]
-        dims = logits.meta["val"].dim()
-        given = (dims, made[node.args[1]], argument(weight), ignored(node))
+        weight = _option(node, 2, "weight", None)
+        given = (made[node.args[1]], argument(weight), ignored(node))
         counts.append(graph.call_function(divisor, given))
     graph.output(tuple(counts))
     graph.lint()
@@ -188,7 +182,9 @@ def _of_samples(source: fx.GraphModule) -> fx.Node:
     """Return the placeholder of an input that has one row a sample."""
     inputs = (node for node in source.graph.nodes if node.op == "placeholder")
     batched = (node for node in inputs if node.meta["val"].dim())
-    return next(node for node in batched if size_of(node.meta["val"].shape[0]) == Size(0, 1))
+    by_sample = (x for x in batched if size_of(x.meta["val"].shape[0]) == Size(0, 1))
+    first: fx.Node = next(by_sample)
+    return first
 
 
 def _row_sizes(node: fx.Node) -> tuple[tuple[int, int], ...]:

@@ -171,12 +171,11 @@ class MemberMemory:
         once = unmeasured(entering + block, gradients, largest)
         return replace(once, kept=entering, forward=())
 
-    def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
+    def needs(self, order: Sequence[Instruction], own: int) -> MemoryEstimate:
         """Return the bytes that a rank needs at its peak, by what holds them.
 
         order: instructions of the schedule that the rank runs.
-        samples: samples of a micro-batch.
-        own: samples of it that the rank takes itself, fewer only where members share them.
+        own: samples of a micro-batch that the rank takes itself.
         """
         rest = self.rest(order, own)
         if self._experts:

@@ -60,7 +60,7 @@ class RankMemory:
         key = (stage, member, samples, own, self._alike_orders[id(order)])
         if key not in self._estimates:
             held = self._member(stage, member, order, samples / own if own else 1.0)
-            self._estimates[key] = held.needs(order, samples, own)
+            self._estimates[key] = held.needs(order, own)
         return self._estimates[key]
 
     def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
@@ -126,7 +126,7 @@ class RankMemory:
             whole = axes[axis][-1][1]
             axes[axis] = ((0, units * whole // finest), (units * whole // finest, whole))
         held = self._holding(stage, axes, 0, order, samples / own)
-        return held.needs(order, samples, own).total
+        return held.needs(order, own).total
 
     def _axes_beside(self, stage: int) -> Sequence[str]:
         """Return the axes along which a stage cuts what it splits beside copies."""

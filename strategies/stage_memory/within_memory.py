@@ -154,7 +154,9 @@ def _no_room_for_one(room: Room) -> Fault | None:
     job, devices = room.job, room.job.cluster.devices
     tight = min(range(len(devices)), key=lambda rank: devices[rank].room_bytes)
     need, has = room.memory.for_one(tight, room.batches), devices[tight].room_bytes
-    beside = {"classes": "one class", "experts": "one expert"}.get(_what(room, 0), "its shards")
+    beside = {"classes": "one class", "experts": "one expert"}.get(
+        _what(room, job.stage_of_rank(tight)), "its shards"
+    )
     if need <= has:
         return None
     rule = (

@@ -42,6 +42,16 @@ def test_a_message_is_believed_as_it_was_sealed(tmp_path: Path) -> None:
             opened(OURS, message)
 
 
+@pytest.mark.parametrize("key", ["", "00", "no hexadecimal digits", "00" * 31])
+def test_a_key_that_is_none_signs_nothing(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, key)
+    with pytest.raises(LaunchError, match="is not a key: start ranks by whale-train"):
+        JobKey.from_environment()
+    monkeypatch.delenv(KEY)
+    with pytest.raises(LaunchError, match="is not a key"):
+        JobKey.from_environment()
+
+
 def test_a_plan_of_thousands_of_ranks_fits_into_a_store(tmp_path: Path) -> None:
     run_dir = ready(tmp_path / "run")
     ranks = ",".join(f'{{"rank": {rank}, "device": "A100_SXM4_80GB"}}' for rank in range(200_000))

@@ -206,7 +206,7 @@ def self_taught(frozen: bool) -> ModelProfile:
     s.parameter("head.weight", "10 8")
     s.input("features", "B 8", "float32")
     s.call("chosen", "linear.default", "features", "teacher_weight", shape="B 10")
-    s.call("targets", "argmax.default", "chosen", -1, shape="B")
+    s.call("targets", "argmax.default", "chosen", -1, shape="B", dtype="int64")
     s.call("logits", "linear.default", "features", "head_weight", shape="B 10", module="head")
     s.call("loss", "cross_entropy_loss.default", "logits", "targets", shape="")
     profile = s.profile("self_taught", "loss")
