@@ -31,7 +31,7 @@ from whale_train.strategies.hardware.inventory import MachineFacts, read_invento
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import resolve
 from whale_train.strategies.search.search import search
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 TOKENS, VOCABULARY = 64, 257
 SPLIT = {"split": {"degree": 8}}
@@ -116,7 +116,7 @@ def measure_searches(options: argparse.Namespace) -> None:
         training = Training(batch, "fp32", 0.0, "adamw", {"lr": 1e-3})
         asked = Strategy("auto", (), time_limit_s=options.time_limit)
         started = time.perf_counter()
-        outcome = search(asked, cluster, Findings(profile, "fp32"), training)
+        outcome = search(asked, cluster, ModelAnalysis(profile, "fp32"), training)
         seconds = time.perf_counter() - started
         step = outcome.considered.step.spans.seconds
         cells = (f"{seconds:.2f}", str(outcome.resolved), outcome.decisions[0].chosen)

@@ -26,7 +26,7 @@ from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.compile.compiler import Compiler
-from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.process import rank_main as worker
 from whale_train.runtime.record.metrics import Metrics
 from whale_train.runtime.train.batches import RankBatches
@@ -55,7 +55,7 @@ class Ours:
         request = prepared.request
         compiler = Compiler() if request.train.compile else None
         groups, channels = make_groups(plan, rank), make_channels(plan, rank, CPU)
-        seat = Seat(rank, CPU, groups, channels, compiler=compiler)
+        seat = RankContext(rank, CPU, groups, channels, compiler=compiler)
         torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
         batches = RankBatches(request, plan, prepared.dataset, rank, CPU)

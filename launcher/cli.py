@@ -21,7 +21,7 @@ from whale_train.launcher.compose.own_files import said_of_own_files
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
 from whale_train.launcher.queued import from_queue
-from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
+from whale_train.launcher.ranks.external_ranks import find_place, join_job, report_refusal
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table
@@ -51,14 +51,14 @@ def main() -> None:
         place = find_place(sys.argv[1:])
         if place is not None and place.rank:
             refuse_missing_interfaces(os.environ)
-            become_member()
+            join_job()
         sys.argv[1:] = command_line.rewritten(sys.argv[1:])
         command_line.read_own_files(sys.argv[1:])
         command_line.check(sys.argv[1:])
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         if place is not None and not place.rank:
-            tell_refused()
+            report_refusal()
         sys.exit(EXIT_STATUS["refused"])
     except KeyboardInterrupt:
         sys.exit(EXIT_STATUS["interrupted"])
@@ -85,7 +85,7 @@ def main() -> None:
         console.print(sweep_table([_row(*end) for end in ends], console.width))
     sys.stdout.flush()
     if place is not None and any(end.status == "refused" and not end.is_told for _, end in ends):
-        tell_refused()
+        report_refusal()
     sys.exit(_status(ends))
 
 

@@ -41,7 +41,7 @@ from whale_train.launcher.planning.plan_request import (
     resolve_each,
     resolve_request,
 )
-from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
+from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
 from whale_train.launcher.ranks.host_process import Outcome
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ranks.on_slurm import Submission
@@ -219,7 +219,7 @@ def _train(
                 raise
             sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
             break  # ends with the failure of the attempt before
-        except NeverMet as error:
+        except RendezvousTimeout as error:
             return never_met(error.outcome, run_dir)
         if outcome.status == "done" and phase.is_pseudo and summary_of(run_dir).get("delinks"):
             wanted = next_attempt(request)

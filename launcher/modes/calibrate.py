@@ -21,7 +21,7 @@ from whale_train.launcher.job_end import JobEnd, finish, never_met
 from whale_train.launcher.planning.devices.calibrations import keep
 from whale_train.launcher.planning.devices.placing import threads_of
 from whale_train.launcher.planning.plan_request import Resolved, resolve_request
-from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
+from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
 from whale_train.launcher.ranks.stop_signals import StopSignals
@@ -66,7 +66,7 @@ def calibrate(
         threads = partial(threads_of, request, cores())
         console.print(announced(resolved.cluster, count, threads))
         outcome = process.wait(signals.poll)
-    except NeverMet as error:
+    except RendezvousTimeout as error:
         return never_met(error.outcome, run_dir)
     finally:
         process.stop()

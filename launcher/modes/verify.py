@@ -13,7 +13,7 @@ from whale_train.launcher.modes.compare_runs import compare
 from whale_train.launcher.modes.verification import ROUNDED_RUNS
 from whale_train.launcher.planning.loss_read import shared_by_both
 from whale_train.launcher.planning.plan_request import Resolved, training_of
-from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
+from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import write_json
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
@@ -70,7 +70,7 @@ def verify(
                 if outcome.status != "done":
                     return finish(outcome, one_process, rounded[-1], console)
             verification = compare(request, run_dir, alone_dir, ranks, precision, rounded, shared)
-    except NeverMet as error:
+    except RendezvousTimeout as error:
         return never_met(error.outcome, run_dir)
     finally:
         for process in processes:

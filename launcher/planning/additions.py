@@ -14,7 +14,7 @@ _ADDITION = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_(?:embedding_)?A\.[^.]+(
 _INSIDE = re.compile(r"(.+?)(?:\.base_layer)+\.[^.]+")
 
 
-def said_of_additions(profile: ModelProfile) -> tuple[Decision, ...]:
+def explain_additions(profile: ModelProfile) -> tuple[Decision, ...]:
     """Return the note about the additions among the trained parameters of `profile`; nothing where
     there are none. Layers that share a weight count as one addition."""
     matches = (_ADDITION.fullmatch(parameter.path) for parameter in profile.parameters)

@@ -44,7 +44,7 @@ def check_data(
             faults.append(fault)
 
 
-def said_of_data(dataset: Dataset) -> tuple[Decision, ...]:
+def explain_data(dataset: Dataset) -> tuple[Decision, ...]:
     """Return the plan's notes about the data."""
     notes = dataset.notes if isinstance(dataset, RowDataset) else ()
     return tuple(Decision(note.key, note.value, "", note.reason) for note in notes)

@@ -18,7 +18,7 @@ def state_bytes(profile: ModelProfile, training: Training, keeps_frozen: bool) -
     return float(trained + profile.buffer_bytes + keeps_frozen * profile.frozen_bytes)
 
 
-def said_of_copies(
+def explain_checkpoint_copies(
     options: CheckpointOptions,
     plan: Plan,
     profile: ModelProfile,

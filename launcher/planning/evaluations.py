@@ -23,7 +23,7 @@ def refuse_uncounted(
         refuse_learned_targets(profile, "train.evaluate_every", str(every), remedy, faults)
 
 
-def said_of_evaluations(request: Request, plan: Plan, dataset: Dataset) -> tuple[Decision, ...]:
+def explain_evaluations(request: Request, plan: Plan, dataset: Dataset) -> tuple[Decision, ...]:
     """Return the plan's note where a run evaluates a split or staged model that computes otherwise
     in evaluation mode."""
     every = request.train.evaluate_every

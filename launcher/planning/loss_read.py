@@ -9,7 +9,7 @@ from whale_train.strategies.plan.plan import Decision
 _KEY = "model.class_dim"
 
 
-def said_of_logits(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
+def explain_logits(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
     """Return the plan's note where the classes of a model's logits are not in the last dimension,
     or might as well be in another one."""
     logits = profile.logits

@@ -17,24 +17,24 @@ from whale_train.data.dataset import Dataset
 from whale_train.data.fingerprint import Fingerprint, fingerprint
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
-from whale_train.launcher.planning.additions import said_of_additions
+from whale_train.launcher.planning.additions import explain_additions
 from whale_train.launcher.planning.architectures import refused_architectures
-from whale_train.launcher.planning.check_data import check_data, said_of_data
-from whale_train.launcher.planning.checkpoint_memory import said_of_copies
+from whale_train.launcher.planning.check_data import check_data, explain_data
+from whale_train.launcher.planning.checkpoint_memory import explain_checkpoint_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
 from whale_train.launcher.planning.devices.calibrations import kept
 from whale_train.launcher.planning.devices.devices_here import (
+    assign_devices,
     cards_of,
+    explain_device_figures,
     refuse_other_order,
-    said_of_figures,
-    seated,
 )
 from whale_train.launcher.planning.devices.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.planning.devices.emulation import paces as emulated_paces
 from whale_train.launcher.planning.devices.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.devices.placing import place_of, this_host_of, threads_of
-from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
-from whale_train.launcher.planning.loss_read import said_of_logits
+from whale_train.launcher.planning.evaluations import explain_evaluations, refuse_uncounted
+from whale_train.launcher.planning.loss_read import explain_logits
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.launcher.planning.remedies import with_checked_remedies
@@ -45,14 +45,14 @@ from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.calibration import stand_ins
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
-from whale_train.strategies.memory.malloc_headroom import THRESHOLD, said_of_holes
+from whale_train.strategies.memory.malloc_headroom import THRESHOLD, explain_fragmentation
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import refuse_without_model, resolve_and_simulate
 from whale_train.strategies.search.search import search
 from whale_train.strategies.simulate.chrome_trace import Event
 from whale_train.strategies.simulate.prediction import Simulated
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     except PlanError as error:
 
         def of(other: Strategy) -> Plan:
-            findings = Findings(profile, training.precision)
+            findings = ModelAnalysis(profile, training.precision)
             return resolve_and_simulate(other, cluster, findings, training)[0]
 
         error = with_checked_remedies(error, request, dataset, profile, of)
@@ -167,7 +167,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         refuse_small_hosts(made.plan, profile, hosts, is_whole, device == "cpu", faults)
     on_one_host = device == "cpu" and len(hosts) == 1
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None
-    copies = said_of_copies(
+    copies = explain_checkpoint_copies(
         *(request.checkpoint, made.plan, profile, training, shared, faults),
         keeps_frozen=not request.model.adds_to_a_folder,
     )
@@ -177,12 +177,12 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         profile, plan = compared(request, dataset, profile, made.plan)
         made = planned(profile) if profile.unequal_parts else replace(made, plan=plan)
     plan = made.plan
-    evaluations = said_of_evaluations(request, plan, dataset)
-    holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
+    evaluations = explain_evaluations(request, plan, dataset)
+    holes = explain_fragmentation(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
-    figures = said_of_figures(made.used) if of_properties else ()
-    of_loss, of_data = said_of_logits(request, profile), said_of_data(dataset)
-    additions = said_of_additions(profile) if request.model.adapters is not None else ()
+    figures = explain_device_figures(made.used) if of_properties else ()
+    of_loss, of_data = explain_logits(request, profile), explain_data(dataset)
+    additions = explain_additions(profile) if request.model.adapters is not None else ()
     said = (
         *(*request.files, *additions, *of_precision, *of_loss, *of_data),
         *(*weights, *evaluations, *figures, *holes, *copies),
@@ -190,7 +190,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:
-        plan = seated(plan, used, hosts)
+        plan = assign_devices(plan, used, hosts)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
     data = fingerprint(dataset) if _has_checkpoints(request) else None
@@ -274,7 +274,7 @@ def _planned(
     Raises PlanError with all faults.
     """
     training, chosen = training_of(request), None
-    findings = Findings(profile, training.precision)
+    findings = ModelAnalysis(profile, training.precision)
     if strategy.is_auto:
         can_offload = _can_offload(request)
         chosen = search(
@@ -312,7 +312,7 @@ def resolve_each(
     check_data(request, profile, dataset, faults)
     if faults:
         raise ConfigError(faults)
-    findings = Findings(profile, training.precision)
+    findings = ModelAnalysis(profile, training.precision)
     plans: dict[str, Resolved | RequestError] = {}
     for name, written in strategies.items():
         wrong: list[Fault] = []

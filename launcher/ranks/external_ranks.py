@@ -84,7 +84,7 @@ def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         faults = [fault for text in arguments for fault in _no_job_for_ranks(text)]
         if faults:
-            tell_refused()
+            report_refusal()
             raise ConfigError(faults)
     return place
 
@@ -103,12 +103,12 @@ def _no_job_for_ranks(argument: str) -> list[Fault]:
     return []
 
 
-def become_member() -> NoReturn:
+def join_job() -> NoReturn:
     """Replace this process by a rank other than 0. The exit status of that rank becomes ours."""
     os.execv(MEMBER_PROGRAM[0], MEMBER_PROGRAM)
 
 
-def tell_refused() -> None:
+def report_refusal() -> None:
     """Tell the members that wait for rank 0 that there is no job. They leave with status 2."""
     # The program that started the ranks ends them all when the first one leaves. This one leaves by
     # itself.
@@ -117,7 +117,7 @@ def tell_refused() -> None:
         subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
 
 
-class NeverMet(LaunchError):
+class RendezvousTimeout(LaunchError):
     """The error of ranks that did not meet. `outcome` says how their run ended."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -177,7 +177,7 @@ class JobProcess:
         """
         while not (self._run_dir / HOSTS).exists():
             if self._process.has_ended:
-                raise NeverMet(self._process.wait(poll))
+                raise RendezvousTimeout(self._process.wait(poll))
             poll()
             time.sleep(POLL_S)
         hosts = read_hosts(self._run_dir)
@@ -191,7 +191,7 @@ class JobProcess:
 def _refuse(run_dir: Path, member: HostProcess) -> None:
     """Have `member`, which has met the others, tell them that there is no job. All leave with
     status 2."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `tell_refused`
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `report_refusal`
     (run_dir / REFUSED).touch()
     deadline = time.monotonic() + TELLING_S
     with suppress(KeyboardInterrupt):

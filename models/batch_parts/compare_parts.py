@@ -27,7 +27,12 @@ from torch.overrides import TorchFunctionMode
 from whale_train.errors import RequestError
 from whale_train.models.batch_parts.dropout_off import DropoutOff
 from whale_train.models.batch_parts.fixed_draws import FixedDraws
-from whale_train.models.batch_parts.target_means import MadeAgain, run_backward, scaled, target_mean
+from whale_train.models.batch_parts.target_means import (
+    RecomputedLosses,
+    run_backward,
+    scaled,
+    target_mean,
+)
 from whale_train.models.build import build_model
 from whale_train.models.export.read_numbers import ReadNumbers, made_of_several
 from whale_train.models.loss_module import LossModule
@@ -353,7 +358,7 @@ class _Means(TorchFunctionMode):
     def __init__(self, whole: Sequence[Tensor] | None = None, weight: float = 1.0) -> None:
         super().__init__()
         self.divisors: list[Tensor] = []
-        self.made_again = MadeAgain()
+        self.made_again = RecomputedLosses()
         self._whole, self._weight = whole, weight
 
     def __torch_function__(

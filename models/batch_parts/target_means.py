@@ -1,7 +1,7 @@
 """Losses that are means over their targets, as a model calls torch for them.
 
-A part of a batch computes its term of such a mean as a sum times a factor (`scaled`). Checkpointing
-runs parts of a forward again in the backward, where no factor is known. `MadeAgain` gives the
+A part of a batch computes its term of such a mean as a sum times a factor (`scaled`). Checkpoints
+runs parts of a forward again in the backward, where no factor is known. `RecomputedLosses` gives the
 losses that are called there the factors of their first call.
 """
 
@@ -123,7 +123,7 @@ def scaled(call: TargetMean, total: Tensor, factor: Tensor) -> Tensor:
     return (total * factor.to(total.dtype)).to(dtype)
 
 
-class MadeAgain:
+class RecomputedLosses:
     """Losses that a forward calls in checkpointed functions, with the factors of their sums."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 class _Replay(TorchFunctionMode):
     """Function mode that gives losses of a forward run again the factors of their first call."""
 
-    def __init__(self, made: MadeAgain) -> None:
+    def __init__(self, made: RecomputedLosses) -> None:
         super().__init__()
         self._made = made
 

@@ -16,7 +16,7 @@ from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.blocks import compile_blocks
 from whale_train.runtime.engines.deepspeed_zero3 import gather_whole
 from whale_train.runtime.engines.make import make_engine
-from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
 from whale_train.runtime.loss.global_mean import target_counter
@@ -25,7 +25,11 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def assemble(
-    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
+    request: Request,
+    plan: Plan,
+    module: LossModule,
+    graph: fx.GraphModule | None,
+    seat: RankContext,
 ) -> Program:
     """Return the program of `seat.rank`.
 
@@ -56,7 +60,11 @@ def _refuse_other_graph(plan: Plan, graph: fx.GraphModule | None) -> None:
 
 
 def _whole_model(
-    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
+    request: Request,
+    plan: Plan,
+    module: LossModule,
+    graph: fx.GraphModule | None,
+    seat: RankContext,
 ) -> Program:
     """Return the program of a rank that runs the unchanged model."""
     (task_graph,) = plan.task_graphs

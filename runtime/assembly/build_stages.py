@@ -30,18 +30,23 @@ from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.make import make_engine
-from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import write_segment_graph
-from whale_train.runtime.graph.shard_place import ShardPlace
+from whale_train.runtime.graph.shard_place import ShardContext
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.graph.value_types import ValueTypes
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.global_mean import target_counter
-from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
-from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, VariedChunk
+from whale_train.runtime.loss.micro_batch_loss import MicroBatchLoss
+from whale_train.runtime.pipeline.chunk import (
+    BatchShardedChunk,
+    Chunk,
+    PerMicroBatchChunk,
+    Segments,
+)
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.pipeline.route import MessageTypes, PipelinePlace, Route
 from whale_train.strategies.graph.operation_graph import is_repeated
@@ -69,7 +74,7 @@ class _Written:
 
 
 def assemble_stages(
-    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule, seat: Seat
+    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule, seat: RankContext
 ) -> PipelineModel:
     """Return the program of `seat.rank`, for a plan with a rewritten graph. `module` and `graph`
     are as in `assemble`."""
@@ -88,7 +93,7 @@ def assemble_stages(
     counter = None
     if pieces > 1 or request.train.evaluate_every is not None:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
-    loss = LossOfPieces(samples, plan.loss_weights, counter, seat.device)
+    loss = MicroBatchLoss(samples, plan.loss_weights, counter, seat.device)
     weight_gradients, counts = WeightGradients(), Counts()
     numbers = [plan.pipeline.chunks[chunk].segment for chunk in held]
     task_graphs = [plan.task_graphs[number] for number in plan.ranks[seat.rank].task_graphs]
@@ -98,7 +103,7 @@ def assemble_stages(
         NARROW.get(plan.precision),
     )
     places = {
-        task_graph.id: ShardPlace(
+        task_graph.id: ShardContext(
             device=seat.device,
             group=_casts_over(task_graph, task_graphs, seat),
             index=place.index,
@@ -201,7 +206,7 @@ class _Writer:
         self._several = plan.ranks[rank].micro_batches > 1
 
     def segment(
-        self, described: PlannedChunk, places: Mapping[int, ShardPlace]
+        self, described: PlannedChunk, places: Mapping[int, ShardContext]
     ) -> tuple[int, SegmentModule]:
         """Return the number of the TaskGraph and the segment of the chunk `described`.
 
@@ -250,7 +255,7 @@ def _chunks(
     written: Sequence[_Written],
     engines: Mapping[int, Engine],
     members: Sequence[_Sharing],
-    beside: ShardPlace,
+    beside: ShardContext,
     last: int,
 ) -> dict[int, Chunk]:
     """Return the chunks by number. A chunk whose samples the members share has a variant for every
@@ -275,12 +280,12 @@ def _chunks(
         if variant.sharing:
             at = replace(beside, axes={**beside.axes, BATCH: variant.sharing})
             shares = segment.gives if variant.chunk != last else ()
-            chunk: Chunk = SharingChunk(*run, at.along(PlannedShard(0, BATCH)), shares)
+            chunk: Chunk = BatchShardedChunk(*run, at.along(PlannedShard(0, BATCH)), shares)
         else:
             chunk = Chunk(*run)
         made.setdefault(variant.chunk, {})[variant.sharing] = chunk
     return {
-        number: VariedChunk([variants[sharing] for sharing in members])
+        number: PerMicroBatchChunk([variants[sharing] for sharing in members])
         if len(variants) > 1
         else next(iter(variants.values()))
         for number, variants in made.items()
@@ -293,13 +298,13 @@ def _copies_of(task_graph: TaskGraph) -> str:
     return f"{task_graph.name}.data_parallel"
 
 
-def _shard_group(task_graph: TaskGraph, seat: Seat) -> dist.ProcessGroup | None:
+def _shard_group(task_graph: TaskGraph, seat: RankContext) -> dist.ProcessGroup | None:
     """Return the group that `task_graph` is split over; None where it is not split."""
     return seat.groups.get(f"{task_graph.name}.model_parallel")
 
 
 def _casts_over(
-    task_graph: TaskGraph, task_graphs: Sequence[TaskGraph], seat: Seat
+    task_graph: TaskGraph, task_graphs: Sequence[TaskGraph], seat: RankContext
 ) -> dist.ProcessGroup:
     """Return the group that the casts of a TaskGraph's segments span.
 
@@ -312,7 +317,7 @@ def _casts_over(
     return seat.groups[_copies_of(task_graph)]
 
 
-def _share(plan: Plan, task_graph: TaskGraph, seat: Seat) -> BatchShare | None:
+def _share(plan: Plan, task_graph: TaskGraph, seat: RankContext) -> BatchShare | None:
     """Return this rank's part of the batch where the copies of a TaskGraph exchange sums over the
     batch; None where they do not. The batch then has one micro-batch a rank."""
     assert plan.rewrite is not None
@@ -329,7 +334,9 @@ def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:
     return ((seed * 10_007 + task_graph) * 10_007 + place.copy) * 10_007 + place.position
 
 
-def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], seat: Seat) -> Copies:
+def _copies(
+    plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], seat: RankContext
+) -> Copies:
     """Return the groups with which the engine of `task_graph` shares its parameters."""
     assert plan.pipeline is not None
     named = ((path, tensors[path]) for path in task_graph.parameters)

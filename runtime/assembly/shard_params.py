@@ -14,7 +14,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.weights.deferred import made
 from whale_train.runtime.assembly.shared_init import places_of
 from whale_train.runtime.comms.layout_collectives import shard_of
-from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.graph.nested_graphs import attribute, is_tensor
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.strategies.plan.plan import TaskGraph
@@ -27,7 +27,7 @@ def own_tensors(
     module: LossModule,
     graph: fx.GraphModule,
     index: int,
-    seat: Seat,
+    seat: RankContext,
     frozen_dtype: torch.dtype | None,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the canonical path of every parameter's name, and this rank's part of the tensors by
@@ -86,7 +86,7 @@ def streamed_of(
     task_graphs: Sequence[TaskGraph],
     tensors: Mapping[str, Tensor],
     narrow: torch.dtype | None,
-    seat: Seat,
+    seat: RankContext,
 ) -> StreamedWeights:
     """Return the object that brings streamed weights of `task_graphs` to the rank's device.
 

@@ -146,7 +146,7 @@ def repeated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return linear(x, _view, torch.zeros_like)
 
 
-def gather_enter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
+def all_gather_reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
     """Return all members' shards of `dim` put together, as an operand of work that is sharded
     otherwise.
 
@@ -219,7 +219,7 @@ def shard_of(
     return torch.cat(parts, dim + 1).flatten(dim, dim + 1).contiguous()
 
 
-def stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return every member's `x` stacked, [members, *x.shape]; `x` has the same shape on all
     members. Not differentiable."""
     gathered = x.new_empty(group.size(), *x.shape)
@@ -369,7 +369,7 @@ def _all_gather(x: Tensor, place: _ShardedDim) -> Tensor:
         padded = shard.new_zeros(len(shard), widest, shard.shape[2])
         padded[:, : shards.size] = shard
         shard = padded
-    gathered = stacked(shard, shards.group)
+    gathered = all_gather_stack(shard, shards.group)
     if len(shards.pieces) > 1:
         return torch.cat(_in_order(gathered, place), dim=1).view(shape)
     if shards.is_even:  # where lead is 1, the gathered shards are already in order

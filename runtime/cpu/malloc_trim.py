@@ -20,7 +20,7 @@ _WHILE_GIVEN_BACK_BYTES = 2**20
 _ALWAYS_GIVEN_BACK_BYTES = 2**16
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return blocks of 64 KiB and more to the system when they are freed, from this call on.
 
     It costs a tenth to a fifth more processor time (docs/adr/021).

@@ -11,7 +11,7 @@ from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import StreamedEngine, TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
-from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.optim.optimizers import make_optimizer
@@ -24,7 +24,7 @@ def make_engine(
     task_graph: TaskGraph,
     module: nn.Module,
     copies: Copies,
-    seat: Seat,
+    seat: RankContext,
     *,
     may_skip_parameters: bool = False,
     overlap: bool = True,

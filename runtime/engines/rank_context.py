@@ -29,7 +29,7 @@ class StandIns:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankContext:
     """The place of this rank in the job.
 
     rank: the rank.

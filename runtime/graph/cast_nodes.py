@@ -14,9 +14,9 @@ from whale_train.models.export.export import size_of
 from whale_train.runtime.comms.expert_rows import combine, dispatch, exchange
 from whale_train.runtime.comms.layout_collectives import (
     ShardGroup,
+    all_gather_reduce_scatter,
     enter,
     gather,
-    gather_enter,
     once,
     reduce,
     reduce_scatter,
@@ -25,7 +25,7 @@ from whale_train.runtime.comms.layout_collectives import (
     slice_,
 )
 from whale_train.runtime.graph.shard_ops import Laid
-from whale_train.runtime.graph.shard_place import ShardPlace
+from whale_train.runtime.graph.shard_place import ShardContext
 from whale_train.runtime.graph.written_graph import WrittenGraph
 from whale_train.strategies.layouts.types import BATCH, COMBINE, DISPATCH, EXCHANGE
 from whale_train.strategies.plan.program import PlannedCast
@@ -42,7 +42,7 @@ class CastNodes:
         self,
         casts: Iterable[PlannedCast],
         out: WrittenGraph,
-        place: ShardPlace,
+        place: ShardContext,
         values: Mapping[str, Any],
     ) -> None:
         self.casts = {(cast.user, cast.value): cast for cast in casts}
@@ -151,7 +151,7 @@ class CastNodes:
         cutting: dict[str, Callable[..., Tensor]] = {
             "gather": gather,
             "slice": slice_,
-            "gather_enter": gather_enter,
+            "gather_enter": all_gather_reduce_scatter,
             "reduce_scatter": reduce_scatter,
         }
         return partial(cutting[kind], dim=dim, outer=outer, shards=shards)

@@ -25,7 +25,7 @@ from whale_train.runtime.graph.delay_combines import delay_combines
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
-from whale_train.runtime.graph.shard_place import ShardPlace
+from whale_train.runtime.graph.shard_place import ShardContext
 from whale_train.runtime.graph.written_graph import WrittenGraph
 from whale_train.runtime.kernels.grouped_attention import group_keys
 from whale_train.runtime.kernels.grouped_experts import own_grouped_mm, split_grouped_mm
@@ -53,7 +53,7 @@ def write_segment_graph(
     written: PlannedSegment,
     source: fx.GraphModule,
     canonical: dict[str, str],
-    place: ShardPlace,
+    place: ShardContext,
     counts: Counts | None,
 ) -> None:
     """Give `segment` the graph of the plan's segment `written`, taken from the export `source`.
@@ -79,7 +79,7 @@ class _Writer:
         written: PlannedSegment,
         source: fx.GraphModule,
         canonical: dict[str, str],
-        place: ShardPlace,
+        place: ShardContext,
         counts: Counts | None,
     ) -> None:
         self.written, self.source, self.canonical = written, source, canonical

@@ -16,7 +16,7 @@ from whale_train.runtime.loss.graph_losses import LossWeight
 
 
 @dataclass(frozen=True)
-class ShardPlace:
+class ShardContext:
     """Place at which a rewritten graph runs, on one rank.
 
     device: the device of this rank.

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from whale_train.errors import ConfigError, Fault
 from whale_train.models.export.export import model_path
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
-from whale_train.runtime.comms.layout_collectives import stacked
+from whale_train.runtime.comms.layout_collectives import all_gather_stack
 
 
 def global_batch_norm(
@@ -73,7 +73,7 @@ def _whole_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
         mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
         moments[:channels], moments[channels:-1] = mean, var
         moments[-1] = x.numel() // channels
-    gathered = stacked(moments, group)
+    gathered = all_gather_stack(moments, group)
     means, variances = gathered[:, :channels], gathered[:, channels:-1]
     counts = gathered[:, -1:]
     count = counts.sum()

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from whale_train.runtime.comms.layout_collectives import ShardGroup, stacked
+from whale_train.runtime.comms.layout_collectives import ShardGroup, all_gather_stack
 
 
 def split_cross_entropy(
@@ -143,7 +143,7 @@ def split_top1(
     if shards.size:
         value, index = logits.max(1)
         best[0], best[1] = value, index + shards.start
-    gathered = stacked(best, shards.group)
+    gathered = all_gather_stack(best, shards.group)
     winner = gathered[:, 0].argmax(0, keepdim=True)
     predicted = gathered[:, 1].gather(0, winner).squeeze(0)
     counted = target != ignore_index

@@ -23,7 +23,12 @@ from torch import Tensor, fx
 from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from whale_train.models.batch_parts.target_means import MadeAgain, TargetMean, scaled, target_mean
+from whale_train.models.batch_parts.target_means import (
+    RecomputedLosses,
+    TargetMean,
+    scaled,
+    target_mean,
+)
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
@@ -148,7 +153,7 @@ class GlobalMeans(TorchFunctionMode):
         self._group = group
         self._inverse_weight = 1.0 / weight if weight else 0.0
         self._accuracy = accuracy
-        self.made_again = MadeAgain()
+        self.made_again = RecomputedLosses()
         self._counted, self._calls = targets, 0
 
     def __enter__(self) -> Self:

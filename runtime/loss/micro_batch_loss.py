@@ -11,7 +11,7 @@ from whale_train.runtime.loss.global_mean import TargetCounter
 from whale_train.strategies.plan.loss_weights import LossWeights
 
 
-class LossOfPieces:
+class MicroBatchLoss:
     """Loss of the global batch, of which every rank of a last stage has pieces.
 
     A piece is the loss of one micro-batch. The weight of a micro-batch of n samples is n / N of the

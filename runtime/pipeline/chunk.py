@@ -30,7 +30,7 @@ class Segments(nn.Module):
 
 
 @dataclass(frozen=True)
-class Passed:
+class SavedForBackward:
     """Values that a forward leaves to its backward.
 
     made: every value that the forward made or was given, by name.
@@ -40,7 +40,7 @@ class Passed:
 
     made: dict[str, Tensor]
     took: dict[str, Tensor]
-    own: "Passed | None" = None
+    own: "SavedForBackward | None" = None
 
 
 class Chunk:
@@ -72,7 +72,7 @@ class Chunk:
         yield from self.segment.parameters()
         yield from self.segment.lent
 
-    def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
+    def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> SavedForBackward:
         """Run the segment on `batch`, and return what the backward needs.
 
         `taken` are the values of earlier chunks, by name. A value requires a gradient where one is
@@ -84,9 +84,11 @@ class Chunk:
             value.requires_grad_(taken[name].requires_grad)
         inputs = (batch[name] for name in segment.inputs)
         given = self._engine(self._number, *took.values(), *inputs)
-        return Passed({**taken, **dict(zip(segment.gives, given, strict=True))}, took)
+        return SavedForBackward({**taken, **dict(zip(segment.gives, given, strict=True))}, took)
 
-    def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward(
+        self, passed: SavedForBackward, gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Accumulate the parameters' gradients, and return gradients by name.
 
         `gradients` are those of the values of `gives` that have one. The result adds the gradients
@@ -115,7 +117,7 @@ class Chunk:
                 engine.module.train()
 
 
-class SharingChunk(Chunk):
+class BatchShardedChunk(Chunk):
     """A chunk whose group shares the samples of a micro-batch.
 
     Every member has a batch of its own, takes its part of the values that other chunks give, and
@@ -139,7 +141,7 @@ class SharingChunk(Chunk):
         super().__init__(segment, engine, number, lenders)
         self._members, self._shares = members, shares
 
-    def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
+    def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> SavedForBackward:
         """Run the segment on this member's samples, and gather the values that are shared.
 
         `taken` are values of all members' samples, [rows of all, ..]; `batch` has this member's
@@ -153,9 +155,11 @@ class SharingChunk(Chunk):
             value = passed.made[name]
             made[name] = self._all(value.detach())
             made[name].requires_grad_(value.requires_grad)
-        return Passed({**passed.made, **made}, passed.took, passed)
+        return SavedForBackward({**passed.made, **made}, passed.took, passed)
 
-    def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward(
+        self, passed: SavedForBackward, gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Accumulate the gradients of this member's samples, and return gradients by name.
 
         `gradients` of shared values, and those returned of taken values, are of all members'
@@ -183,7 +187,7 @@ class SharingChunk(Chunk):
         return replace(self._members, sizes=sizes)
 
 
-class VariedChunk(Chunk):
+class PerMicroBatchChunk(Chunk):
     """A chunk with one variant for every micro-batch of a step.
 
     The variants share engines and parameters. They differ in how many samples each member takes.

@@ -25,8 +25,8 @@ from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.graph.segment import Counts
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
-from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
-from whale_train.runtime.pipeline.chunk import Chunk, Passed
+from whale_train.runtime.loss.micro_batch_loss import MicroBatchLoss
+from whale_train.runtime.pipeline.chunk import Chunk, SavedForBackward
 from whale_train.runtime.pipeline.grad_ready import Finality
 from whale_train.runtime.pipeline.route import MessageTypes, Orders, Route
 from whale_train.strategies.plan.plan import Plan
@@ -53,7 +53,7 @@ class PipelineModel:
         plan: Plan,
         route: Route,
         chunks: Mapping[int, Chunk],
-        loss: LossOfPieces,
+        loss: MicroBatchLoss,
         types: MessageTypes,
         transport: Transport,
         counts: Counts,
@@ -168,7 +168,7 @@ class _Run:
         self.loss_scale = loss_scale
         self.program, self.batches, self.orders = program, batches, orders
         self.losses: dict[int, Tensor] = {}
-        self.passed: dict[tuple[int, int], Passed] = {}
+        self.passed: dict[tuple[int, int], SavedForBackward] = {}
         # Received values and gradients, by the chunk and micro-batch that will read them.
         self.arrived: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.wanted: dict[tuple[int, int], dict[str, Tensor]] = {}

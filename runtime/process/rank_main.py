@@ -40,11 +40,11 @@ from whale_train.runtime.comms.process_groups import (
     make_groups,
 )
 from whale_train.runtime.compile.compiler import Compiler, import_compiler
-from whale_train.runtime.cpu.malloc_trim import give_back
+from whale_train.runtime.cpu.malloc_trim import trim_heap
 from whale_train.runtime.cpu.threads import num_threads
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
-from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
@@ -58,7 +58,7 @@ from whale_train.runtime.state.parts import Part
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
-from whale_train.runtime.state.votes import Votes
+from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
 from whale_train.runtime.train.recorder import verify
@@ -211,10 +211,10 @@ def train_as_planned(
     timeout = timedelta(seconds=request.launcher.timeout_s)
     device, links = _joined(run_dir, rank, world_size, rendezvous, request)
     if device.type == "cpu" and not has_room(plan, _here(rank), memory_bytes()):
-        give_back()
+        trim_heap()
     groups, channels = make_groups(plan, rank, timeout), make_channels(plan, rank, device, timeout)
     compiler = Compiler() if request.train.compile else None
-    seat = Seat(rank, device, groups, channels, compiler=compiler)
+    seat = RankContext(rank, device, groups, channels, compiler=compiler)
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
     seed_python(request.seed)  # a forward that draws in Python draws alike on every rank
@@ -249,7 +249,7 @@ def train_as_planned(
         if request.checkpoint.every is not None or request.is_pseudo:
             saver = Saver(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
-                *(Votes(), is_asked_to_stop, _launched(run_dir)["data"]),
+                *(RequestConsensus(), is_asked_to_stop, _launched(run_dir)["data"]),
             )
         profiler = None
         if request.train.profile is not None:

@@ -20,7 +20,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.engines.ddp import TorchEngine
-from whale_train.runtime.engines.rank_context import Seat, StandIns
+from whale_train.runtime.engines.rank_context import RankContext, StandIns
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
@@ -110,7 +110,7 @@ class _Step:
         groups, channels = make_groups(plan, rank), make_channels(plan, rank, DEVICE)
         forget = self.tensors.forget
         stand_ins = StandIns(Buckets, partial(ZeroEngine, forget=forget), HostEngine, forget)
-        seat = Seat(rank, DEVICE, groups, channels, stand_ins)
+        seat = RankContext(rank, DEVICE, groups, channels, stand_ins)
         module = copy.deepcopy(self._model.module)
         with self.tensors:
             program = assemble(self._request, plan, module, self._model.graph, seat)

@@ -26,7 +26,7 @@ Folder = Literal["model", "optimizer"]
 
 
 @dataclass(frozen=True)
-class HeldBlock:
+class LocalBlock:
     """Block of a tensor that a rank holds.
 
     folder: folder of the checkpoint that the tensor is in.
@@ -87,14 +87,14 @@ class RankState:
         left = names - somewhere if rank == 0 else frozenset()
         self._left = {path: x for path, x in kept_tensors(module).items() if path in left}
 
-    def blocks(self) -> list[HeldBlock]:
+    def blocks(self) -> list[LocalBlock]:
         """Return all blocks of this rank.
 
         Call it outside of an update.
         """
         trained = (x for engine in self._engines for x in _trained(engine, self._plan, self._rank))
         left = (
-            HeldBlock("model", path, block, view, True)
+            LocalBlock("model", path, block, view, True)
             for path, tensor in self._left.items()
             for block, view in whole(tensor.shape).blocks(tensor.detach())
         )
@@ -105,7 +105,7 @@ class RankState:
         for engine in self._engines:
             engine.read_states()
 
-    def constants(self) -> Iterator[HeldBlock]:
+    def constants(self) -> Iterator[LocalBlock]:
         """Yield the blocks of buffers and of parameters that are not trained."""
         for engine in self._engines:
             paths = paths_of(engine)
@@ -119,10 +119,10 @@ class RankState:
                 for block, view in where.blocks(held, start):
                     is_owner = (path, block) in self._saved_here
                     is_buffer = not isinstance(tensor, nn.Parameter)
-                    yield HeldBlock("model", path, block, view, is_owner, is_buffer=is_buffer)
+                    yield LocalBlock("model", path, block, view, is_owner, is_buffer=is_buffer)
 
 
-def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[HeldBlock]:
+def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[LocalBlock]:
     """Yield the blocks of an engine's trained parameters and of its optimizer's state."""
     paths = paths_of(engine)
     for state in engine.states():
@@ -132,11 +132,11 @@ def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[HeldBlock]:
         tensors |= {("optimizer", f"state.{path}.{k}"): slot for k, slot in state.slots.items()}
         for (folder, name), tensor in tensors.items():
             for block, view in where.blocks(tensor, state.start):
-                yield HeldBlock(folder, name, block, view, state.is_owner)
+                yield LocalBlock(folder, name, block, view, state.is_owner)
         if state.counter is not None:
             counted = torch.tensor(float(state.counter["step"]))
             is_owner = state.is_owner and not state.start and where.has_first_element
-            yield HeldBlock(
+            yield LocalBlock(
                 *("optimizer", f"state.{path}.step", Block((), ()), counted, is_owner),
                 counter=state.counter,
             )
@@ -144,7 +144,7 @@ def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[HeldBlock]:
         path = paths[id(parameter)]
         where = placement(plan, rank, path, tuple(parameter.shape))
         for block, view in where.blocks(parameter.detach()):
-            yield HeldBlock("model", path, block, view, False)
+            yield LocalBlock("model", path, block, view, False)
 
 
 def _local_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from whale_train.checkpoints.checkpoint_files import FileRecord
-from whale_train.runtime.state.held import HeldBlock
+from whale_train.runtime.state.held import LocalBlock
 from whale_train.runtime.state.tensor_files import write_tensors
 
 _POLL_S = 0.05
@@ -94,12 +94,12 @@ def gathered(folder: Path, own: Part, ranks: int, timeout_s: float) -> list[File
     return [file for part in parts for file in part.files]
 
 
-def write_blocks(folder: Path, held: Sequence[HeldBlock], rank: int) -> Iterator[FileRecord]:
+def write_blocks(folder: Path, held: Sequence[LocalBlock], rank: int) -> Iterator[FileRecord]:
     """Write the blocks `held` to files, and yield the files' records.
 
     A name occurs once in a file: a tensor's second block goes to a second file.
     """
-    files: dict[tuple[str, int], list[HeldBlock]] = {}
+    files: dict[tuple[str, int], list[LocalBlock]] = {}
     count: dict[tuple[str, str], int] = {}
     for block in held:
         number = count[block.folder, block.name] = count.get((block.folder, block.name), -1) + 1

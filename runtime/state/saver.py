@@ -32,11 +32,11 @@ from whale_train.checkpoints.checkpoint_files import (
 from whale_train.checkpoints.checkpoint_state import STATE
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.carrier import Carrier
-from whale_train.runtime.state.held import HeldBlock, RankState
+from whale_train.runtime.state.held import LocalBlock, RankState
 from whale_train.runtime.state.parts import Part, write_blocks, written
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import write_json, write_text
-from whale_train.runtime.state.votes import Votes, Wish
+from whale_train.runtime.state.votes import CheckpointRequest, RequestConsensus
 
 _COPIED = ("plan.json", "request.json")
 
@@ -57,7 +57,7 @@ class Saver:
         random: RandomStates,
         rank: int,
         carrier: Carrier,
-        votes: Votes,
+        votes: RequestConsensus,
         is_asked_to_stop: Callable[[], bool],
         data: Mapping[str, Any] | None = None,
     ) -> None:
@@ -72,26 +72,29 @@ class Saver:
         # The checkpoint begun last; after `close`, None unless it is whole.
         self.last: Path | None = None
 
-    def wanted(self, step: int) -> Wish:
+    def wanted(self, step: int) -> CheckpointRequest:
         """Return the wish that all ranks follow after `step` steps. A collective.
 
         It is the largest wish that was cast, or a save that is due.
         """
         every = self._options.every_steps
         is_due = every is not None and step % every == 0
-        return max(self._votes.cast(self._wish()), Wish.SAVE if is_due else Wish.NOTHING)
+        return max(
+            self._votes.cast(self._wish()),
+            CheckpointRequest.SAVE if is_due else CheckpointRequest.NOTHING,
+        )
 
-    def _wish(self) -> Wish:
+    def _wish(self) -> CheckpointRequest:
         """Return this rank's wish. Rank 0 also has the clock, and sees the launcher's requests."""
         if self._is_asked_to_stop() or (self._rank == 0 and (self._run_dir / STOP).exists()):
-            return Wish.SAVE_AND_STOP
+            return CheckpointRequest.SAVE_AND_STOP
         if self.wants_to_delink:
-            return Wish.SAVE_AND_DELINK
+            return CheckpointRequest.SAVE_AND_DELINK
         every_s = self._options.every_s
         if self._rank == 0 and every_s is not None and time.monotonic() - self._saved_s >= every_s:
             self._saved_s = time.monotonic()
-            return Wish.SAVE
-        return Wish.NOTHING
+            return CheckpointRequest.SAVE
+        return CheckpointRequest.NOTHING
 
     def close(self) -> None:
         """Wait until everything is written. A collective."""
@@ -128,7 +131,7 @@ class Saver:
             self._writing = None
 
     def _write(
-        self, step: int, blocks: list[HeldBlock], scalars: dict[str, Any], random: dict[str, Any]
+        self, step: int, blocks: list[LocalBlock], scalars: dict[str, Any], random: dict[str, Any]
     ) -> None:
         started = time.monotonic()
         checkpoint = folder_of(self._run_dir, step)
@@ -140,7 +143,7 @@ class Saver:
             self._carrier.hand_over(folder, own)
 
     def _own_files(
-        self, folder: Path, blocks: list[HeldBlock], random: dict[str, Any]
+        self, folder: Path, blocks: list[LocalBlock], random: dict[str, Any]
     ) -> Iterator[FileRecord]:
         yield from write_blocks(folder, blocks, self._rank)
         yield write_json(folder, f"random/rank_{self._rank}.json", random)
@@ -189,12 +192,12 @@ class Saver:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def owned(blocks: Sequence[HeldBlock]) -> list[HeldBlock]:
+def owned(blocks: Sequence[LocalBlock]) -> list[LocalBlock]:
     """Return the blocks that this rank saves, each once."""
     return list({(x.folder, x.name, x.block): x for x in blocks if x.is_owner}.values())
 
 
-def _copy(block: HeldBlock) -> HeldBlock:
+def _copy(block: LocalBlock) -> LocalBlock:
     """Return the block with its own copy of the tensor, on the host."""
     tensor = block.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return replace(block, tensor=tensor)

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 
-class Wish(IntEnum):
+class CheckpointRequest(IntEnum):
     """Request of a rank; the largest of all ranks' wins."""
 
     NOTHING = 0
@@ -20,19 +20,19 @@ class Wish(IntEnum):
     SAVE_AND_STOP = 3
 
 
-class Votes:
+class RequestConsensus:
     """Requests of all ranks, cast by all of them after every step."""
 
     def __init__(self) -> None:
         self._cast: tuple[torch.Tensor, dist.Work | None] | None = None
 
-    def cast(self, wish: Wish) -> Wish:
+    def cast(self, wish: CheckpointRequest) -> CheckpointRequest:
         """Send this rank's wish, and return the largest wish of all ranks in the step before."""
         before = self._cast
         # On the host, also beside GPUs: reading it waits for no work of theirs.
         sent = torch.tensor([int(wish)], dtype=torch.int32)
         self._cast = (sent, dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True))
-        return Wish.NOTHING if before is None else _result(*before)
+        return CheckpointRequest.NOTHING if before is None else _result(*before)
 
     def close(self) -> None:
         """Wait for the wish that was sent last."""
@@ -41,8 +41,8 @@ class Votes:
             self._cast = None
 
 
-def _result(sent: torch.Tensor, work: dist.Work | None) -> Wish:
+def _result(sent: torch.Tensor, work: dist.Work | None) -> CheckpointRequest:
     """Return the largest wish of all ranks, after waiting for `work`."""
     if work is not None:
         work.wait()
-    return Wish(int(sent))
+    return CheckpointRequest(int(sent))

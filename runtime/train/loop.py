@@ -28,7 +28,7 @@ from whale_train.runtime.record.metrics import Metrics, StepMetrics
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.to_host import ToHost
 from whale_train.runtime.state.saver import Saver
-from whale_train.runtime.state.votes import Wish
+from whale_train.runtime.state.votes import CheckpointRequest
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
@@ -300,18 +300,18 @@ def train(
             profiler.after(done)
         if saver is not None and loop.plateau is not None:
             saver.wants_to_delink = loop.plateau.reached
-        wanted = saver.wanted(done) if saver is not None else Wish.NOTHING
+        wanted = saver.wanted(done) if saver is not None else CheckpointRequest.NOTHING
         if done == delink_at:
-            wanted = max(wanted, Wish.SAVE_AND_DELINK)
+            wanted = max(wanted, CheckpointRequest.SAVE_AND_DELINK)
         if saver is not None and (wanted or done == request.train.steps):
             loop.settle()  # raises where the loss is not finite, before it is saved
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
-            delinks = wanted is Wish.SAVE_AND_DELINK
+            delinks = wanted is CheckpointRequest.SAVE_AND_DELINK
             saver.save(
                 done, {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
             )
-        if wanted >= Wish.SAVE_AND_DELINK:
+        if wanted >= CheckpointRequest.SAVE_AND_DELINK:
             break
     loop.settle()
     batches.close()

@@ -14,10 +14,10 @@ from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.cost.roofline import kernel_of
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link
 
-Crowd = Mapping[int, int]  # from a node to the number of groups whose transfers leave it
+NicContention = Mapping[int, int]  # from a node to the number of groups whose transfers leave it
 
 
-def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
+def nic_contention(cluster: Cluster, groups: Iterable[Sequence[int]]) -> NicContention:
     """Return, for each node, the number of `groups` of ranks that have members there and on other
     nodes."""
     groups_leaving: Counter[int] = Counter()
@@ -30,7 +30,10 @@ def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
 
 
 def group_link(
-    cluster: Cluster, ranks: Sequence[int], crowd: Crowd | None = None, by_memory: bool = False
+    cluster: Cluster,
+    ranks: Sequence[int],
+    crowd: NicContention | None = None,
+    by_memory: bool = False,
 ) -> Link:
     """Return the link that limits a ring over `ranks`: the one with the least bandwidth of the
     nodes' own links and, where the ring leaves a node, the network.
@@ -81,7 +84,7 @@ def sum_time_s(
     cluster: Cluster,
     ranks: Sequence[int],
     num_bytes: float,
-    crowd: Crowd | None = None,
+    crowd: NicContention | None = None,
     by_memory: bool = False,
 ) -> float:
     """Return the seconds of an all-reduce of `num_bytes` over `ranks`. `crowd` and `by_memory` are
@@ -169,7 +172,7 @@ def _partition_s(elements: float, device: Device, precision: str) -> float:
     return copy.seconds(0, 4 * _PARTITION_PASSES * elements)
 
 
-def gather_stops_s(
+def zero3_gather_overhead_s(
     elements: float, modules: int, devices: Sequence[Device], precision: str
 ) -> tuple[float, float]:
     """Return the seconds that ZeRO 3 adds to a forward and to a backward, beside the transfers.

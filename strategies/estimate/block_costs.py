@@ -19,7 +19,7 @@ from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.graph.saved_tensors import kept
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import Assignment, Layout, R, Shard
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
 Prefix = Sequence[float]
@@ -46,7 +46,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Holding:
+class BlockMemory:
     """Prefix sums, over the units, of what one member of a shard group holds.
 
     elements: trained elements.
@@ -99,10 +99,10 @@ class _Region:
 class BlockCosts:
     """Costs of the blocks of one model at one precision, each computed once."""
 
-    findings: Findings
+    findings: ModelAnalysis
     _pieces: dict[tuple[int, int, int, str], _Piece] = field(default_factory=dict)
     _seconds: dict[object, Seconds] = field(default_factory=dict)
-    _holding: dict[tuple[int, str], Holding] = field(default_factory=dict)
+    _holding: dict[tuple[int, str], BlockMemory] = field(default_factory=dict)
     _units: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def units(self, shards: int) -> Sequence[int]:
@@ -151,7 +151,7 @@ class BlockCosts:
             )
         return self._seconds[key]
 
-    def holding(self, shards: int, dim: str) -> Holding:
+    def holding(self, shards: int, dim: str) -> BlockMemory:
         """Return the elements and bytes of the units on one member of a group of `shards`
         devices."""
         key = (shards, dim)
@@ -174,7 +174,7 @@ class BlockCosts:
                     )
                 rows.append(row)
             columns = [_sums(column) for column in zip(*rows, strict=True)]
-            self._holding[key] = Holding(*columns)
+            self._holding[key] = BlockMemory(*columns)
         return self._holding[key]
 
     def whole(self, device: Device, samples: float) -> Times:

@@ -11,11 +11,17 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import PlanError
-from whale_train.strategies.estimate.block_costs import Holding, Seconds
+from whale_train.strategies.estimate.block_costs import BlockMemory, Seconds
 from whale_train.strategies.estimate.candidate_costs import CandidateCosts, EqualCopies
 from whale_train.strategies.estimate.candidates import Candidate, Estimate, Mesh, Part
 from whale_train.strategies.estimate.pipeline_times import in_flight_of, pipeline_s
-from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut, short_of_room
+from whale_train.strategies.estimate.stage_dp import (
+    StageCosts,
+    StageLink,
+    StagePartition,
+    cut,
+    short_of_room,
+)
 from whale_train.strategies.estimate.whole_copies import (
     beside_experts,
     beside_split_head,
@@ -35,7 +41,7 @@ class Estimator:
 
     costs: CandidateCosts
     _stages: dict[object, StageCosts] = field(default_factory=dict)
-    _cuts: dict[Candidate, Cut | None] = field(default_factory=dict)
+    _cuts: dict[Candidate, StagePartition | None] = field(default_factory=dict)
     _with_sums: dict[object, Sequence[float]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Estimate:
@@ -135,11 +141,11 @@ class Estimator:
         total = self.costs.total_s(part, candidate.dim, size)
         return self.costs.by_processors(mesh, candidate.micro_batches, total)
 
-    def _hops(self, mesh: Mesh, parts: Sequence[Part]) -> Sequence[Hop]:
+    def _hops(self, mesh: Mesh, parts: Sequence[Part]) -> Sequence[StageLink]:
         """Return the cost of a send between each two neighbouring stages of a pipeline."""
         if mesh.widest > 1 and not mesh.by_kind:
             return self.costs.transfers.hops(mesh)
-        known: dict[tuple[Part, Part], Hop] = {}
+        known: dict[tuple[Part, Part], StageLink] = {}
         hops = []
         for pair in pairwise(parts):
             if pair not in known:
@@ -228,7 +234,7 @@ class Estimator:
         )
 
     def _seconds_with_sums(
-        self, candidate: Candidate, part: Part, of_units: Seconds, holding: Holding, pieces: int
+        self, candidate: Candidate, part: Part, of_units: Seconds, holding: BlockMemory, pieces: int
     ) -> Sequence[float]:
         """Return the prefix sums of the units' seconds, with gradient sums that no backward hides.
 
@@ -256,7 +262,7 @@ class Estimator:
         copies: EqualCopies,
         size: int,
         stages: Sequence[StageCosts],
-        hops: Sequence[Hop],
+        hops: Sequence[StageLink],
         crossing: Sequence[float],
         ends: Sequence[int],
     ) -> float:

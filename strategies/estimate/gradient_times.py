@@ -5,12 +5,12 @@ from functools import cached_property
 
 from whale_train.strategies.cost.collectives import (
     all_reduce_time_s,
-    gather_stops_s,
     gather_time_s,
     group_link,
     modules_of,
     partitioned_sum_time_s,
     sum_time_s,
+    zero3_gather_overhead_s,
 )
 from whale_train.strategies.cost.roofline import (
     fetch_time_s,
@@ -22,14 +22,14 @@ from whale_train.strategies.estimate.transfers import Group, Transfers
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.simulate.tasks import sum_pieces
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 
 @dataclass(frozen=True)
 class GradientTimes:
     """Times of gradients and weights between copies on the devices of `cluster`."""
 
-    findings: Findings
+    findings: ModelAnalysis
     cluster: Cluster
     training: Training
     transfers: Transfers
@@ -115,7 +115,9 @@ class GradientTimes:
         if candidate.offload == "all":
             sent += fetch_time_s(width * elements / group.members, [device], self.cluster.on_cpu)
         modules = len(modules_of(parameter.path for parameter in findings.profile.parameters))
-        forward, backward = gather_stops_s(elements, modules, [device], self.training.precision)
+        forward, backward = zero3_gather_overhead_s(
+            elements, modules, [device], self.training.precision
+        )
         return sent + forward, sent + backward
 
     @cached_property

@@ -12,7 +12,7 @@ from whale_train.strategies.memory.engine_memory import (
 )
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 _OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters")}
 
@@ -21,7 +21,7 @@ _OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "par
 class Needs:
     """Bytes that candidates need on the devices of `cluster`, and on their hosts."""
 
-    findings: Findings
+    findings: ModelAnalysis
     cluster: Cluster
     training: Training
 

@@ -131,7 +131,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Hop:
+class StageLink:
     """Cost of a send of a micro-batch to the next stage.
 
     latency_s: seconds of a message of no bytes.
@@ -143,7 +143,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StagePartition:
     """Cut of a model into stages.
 
     ends: units where stages begin and, last, the number of units.
@@ -155,8 +155,8 @@ class Cut:
 
 
 def cut(
-    stages: Sequence[StageCosts], hops: Sequence[Hop], crossing: Prefix, micro_batches: int
-) -> Cut | None:
+    stages: Sequence[StageCosts], hops: Sequence[StageLink], crossing: Prefix, micro_batches: int
+) -> StagePartition | None:
     """Return the best cut of the units among `stages`, or None where no cut has room.
 
     Each stage has at least one unit. A micro-batch has `crossing[unit]` bytes before every unit;
@@ -166,7 +166,7 @@ def cut(
     if len(stages) > units or _ends(stages, units, inf) is None:
         return None
     if len(stages) == 1:
-        return Cut((0, units), micro_batches * stages[0].takes(0, units))
+        return StagePartition((0, units), micro_batches * stages[0].takes(0, units))
     min_bottleneck, best = _slowest(stages, units), None
     for factor in _SLOWER:
         slowest = min_bottleneck * factor
@@ -184,7 +184,7 @@ def cut(
         total += _sent(hops, crossing, boundaries)
         seconds = (micro_batches - 1) * max(stage_times) + total
         if best is None or seconds < best.seconds:
-            best = Cut(boundaries, seconds)
+            best = StagePartition(boundaries, seconds)
     return best
 
 
@@ -210,7 +210,7 @@ def short_of_room(stages: Sequence[StageCosts], units: int) -> float:
     return high
 
 
-def _sent(hops: Sequence[Hop], crossing: Prefix, ends: Sequence[int]) -> float:
+def _sent(hops: Sequence[StageLink], crossing: Prefix, ends: Sequence[int]) -> float:
     """Return the seconds in which a micro-batch is sent from stage to stage, and back."""
     return sum(
         2 * (hop.latency_s + hop.byte_s * crossing[end])
@@ -279,7 +279,11 @@ def _slowest(stages: Sequence[StageCosts], units: int) -> float:
 
 
 def _least_sum(
-    stages: Sequence[StageCosts], hops: Sequence[Hop], crossing: Prefix, units: int, slowest: float
+    stages: Sequence[StageCosts],
+    hops: Sequence[StageLink],
+    crossing: Prefix,
+    units: int,
+    slowest: float,
 ) -> tuple[int, ...] | None:
     """Return the ends of the cut with the least sum of seconds, or None where there is no cut.
 

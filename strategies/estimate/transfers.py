@@ -10,11 +10,11 @@ from functools import cached_property
 from itertools import pairwise
 from math import lcm
 
-from whale_train.strategies.cost.collectives import all_reduce_time_s, crowd_of, group_link
+from whale_train.strategies.cost.collectives import all_reduce_time_s, group_link, nic_contention
 from whale_train.strategies.estimate.candidates import Mesh, Part
-from whale_train.strategies.estimate.stage_dp import Hop
+from whale_train.strategies.estimate.stage_dp import StageLink
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link
-from whale_train.strategies.stages.placement import seats
+from whale_train.strategies.stages.placement import place_ranks
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Transfers:
 
     cluster: Cluster
     _shard_links: dict[tuple[str, int], Link] = field(default_factory=dict)
-    _hops: dict[Mesh, Sequence[Hop]] = field(default_factory=dict)
+    _hops: dict[Mesh, Sequence[StageLink]] = field(default_factory=dict)
 
     @cached_property
     def device_of(self) -> Mapping[str, Device]:
@@ -92,14 +92,14 @@ class Transfers:
             self._shard_links[kind, shards] = group_link(self.cluster, ranks, by_memory=True)
         return self._shard_links[kind, shards]
 
-    def hop(self, mesh: Mesh, here: Part, there: Part) -> Hop:
+    def hop(self, mesh: Mesh, here: Part, there: Part) -> StageLink:
         """Return the cost of a send from a stage of `here` to one of `there`, as a mean over all
         stages."""
         size = self._node_sizes[here.kind]
         memory = self.cluster.shared_memory
         inside = self.inside[here.kind] if memory is None else memory
         if len(self.cluster.nodes) == 1:
-            return Hop(inside.latency_s, 1 / inside.bandwidth_bytes_s)
+            return StageLink(inside.latency_s, 1 / inside.bandwidth_bytes_s)
         if here == there:
             width, between = here.width, here.copies * here.shards
             crossing = 0.0 if size % width == 0 else min(1.0, between / size)
@@ -109,12 +109,12 @@ class Transfers:
             crowd = here.shards * max(1, size // here.width) * (2 if len(mesh.parts) > 2 else 1)
         network = self.cluster.network
         outside = crowd / network.bandwidth_bytes_s
-        return Hop(
+        return StageLink(
             crossing * network.latency_s + (1 - crossing) * inside.latency_s,
             crossing * outside + (1 - crossing) / inside.bandwidth_bytes_s,
         )
 
-    def hops(self, mesh: Mesh) -> Sequence[Hop]:
+    def hops(self, mesh: Mesh) -> Sequence[StageLink]:
         """Return the cost of a send between each two neighbouring stages of a mesh.
 
         The costs follow from the seats of the ranks, as stages with copies on whichever devices
@@ -124,13 +124,13 @@ class Transfers:
             self._hops[mesh] = [*self._by_seats(mesh)]
         return self._hops[mesh]
 
-    def _by_seats(self, mesh: Mesh) -> Iterator[Hop]:
+    def _by_seats(self, mesh: Mesh) -> Iterator[StageLink]:
         """Yield the cost of a send between each two neighbouring stages, over the slowest of its
         links."""
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         stages = [(part.kind or None, part.copies, part.shards) for part in parts]
-        seated = seats(stages, mesh.copies, self.cluster.devices)
-        crowd = crowd_of(self.cluster, seated.edges())
+        seated = place_ranks(stages, mesh.copies, self.cluster.devices)
+        crowd = nic_contention(self.cluster, seated.edges())
         for number, (here, there) in enumerate(pairwise(parts)):
             senders, receivers = seated.of_stage(number), seated.of_stage(number + 1)
             pairs = {
@@ -141,7 +141,7 @@ class Transfers:
             }  # fmt: skip
             links = (group_link(self.cluster, pair, crowd, by_memory=True) for pair in pairs)
             slowest = min(links, key=lambda link: link.bandwidth_bytes_s)
-            yield Hop(slowest.latency_s, 1 / slowest.bandwidth_bytes_s)
+            yield StageLink(slowest.latency_s, 1 / slowest.bandwidth_bytes_s)
 
     def group(self, copies: int, part: Part) -> Group:
         """Return the ranks that hold one shard of a stage of `part`, in all `copies` of the

@@ -3,9 +3,9 @@
 from math import inf
 
 from whale_train.strategies.cost.collectives import (
-    crowd_of,
     gather_time_s,
     group_link,
+    nic_contention,
     sum_time_s,
 )
 from whale_train.strategies.cost.resharding import routing_times
@@ -125,7 +125,7 @@ def _summed_experts_s(
         return 0.0
     if spread not in of.expert_sums:
         groups = [range(member, count, spread) for member in range(spread)]
-        crowd = crowd_of(of.cluster, groups)
+        crowd = nic_contention(of.cluster, groups)
         num_bytes = of.training.sent_width * elements
         of.expert_sums[spread] = (
             sum_time_s(of.cluster, groups[0], num_bytes, crowd),
@@ -148,7 +148,7 @@ def _streams(candidate: Candidate) -> bool:
 def _of_experts(candidate: Candidate) -> Candidate:
     """Return the candidate whose ZeRO stage and offload are those of the experts beside the rest.
 
-    They follow `Staging.keeper_beside`.
+    They follow `PlanningContext.keeper_beside`.
     """
     alone = candidate.mesh.copies == candidate.experts and candidate.offload == "none"
     zero = 0 if alone else min(candidate.zero, 1)

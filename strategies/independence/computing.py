@@ -14,7 +14,7 @@ from whale_train.strategies.independence.states import (
     Fixed,
     Permutation,
     PerSample,
-    Pooled,
+    Reduced,
     RowPosition,
     State,
     added,
@@ -29,7 +29,7 @@ BESIDE = "combines each sample with a statistic of the whole batch"
 def elementwise(call: Call) -> Answer:
     """Type any function of one element of each input."""
     states = [call.shifted(name) for name in call.operation.inputs]
-    if any(isinstance(x, Pooled) for x in states):
+    if any(isinstance(x, Reduced) for x in states):
         rows = any(isinstance(x, PerSample) and not x.uniform for x in states)
         return Refused(BESIDE if rows else STATISTIC)
     if all(x == FIXED for x in states) and not batch_dims(call.shape):
@@ -45,7 +45,7 @@ def copying(call: Call) -> Answer:
     if isinstance(state, Permutation | RowPosition):
         return state
     to_bool = call.operation.dtype == "bool" and call.graph[call.name(0)].dtype != "bool"
-    if (rounds or to_bool) and isinstance(state, Pooled):
+    if (rounds or to_bool) and isinstance(state, Reduced):
         return Refused(STATISTIC)
     if (rounds or to_bool) and state != FIXED and not isinstance(state, PerSample):
         return None
@@ -60,10 +60,10 @@ def adding(call: Call) -> Answer:
     total = added(states)
     if total is not None:
         return total
-    pooled = any(isinstance(x, Pooled) for x in states)
+    pooled = any(isinstance(x, Reduced) for x in states)
     if pooled and any(isinstance(x, PerSample) for x in states):
         return Refused(BESIDE)
-    if pooled and all(isinstance(x, Pooled | Fixed) for x in states):
+    if pooled and all(isinstance(x, Reduced | Fixed) for x in states):
         return Refused("adds a sum over the samples of the batch to a mean, or to a constant")
     return elementwise(call)
 
@@ -88,7 +88,7 @@ def dividing(call: Call) -> Answer:
     quotient = multiplied(states, powers)
     if quotient is not None:
         return quotient
-    if isinstance(states[-1], Pooled) and powers[-1] == -1:
+    if isinstance(states[-1], Reduced) and powers[-1] == -1:
         return Refused("divides by a statistic of the whole batch")
     return elementwise(call)
 
@@ -136,8 +136,8 @@ def _reduced(call: Call, dims: tuple[int, ...] | None, *, mean: bool) -> Answer:
     if isinstance(state, PerSample):
         if state.dim not in dims:
             return _left(call, dims, state)
-        return Pooled(state.degree - (1 if mean else 0))
-    return state if isinstance(state, Fixed | Pooled) else None
+        return Reduced(state.degree - (1 if mean else 0))
+    return state if isinstance(state, Fixed | Reduced) else None
 
 
 def summing(call: Call) -> Answer:
@@ -157,7 +157,7 @@ def counting(call: Call) -> Answer:
     dims = call.dims(1) if call.kind.startswith("count_nonzero") else (0,)
     if isinstance(state, PerSample) and not state.degree:
         return _reduced(call, dims, mean=False)
-    return Refused(STATISTIC) if isinstance(state, Pooled) else None
+    return Refused(STATISTIC) if isinstance(state, Reduced) else None
 
 
 def histogram(call: Call) -> Answer:
@@ -176,7 +176,7 @@ def _other_reduction(call: Call, dims: tuple[int, ...] | None) -> Answer:
         if state.dim in dims:
             return Refused("reduces over the samples of the batch, and is no sum or mean")
         return _left(call, dims, state) if not state.degree else None
-    return Refused(STATISTIC) if isinstance(state, Pooled) else None
+    return Refused(STATISTIC) if isinstance(state, Reduced) else None
 
 
 def reducing(call: Call) -> Answer:
@@ -200,7 +200,7 @@ def _along(call: Call, dims: tuple[int, ...] | None, *, linear: bool = False) ->
         if state.dim in dims:
             return Refused("works along the samples of the batch")
         return state if not state.degree or linear else None
-    if isinstance(state, Pooled):
+    if isinstance(state, Reduced):
         return state if linear else Refused(STATISTIC)
     return None
 

@@ -10,7 +10,7 @@ from whale_train.strategies.independence.states import (
     Fixed,
     Permutation,
     PerSample,
-    Pooled,
+    Reduced,
     RowPosition,
     State,
     added,
@@ -57,7 +57,7 @@ def index(call: Call) -> Answer:
         after = state.dim - len(places) + rank if state.dim > places[-1] else state.dim
         among.append(replace(state, dim=after))
     elif state != FIXED and not isinstance(state, PerSample):
-        return state if isinstance(state, Pooled) and not among else None
+        return state if isinstance(state, Reduced) and not among else None
     degree = state.degree if isinstance(state, PerSample) else 0
     made = added([replace(x, degree=degree) for x in among])
     if made is None:
@@ -123,7 +123,7 @@ def scattered(call: Call) -> Answer:
         if merged.dim != dim:
             return merged
         return Refused(SOME) if narrower or call.shape_of(call.name(1)) != call.shape else merged
-    if isinstance(merged, Pooled | Fixed):
+    if isinstance(merged, Reduced | Fixed):
         return merged
     rows = isinstance(state, PerSample) and isinstance(source, PerSample)
     return Refused("puts different samples beside each other") if rows else None
@@ -140,4 +140,4 @@ def searchsorted(call: Call) -> Answer:
     is a sum over the samples."""
     entries = call.state(0)
     counted = isinstance(entries, PerSample) and entries.order and len(call.shape_of(call.name(0)))
-    return Pooled(0) if counted == 1 and call.state(1) == FIXED else None
+    return Reduced(0) if counted == 1 and call.state(1) == FIXED else None

@@ -10,10 +10,10 @@ from whale_train.strategies.independence.call import Call, Refused
 from whale_train.strategies.independence.rules import rule_of
 from whale_train.strategies.independence.states import (
     FIXED,
+    CrossSample,
     Fixed,
-    Meets,
     PerSample,
-    Pooled,
+    Reduced,
     State,
     Unknown,
     batch_dims,
@@ -23,7 +23,7 @@ LossKind = Literal["mean", "sum", "meets", "unknown"]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class LossReduction:
     """Relation of the loss of a batch to the losses of its parts.
 
     kind: `mean`: the mean of the parts' losses, weighted by samples. `sum`: their sum. `meets`:
@@ -54,7 +54,7 @@ def states_of(graph: OperationGraph, batch_norms: Collection[str] = ()) -> dict[
     return states
 
 
-def judge(graph: OperationGraph, batch_norms: Collection[str] = ()) -> Judgement:
+def classify_loss(graph: OperationGraph, batch_norms: Collection[str] = ()) -> LossReduction:
     """Return the relation of the loss, the last value of `graph`, to the samples of a batch.
 
     The buffers that the forward writes are judged as well: replicas keep one each, and these must
@@ -83,7 +83,7 @@ def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, i
 
     def settle(operation: Operation) -> None:
         name, state = operation.name, _state(Call(graph, operation, states, known))
-        if name in sums and isinstance(state, Pooled):
+        if name in sums and isinstance(state, Reduced):
             state = FIXED
         else:  # its inputs may be exchanged since it was added
             sums.pop(name, None)
@@ -91,7 +91,7 @@ def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, i
 
     for number, operation in enumerate(graph):
         settle(operation)
-        while isinstance(state := states[operation.name], Meets | Unknown):
+        while isinstance(state := states[operation.name], CrossSample | Unknown):
             pooled = [x for x in operation.inputs if _exchanged_degree(states[x]) is not None]
             name = _first_made(graph, states, min(pooled, key=lambda x: place[x], default=""))
             degree = _exchanged_degree(states[name]) if name else None
@@ -110,7 +110,7 @@ def _exchanged_degree(state: State) -> int | None:
     """Return the degree of a sum over the batch whose parts are known when they are made; None for
     any other state. The parts of a mean over targets are not known: the runtime makes it one over
     the whole batch's targets."""
-    return state.degree if isinstance(state, Pooled) and not state.targets else None
+    return state.degree if isinstance(state, Reduced) and not state.targets else None
 
 
 def _first_made(graph: OperationGraph, states: Mapping[str, State], name: str) -> str:
@@ -129,31 +129,31 @@ def _elements(shape: Shape | None) -> int:
     return prod(size.fixed for size in shape or ())
 
 
-def _of_loss(graph: OperationGraph, states: dict[str, State]) -> Judgement:
+def _of_loss(graph: OperationGraph, states: dict[str, State]) -> LossReduction:
     (loss,) = graph.operations[-1].inputs[:1]
     state = states[loss]
     match state:
-        case Pooled(-1) | Fixed(0):
-            return Judgement("mean")
-        case Pooled(0, targets=False):
-            return Judgement("sum")
-        case Meets(name, because):
-            return Judgement("meets", graph[name], because)
+        case Reduced(-1) | Fixed(0):
+            return LossReduction("mean")
+        case Reduced(0, targets=False):
+            return LossReduction("sum")
+        case CrossSample(name, because):
+            return LossReduction("meets", graph[name], because)
         case Unknown(name):
-            return Judgement("unknown", graph[name])
-        case Pooled() | Fixed():
+            return LossReduction("unknown", graph[name])
+        case Reduced() | Fixed():
             because = "scales the loss by another power of the batch's size than a mean or a sum"
-            return Judgement("meets", graph[loss], because)
+            return LossReduction("meets", graph[loss], because)
         case _:
-            return Judgement("unknown", graph[loss])
+            return LossReduction("unknown", graph[loss])
 
 
 def _of_buffers(
     graph: OperationGraph,
     states: dict[str, State],
     batch_norms: Collection[str],
-    judgement: Judgement,
-) -> Judgement:
+    judgement: LossReduction,
+) -> LossReduction:
     """Return `judgement` after a look at the buffers. A buffer may be given different values on the
     replicas, or change with every call."""
     for operation in graph:
@@ -167,7 +167,9 @@ def _of_buffers(
             continue
         path = graph[operation.writes[0]].path
         because = f"keeps what it is given of the batch in the buffer {path}"
-        return Judgement("unknown" if isinstance(state, Unknown) else "meets", operation, because)
+        return LossReduction(
+            "unknown" if isinstance(state, Unknown) else "meets", operation, because
+        )
     return judgement
 
 
@@ -180,13 +182,13 @@ def _state(call: Call) -> State:
     shapes_alone = ("_like", "sym_size", "new_")
     if not any(mark in operation.target for mark in shapes_alone):
         for name in operation.inputs:
-            if isinstance(states[name], Meets):
+            if isinstance(states[name], CrossSample):
                 return states[name]
         for name in operation.inputs:
             if isinstance(states[name], Unknown):
                 return states[name]
     for name in operation.after:
-        if isinstance(states[name], Meets):
+        if isinstance(states[name], CrossSample):
             return states[name]
     if any(states[name] != FIXED for name in operation.after):
         return Unknown(operation.name)  # samples were written under another name
@@ -197,7 +199,7 @@ def _state(call: Call) -> State:
     rule = rule_of(operation.target)
     answer = rule(call) if rule is not None else None
     if isinstance(answer, Refused):
-        return Meets(operation.name, answer.because)
+        return CrossSample(operation.name, answer.because)
     return _checked(call, answer)
 
 
@@ -214,7 +216,7 @@ def _checked(call: Call, answer: State | None) -> State:
         size = shape[answer.dim] if answer.dim < len(shape) else None
         if size is None or follows != [answer.dim] or size.fixed or size.per_sample % answer.before:
             return _undecided(call)
-    elif isinstance(answer, Fixed | Pooled) and follows:
+    elif isinstance(answer, Fixed | Reduced) and follows:
         return _undecided(call)
     return answer
 
@@ -227,5 +229,5 @@ def _undecided(call: Call) -> State:
     """
     operation = call.operation
     if len(batch_dims(operation.shape or ())) > 1:
-        return Meets(operation.name, "makes something of every two samples of the batch")
+        return CrossSample(operation.name, "makes something of every two samples of the batch")
     return Unknown(operation.name)

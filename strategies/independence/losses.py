@@ -4,15 +4,15 @@ from dataclasses import replace
 
 from whale_train.strategies.independence.call import Answer, Call, Refused, only_batch_dim
 from whale_train.strategies.independence.computing import STATISTIC, broadcast_rows
-from whale_train.strategies.independence.states import FIXED, PerSample, Pooled, State, added
+from whale_train.strategies.independence.states import FIXED, PerSample, Reduced, State, added
 
 
 def _loss(call: Call, reduction: object, rows: State | Refused | None) -> Answer:
     if isinstance(rows, Refused) or not isinstance(rows, PerSample):
-        pooled = any(isinstance(x, Pooled) for x in call.tensors().values())
+        pooled = any(isinstance(x, Reduced) for x in call.tensors().values())
         return Refused(STATISTIC) if pooled else rows
     if reduction in (1, 2):
-        return Pooled(-1 if reduction == 1 else 0)
+        return Reduced(-1 if reduction == 1 else 0)
     dim = only_batch_dim(call.shape)
     return replace(rows, dim=dim) if reduction == 0 and dim is not None else None
 
@@ -46,9 +46,9 @@ def target_mean(call: Call) -> Answer:
     weight = call.argument(2, "weight")
     of_classes = call.state_of(weight)
     if of_classes != FIXED:
-        pooled = isinstance(of_classes, Pooled)
+        pooled = isinstance(of_classes, Reduced)
         return Refused("weights classes by a statistic of the whole batch") if pooled else None
-    if isinstance(logits, Pooled) or isinstance(targets, Pooled):
+    if isinstance(logits, Reduced) or isinstance(targets, Reduced):
         return Refused(STATISTIC)
     if not isinstance(logits, PerSample) or logits.degree:
         return None
@@ -59,5 +59,5 @@ def target_mean(call: Call) -> Answer:
     if isinstance(targets, PerSample) and added([logits, replace(targets, degree=0)]) is None:
         return Refused("compares different samples with each other")
     if reduction == 1:
-        return Pooled(-1, targets=True)
+        return Reduced(-1, targets=True)
     return _loss(call, reduction, replace(logits, uniform=False))

@@ -15,7 +15,7 @@ from whale_train.strategies.independence.states import (
     Fixed,
     Permutation,
     PerSample,
-    Pooled,
+    Reduced,
     RowPosition,
     State,
     added,
@@ -39,7 +39,7 @@ def whole(call: Call, state: State) -> Answer:
             return None
         extent = _extent_before(call, made.dim)
         return replace(made, degree=state.degree) if extent == Size(1) else None
-    if isinstance(state, Pooled):
+    if isinstance(state, Reduced):
         return Refused(_STATISTIC) if batch_dims(call.shape) else state
     return None
 
@@ -226,7 +226,7 @@ def split(call: Call) -> Answer:
     state, dim = call.state(0), call.dim(2)
     if isinstance(state, PerSample) and state.dim != dim:
         return state
-    return state if isinstance(state, Fixed | Pooled | PerSample) else None
+    return state if isinstance(state, Fixed | Reduced | PerSample) else None
 
 
 def item(call: Call) -> Answer:
@@ -263,7 +263,7 @@ def unbind(call: Call) -> Answer:
     state, dim = call.state(0), call.dim(1)
     if isinstance(state, PerSample) and state.dim == dim:
         return Refused(SOME)
-    return state if isinstance(state, Fixed | Pooled | PerSample) else None
+    return state if isinstance(state, Fixed | Reduced | PerSample) else None
 
 
 def cat(call: Call) -> Answer:
@@ -312,7 +312,7 @@ def _together(call: Call, states: list[State]) -> Answer:
     rows = any(isinstance(x, PerSample) for x in states)
     if all(isinstance(x, PerSample) for x in states):
         return Refused("puts different samples beside each other")
-    if any(isinstance(x, Pooled) for x in states):
+    if any(isinstance(x, Reduced) for x in states):
         return Refused(_STATISTIC if rows else "puts a sum over the batch beside a mean")
     return None
 
@@ -325,6 +325,6 @@ def pad(call: Call) -> Answer:
     rank, padded = call.rank_of(0), len(amounts) // 2
     if isinstance(state, PerSample):
         return state if state.dim < rank - padded else Refused("adds samples to the batch")
-    if isinstance(state, Pooled):
+    if isinstance(state, Reduced):
         return state if not call.argument(3, "value") and not call.argument(2, "mode") else None
     return None

@@ -9,7 +9,7 @@ from whale_train.strategies.independence.states import (
     FIXED,
     Fixed,
     PerSample,
-    Pooled,
+    Reduced,
     added,
     multiplied,
 )
@@ -30,16 +30,16 @@ def _product(call: Call, first: int, second: int) -> Answer:
             if min(ranks) == 1:  # a vector adds no dimension, and takes the contracted one away
                 dim = state.dim - (state.dim > over)
             rows.append(replace(state, dim=dim))
-        elif not isinstance(state, Fixed | Pooled):
+        elif not isinstance(state, Fixed | Reduced):
             return None
     if not rows:
         return multiplied([left, right], [1, 1]) or Refused(STATISTIC)
-    if any(isinstance(x, Pooled) for x in (left, right)):
+    if any(isinstance(x, Reduced) for x in (left, right)):
         return Refused(BESIDE)
     degree = sum(x.degree for x in (left, right) if isinstance(x, Fixed | PerSample))
     if all(summed):
         same = len({(x.before, x.order) for x in rows if not x.uniform}) <= 1
-        return Pooled(degree) if same and len(rows) == 2 else None
+        return Reduced(degree) if same and len(rows) == 2 else None
     if any(summed):
         return Refused("sums over the samples of the batch beside those of another input")
     product = multiplied(list(rows), [1] * len(rows))
@@ -72,9 +72,9 @@ def linear(call: Call) -> Answer:
             return Refused("multiplies the samples of the batch with a weight of their number")
         return state if not state.degree else None
     biased = len(call.operation.inputs) > 2
-    if isinstance(state, Pooled) and biased:
+    if isinstance(state, Reduced) and biased:
         return added([state, FIXED]) or Refused(STATISTIC)
-    return state if isinstance(state, Pooled) else None
+    return state if isinstance(state, Reduced) else None
 
 
 def einsum(call: Call) -> Answer:
@@ -88,19 +88,19 @@ def einsum(call: Call) -> Answer:
         state = call.state_of(operand)
         if isinstance(state, PerSample):
             labels.add((term[state.dim], state.before, state.order))
-        elif not isinstance(state, Fixed | Pooled):
+        elif not isinstance(state, Fixed | Reduced):
             return None
         degree += state.degree
     states = [call.state_of(operand) for operand in operands]
     if not labels:
         return multiplied(states, [1] * len(states)) or Refused(STATISTIC)
-    if any(isinstance(x, Pooled) for x in states):
+    if any(isinstance(x, Reduced) for x in states):
         return Refused(BESIDE)
     if len(labels) > 1:
         return Refused("multiplies different samples with each other")
     ((label, before, order),) = labels
     if label not in result:
-        return Pooled(degree)
+        return Reduced(degree)
     return PerSample(result.index(label), before, degree, order=order)
 
 

@@ -8,10 +8,10 @@ batch's size: a value of degree k is n^k times one that does not depend on n.
 |---|---|
 | Fixed(k) | n^k times a constant |
 | PerSample(dim, k) | the parts' values, each over n_r^k, end to end along `dim`, times n^k |
-| Pooled(k) | the sum of the parts' values, each over n_r^k, times n^k: 0 is a sum, -1 a mean |
+| Reduced(k) | the sum of the parts' values, each over n_r^k, times n^k: 0 is a sum, -1 a mean |
 | RowPosition | the place of every sample in its batch |
 | Permutation | an order of all samples' rows, by some value of theirs |
-| Meets | proven to be none of these |
+| CrossSample | proven to be none of these |
 | Unknown | nothing is known of it |
 """
 
@@ -46,7 +46,7 @@ class PerSample:
 
 
 @dataclass(frozen=True)
-class Pooled:
+class Reduced:
     """A sum over the samples of the batch, times the batch's size to the power of `degree`.
 
     degree: 0 for a sum, -1 for a mean.
@@ -81,7 +81,7 @@ class Permutation:
 
 
 @dataclass(frozen=True)
-class Meets:
+class CrossSample:
     """Proof that samples meet in the operation `name`. `because` completes "the operation ..."."""
 
     name: str
@@ -95,7 +95,7 @@ class Unknown:
     name: str
 
 
-State = Fixed | PerSample | Pooled | RowPosition | Permutation | Meets | Unknown
+State = Fixed | PerSample | Reduced | RowPosition | Permutation | CrossSample | Unknown
 FIXED = Fixed()
 
 
@@ -135,26 +135,26 @@ def added(states: list[State]) -> State | None:
         if one is None or mixed or len(degrees) > 1:
             return None
         return replace(one, degree=degrees.pop())
-    if not all(isinstance(x, Fixed | Pooled) for x in states):
+    if not all(isinstance(x, Fixed | Reduced) for x in states):
         return None
     if all(isinstance(x, Fixed) for x in states):
         degrees = {x.degree for x in states if isinstance(x, Fixed)}
         return Fixed(degrees.pop()) if len(degrees) == 1 else None
     # n^k c is the sum over n samples of n^(k-1) c.
-    degrees = {x.degree if isinstance(x, Pooled) else x.degree - 1 for x in states}  # type: ignore[union-attr]
-    targets = any(isinstance(x, Pooled) and x.targets for x in states)
-    return Pooled(degrees.pop(), targets) if len(degrees) == 1 else None
+    degrees = {x.degree if isinstance(x, Reduced) else x.degree - 1 for x in states}  # type: ignore[union-attr]
+    targets = any(isinstance(x, Reduced) and x.targets for x in states)
+    return Reduced(degrees.pop(), targets) if len(degrees) == 1 else None
 
 
 def multiplied(states: list[State], powers: list[int]) -> State | None:
     """Return the state of the product of values in `states`, each to its power of 1 or -1; None
     where no state describes it."""
-    if not all(isinstance(x, Fixed | PerSample | Pooled) for x in states):
+    if not all(isinstance(x, Fixed | PerSample | Reduced) for x in states):
         return None
-    known = [x for x in states if isinstance(x, Fixed | PerSample | Pooled)]
+    known = [x for x in states if isinstance(x, Fixed | PerSample | Reduced)]
     degree = sum([x.degree * power for x, power in zip(known, powers, strict=True)])
     rows = [x for x in states if isinstance(x, PerSample)]
-    pooled = [i for i, x in enumerate(states) if isinstance(x, Pooled)]
+    pooled = [i for i, x in enumerate(states) if isinstance(x, Reduced)]
     if rows:
         one = beside(rows)
         return replace(one, degree=degree) if one is not None and not pooled else None

@@ -22,19 +22,19 @@ from whale_train.strategies.layouts.types import (
     BATCH,
     ENTERED,
     Cast,
-    Entered,
-    Fineness,
     Interval,
     Layout,
-    Owned,
+    MinUnits,
     P,
+    PartialByRow,
     PartialSum,
     R,
     Replicated,
+    ReplicatedPartialGrad,
     Rule,
+    RuleInput,
+    RuleResult,
     Shard,
-    Typed,
-    Typing,
     coarsened,
     local_extent,
     local_pieces,
@@ -47,19 +47,19 @@ __all__ = [
     "Assignment",
     "Axes",
     "Cast",
-    "Entered",
-    "Fineness",
     "Interval",
     "Layout",
-    "Owned",
+    "MinUnits",
     "P",
+    "PartialByRow",
     "PartialSum",
     "R",
     "Replicated",
+    "ReplicatedPartialGrad",
     "Rule",
+    "RuleInput",
+    "RuleResult",
     "Shard",
-    "Typed",
-    "Typing",
     "assign",
     "cast_kind",
     "casts_of",
@@ -90,7 +90,7 @@ class Axes:
 
     units: Mapping[str, int] = field(default_factory=dict)
     parents: Mapping[str, str] = field(default_factory=dict)
-    fineness: Fineness = field(default_factory=lambda: Fineness(1), compare=False)
+    fineness: MinUnits = field(default_factory=lambda: MinUnits(1), compare=False)
 
     def root(self, axis: str) -> str:
         """Return the name that stands for `axis` and all axes united with it."""
@@ -102,11 +102,11 @@ class Axes:
         """Return `layout` with its axis under the name that stands for it."""
         if isinstance(layout, Shard) and layout.axis in self.parents:
             return Shard(layout.dim, self.root(layout.axis), layout.outer, layout.pieces)
-        if isinstance(layout, Owned) and layout.axis in self.parents:
-            return Owned(self.root(layout.axis), layout.rows)
+        if isinstance(layout, PartialByRow) and layout.axis in self.parents:
+            return PartialByRow(self.root(layout.axis), layout.rows)
         return layout
 
-    def after(self, typing: Typing) -> "Axes | None":
+    def after(self, typing: RuleResult) -> "Axes | None":
         """Return the axes after an operation with this `typing`; None where an axis would become
         too coarse, or would have to change and has no units."""
         units, parents = self.units, self.parents
@@ -223,24 +223,24 @@ def typing_of(
     operation: Operation,
     known: Mapping[str, Layout],
     gradients: frozenset[str],
-) -> Typing | None:
+) -> RuleResult | None:
     """Return the rule table's typing of an operation whose inputs are laid as `known`.
 
     None where no rule applies, and where samples are cut by replicas and the operation does not
     keep them apart.
     """
     if all(layout == R for layout in known.values()):
-        return Typing({}, R)
+        return RuleResult({}, R)
     samples = any(isinstance(x, Shard) and x.axis == BATCH for x in known.values())
     if samples and operation.target not in CARRIES_SAMPLES:
         return None
     rule = RULES.get(operation.target)
-    return rule(Typed(operation, known, graph, gradients)) if rule else None
+    return rule(RuleInput(operation, known, graph, gradients)) if rule else None
 
 
-def whole(known: Mapping[str, Layout]) -> Typing:
+def whole(known: Mapping[str, Layout]) -> RuleResult:
     """Return the typing of an operation that takes whole tensors and gives a whole tensor."""
-    return Typing(dict.fromkeys(known, R), R)
+    return RuleResult(dict.fromkeys(known, R), R)
 
 
 def casts_of(
@@ -281,7 +281,7 @@ def cast_kind(source: Layout, target: Layout) -> str:
     """Return the name of the collective that turns one layout into another (design §7's table), or
     of the two that do it one after the other."""
     match source, target:
-        case Replicated(), Entered():
+        case Replicated(), ReplicatedPartialGrad():
             return "enter"
         case PartialSum(), Replicated():
             return "reduce"
@@ -289,7 +289,7 @@ def cast_kind(source: Layout, target: Layout) -> str:
             return "gather"
         case Replicated(), Shard():
             return "slice"
-        case Shard(), Entered():
+        case Shard(), ReplicatedPartialGrad():
             return "gather_enter"
         case PartialSum(), Shard():
             return "reduce_scatter"
@@ -297,14 +297,14 @@ def cast_kind(source: Layout, target: Layout) -> str:
             return "once"
         case Shard(), PartialSum():
             return "gather_once"
-        case PartialSum(), Entered():
+        case PartialSum(), ReplicatedPartialGrad():
             return "reduce_enter"
         case Shard(), Shard():
             return "reshard"
-        case Entered(), Replicated():
+        case ReplicatedPartialGrad(), Replicated():
             return "repeated"
-        case Entered(), Shard():
+        case ReplicatedPartialGrad(), Shard():
             return "repeated_slice"
-        case Entered(), PartialSum():
+        case ReplicatedPartialGrad(), PartialSum():
             return "repeated_once"
     raise AssertionError(f"no cast from {source} to {target}")

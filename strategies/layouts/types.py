@@ -28,7 +28,7 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Entered:
+class ReplicatedPartialGrad:
     """R whose gradient is a partial sum: the layout of a whole input of a sharded operation."""
 
 
@@ -38,7 +38,7 @@ class PartialSum:
 
 
 @dataclass(frozen=True)
-class Owned(PartialSum):
+class PartialByRow(PartialSum):
     """P whose every row (index of the first dimension) is zero on all ranks but the one that holds
     the row's expert.
 
@@ -58,7 +58,7 @@ DISPATCH, EXCHANGE, COMBINE = "dispatch", "exchange", "combine"
 
 
 @dataclass(frozen=True)
-class Routed:
+class DispatchedRows:
     """Rows of every member's own samples, sorted by the expert they are for. `ends` names the value
     that says where each expert's rows end."""
 
@@ -82,8 +82,8 @@ class Shard:
     pieces: tuple[int, ...] = ()
 
 
-Layout = Replicated | Entered | PartialSum | Routed | Shard
-R, ENTERED, P = Replicated(), Entered(), PartialSum()
+Layout = Replicated | ReplicatedPartialGrad | PartialSum | DispatchedRows | Shard
+R, ENTERED, P = Replicated(), ReplicatedPartialGrad(), PartialSum()
 
 BATCH = "batch"  # the axis along which replicas share the samples
 
@@ -135,7 +135,7 @@ def coarsened(units: int, extents: Iterable[int]) -> int:
     return gcd(units, *extents)
 
 
-class Fineness:
+class MinUnits:
     """The test whether an axis has units enough for a group of `members`, each of which gets at
     least one.
 
@@ -179,7 +179,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Typing:
+class RuleResult:
     """Answer of a rule.
 
     wants: the layouts that the operation wants its inputs in. An input that is absent is taken as
@@ -199,7 +199,7 @@ class Typing:
 
 
 @dataclass(frozen=True)
-class Typed:
+class RuleInput:
     """An operation, with everything that a rule may look at.
 
     operation: the operation.
@@ -252,7 +252,7 @@ class Typed:
         return self.layout(0)
 
 
-Rule = Callable[[Typed], Typing | None]
+Rule = Callable[[RuleInput], RuleResult | None]
 
 
 def dimension(argument: Argument, rank: int) -> int:

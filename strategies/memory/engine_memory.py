@@ -17,7 +17,7 @@ from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     block_of,
 )
-from whale_train.strategies.memory.liveness import Moment, Passing
+from whale_train.strategies.memory.liveness import ActivationProfile, MemoryPoint
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.plan.training import Training
 
@@ -146,7 +146,7 @@ def engine_of(
     zero: the ZeRO stage, over `copies` replicas.
     on_cpu: whether ranks are CPU processes.
     offloads: whether the optimizer's state is on the host.
-    by_block, frozen: as in `gathered_at_once`.
+    by_block, frozen: as in `zero3_live_bytes`.
     order: the paths of the parameters in the order in which a backward makes their gradients, as
         far as that is known.
     """
@@ -154,9 +154,9 @@ def engine_of(
     width /= max(1.0, sum(elements.values()))
     gathered = 0.0
     if zero == 3:
-        gathered = gathered_at_once(elements, frozen, profile, precision, by_block)
+        gathered = zero3_live_bytes(elements, frozen, profile, precision, by_block)
     total = sum(elements.values())
-    made: tuple[Made, ...] = ()
+    made: tuple[GradientBucket, ...] = ()
     if zero >= 2 and not frozen:
         ordered = ((path, elements[path]) for path in order)
         made = tuple(_made(ordered, profile, precision, zero, by_block))
@@ -164,7 +164,7 @@ def engine_of(
 
 
 @dataclass(frozen=True)
-class Made:
+class GradientBucket:
     """Gradients that are whole at the same time, and their weights.
 
     gradients: bytes of the gradients.
@@ -181,7 +181,7 @@ def _made(
     precision: str,
     zero: int,
     by_block: bool,
-) -> Iterator[Made]:
+) -> Iterator[GradientBucket]:
     """Yield the groups of parameters whose gradients are whole at the same time.
 
     `elements` are paths and numbers of elements, in the order of the gradients. A group is one
@@ -194,7 +194,7 @@ def _made(
         of[0] += sizes.gradients * count
         of[1] += sizes.weights * count
     for gradients, weights in groups.values():
-        yield Made(gradients, weights)
+        yield GradientBucket(gradients, weights)
 
 
 def _gathered_with(path: str, by_block: bool) -> str:
@@ -204,7 +204,7 @@ def _gathered_with(path: str, by_block: bool) -> str:
     return block_of(module) if by_block else module
 
 
-def gathered_at_once(
+def zero3_live_bytes(
     elements: Mapping[str, float],
     frozen: Mapping[str, float],
     profile: ModelProfile,
@@ -233,7 +233,7 @@ def gathered_at_once(
 
 
 @dataclass(frozen=True)
-class Needed:
+class PeakMemory:
     """Bytes at one moment of a step.
 
     gradients: bytes of gradients.
@@ -273,7 +273,7 @@ class Gradients:
     width: float
     on_cpu: bool
     offloads: bool = False
-    made: tuple[Made, ...] = ()
+    made: tuple[GradientBucket, ...] = ()
 
     @property
     def num_bytes(self) -> float:
@@ -286,7 +286,7 @@ class Gradients:
         them from its first step on."""
         return self.zero == 0 and self.copies > 1
 
-    def worst(self, steps: Iterable[tuple[float, float, float]]) -> Needed:
+    def worst(self, steps: Iterable[tuple[float, float, float]]) -> PeakMemory:
         """Return the moment of a step that needs most bytes.
 
         `steps` are the moments of forward and backward. Each has three numbers: bytes of the
@@ -298,7 +298,7 @@ class Gradients:
         ]
         return max((*needs, self._updated()), key=lambda needed: needed.total)
 
-    def _meanwhile(self, come: float, added: float, activations: float) -> Needed:
+    def _meanwhile(self, come: float, added: float, activations: float) -> PeakMemory:
         """Return the bytes at a moment of forward or backward, with `come` bytes of existing
         gradients and `added` bytes about to be added to them.
 
@@ -308,21 +308,21 @@ class Gradients:
         of the next parameters is as well: it is gathered flat, and copied out of that.
         """
         if self.zero < 2 or self._is_alone:
-            return Needed(come, activations, added)
+            return PeakMemory(come, activations, added)
         bucket = min(come, self._bucket)
         if self.zero == 2:
             # A gradient that is larger than a bucket is whole as well.
             moving = added + bucket + max(bucket, self._just_made(come).gradients)
             if not self.on_cpu:  # one bucket is filled while another is reduced
                 moving += bucket
-            return Needed(self._here * come / self.copies, activations, moving)
+            return PeakMemory(self._here * come / self.copies, activations, moving)
         moving = self._bucket + bucket + added
         moving += self._gathered(come)
         if not self.on_cpu:
             moving += 2 * self.width * min(self.elements, REDUCE_BUCKET_ELEMENTS)
-        return Needed(self._here * self.num_bytes / self.copies, activations, moving)
+        return PeakMemory(self._here * self.num_bytes / self.copies, activations, moving)
 
-    def _updated(self) -> Needed:
+    def _updated(self) -> PeakMemory:
         """Return the bytes at the optimizer's update, when no activation is left.
 
         ZeRO 1 reduces all gradients here, a bucket at a time. ZeRO 1 and 2 make one tensor of this
@@ -330,11 +330,11 @@ class Gradients:
         """
         part = self.num_bytes / self.copies
         if self.zero == 0 or self._is_alone:
-            return Needed(self.num_bytes, 0.0, 0.0)
+            return PeakMemory(self.num_bytes, 0.0, 0.0)
         if self.zero == 1:
-            return Needed(self.num_bytes + part, 0.0, 2 * self._bucket)
+            return PeakMemory(self.num_bytes + part, 0.0, 2 * self._bucket)
         part *= self._here
-        return Needed(part, 0.0, part if self.zero == 2 else self._bucket)
+        return PeakMemory(part, 0.0, part if self.zero == 2 else self._bucket)
 
     def _gathered(self, come: float) -> float:
         """Return the bytes of whole weights and their gradients under ZeRO 3 when `come` bytes of
@@ -346,12 +346,12 @@ class Gradients:
         last = self._just_made(come)
         return last.weights + last.gradients
 
-    def _just_made(self, come: float) -> Made:
+    def _just_made(self, come: float) -> GradientBucket:
         """Return the group of gradients that was made last when `come` bytes of all gradients
         exist."""
         # The tolerance is for `come`, whose bytes may be added up in another order.
         place = bisect_left(self._come, come * (1 - 1e-9))
-        return self.made[place] if place < len(self.made) else Made(0.0, 0.0)
+        return self.made[place] if place < len(self.made) else GradientBucket(0.0, 0.0)
 
     @cached_property
     def _come(self) -> list[float]:
@@ -386,7 +386,7 @@ class Gradients:
         return 4 * min(self.elements, REDUCE_BUCKET_ELEMENTS)
 
 
-def unmeasured(activation_bytes: float, gradients: float, largest: float) -> Passing:
+def unmeasured(activation_bytes: float, gradients: float, largest: float) -> ActivationProfile:
     """Return the moments of a model whose operations are unknown: all activations exist together
     with all gradients.
 
@@ -394,10 +394,10 @@ def unmeasured(activation_bytes: float, gradients: float, largest: float) -> Pas
     gradients: bytes of all gradients.
     largest: bytes of the largest gradient, which is made anew where gradients are added.
     """
-    all_of_it = (Moment(gradients, activation_bytes),)
-    again = (Moment(largest, activation_bytes),)
-    forward = (Moment(0.0, activation_bytes),)
-    return Passing(activation_bytes, 0.0, gradients, forward, all_of_it, again)
+    all_of_it = (MemoryPoint(gradients, activation_bytes),)
+    again = (MemoryPoint(largest, activation_bytes),)
+    forward = (MemoryPoint(0.0, activation_bytes),)
+    return ActivationProfile(activation_bytes, 0.0, gradients, forward, all_of_it, again)
 
 
 def added(first: MemoryEstimate, second: MemoryEstimate) -> MemoryEstimate:

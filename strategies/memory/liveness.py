@@ -25,7 +25,7 @@ from whale_train.strategies.graph.saved_tensors import View, kept, memory_of, sa
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPoint:
     """Bytes that are alive at one time.
 
     gradients: bytes of the gradients of weights.
@@ -37,7 +37,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Passing:
+class ActivationProfile:
     """Bytes that one forward and backward of some operations hold.
 
     kept: bytes of a sample from the forward to the backward.
@@ -52,19 +52,19 @@ class Passing:
     kept: float
     deferred: float
     gradients: float
-    forward: tuple[Moment, ...]
-    first: tuple[Moment, ...]
-    again: tuple[Moment, ...]
+    forward: tuple[MemoryPoint, ...]
+    first: tuple[MemoryPoint, ...]
+    again: tuple[MemoryPoint, ...]
 
 
-def passing(
+def profile_forward_backward(
     view: View,
     operations: Sequence[str],
     weights: Mapping[str, float],
     takes: Iterable[str] = (),
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
-) -> Passing:
+) -> ActivationProfile:
     """Return the moments of a forward and a backward of `operations`, in their order.
 
     view: the values as the rank holds them.
@@ -81,7 +81,7 @@ def passing(
         values.setdefault((source, OWN), view.num_bytes(source))
     run = _Run(view, weights, values, {memory_of(graph, name) for name in gives}, in_place)
     read = dict.fromkeys(name for operation in computed for name in operation.inputs)
-    return Passing(
+    return ActivationProfile(
         sum(values.values()),
         run.deferred(computed),
         sum(weights[name] for name in read if name in weights),
@@ -91,31 +91,31 @@ def passing(
     )
 
 
-def passing_again(
+def profile_with_recompute(
     view: View,
     operations: Sequence[str],
     weights: Mapping[str, float],
     takes: Iterable[str] = (),
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
-) -> Passing:
+) -> ActivationProfile:
     """Return the moments of a forward and a backward where repeated blocks are computed again in
     the backward. The forward keeps only what enters such a block
     (`runtime/graph/block_modules.py`).
 
-    The arguments are those of `passing`.
+    The arguments are those of `profile_forward_backward`.
     """
     graph = view.graph
     computed = [name for name in operations if graph[name].target not in _GIVEN]
     crossed = {memory_of(graph, name) for name in (*takes, *gives)}
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
-    forward: list[Moment] = []
-    blocks: list[tuple[Passing, float]] = []  # with the bytes that are kept beside it
+    forward: list[MemoryPoint] = []
+    blocks: list[tuple[ActivationProfile, float]] = []  # with the bytes that are kept beside it
     for block, names in _runs(graph, computed):
         inside = set(names)
         read = {memory_of(graph, x) for name in names for x in graph[name].inputs}
         left = {memory_of(graph, x) for x in names if not inside.issuperset(graph.users[x])}
-        run = passing(view, names, weights, (), left & inside, in_place)
+        run = profile_forward_backward(view, names, weights, (), left & inside, in_place)
         before = sum(values.values())
         own = kept(view, names)
         if is_repeated(block):
@@ -123,20 +123,20 @@ def passing_again(
             values |= {(x, OWN): view.num_bytes(x) for x in enters}
             known = sum(num_bytes for key, num_bytes in own.items() if key in values)
             before = sum(values.values()) - known  # values that enter stay, and are not kept twice
-            forward += (Moment(0.0, before + m.values) for m in run.forward)
+            forward += (MemoryPoint(0.0, before + m.values) for m in run.forward)
         else:
-            forward += (Moment(0.0, before + m.values) for m in run.forward)
+            forward += (MemoryPoint(0.0, before + m.values) for m in run.forward)
             values |= own
         blocks.append((run, before))
-    done, moments = 0.0, dict[bool, list[Moment]]({True: [], False: []})
+    done, moments = 0.0, dict[bool, list[MemoryPoint]]({True: [], False: []})
     for run, before in reversed(blocks):
         for is_first, worst in ((True, run.first), (False, run.again)):
             come = done if is_first else 0.0
-            moments[is_first] += (Moment(come + m.gradients, before + m.values) for m in worst)
+            moments[is_first] += (MemoryPoint(come + m.gradients, before + m.values) for m in worst)
         done += run.gradients
     deferred = sum(run.deferred for run, _ in blocks)
     first, again = _worst(moments[True]), _worst(moments[False])
-    return Passing(sum(values.values()), deferred, done, _worst(forward), first, again)
+    return ActivationProfile(sum(values.values()), deferred, done, _worst(forward), first, again)
 
 
 def _runs(graph: OperationGraph, operations: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -171,7 +171,7 @@ class _Run:
     """A forward and backward of operations, whose moments its methods give.
 
     view: the values as the rank holds them.
-    weights, in_place: as in `passing`.
+    weights, in_place: as in `profile_forward_backward`.
     values: bytes that autograd keeps, as `kept` gives them, with the values that are taken and
         given.
     gives: the operations in whose memory the values lie that go to other parts of the model.
@@ -190,7 +190,7 @@ class _Run:
         read = (x for x in operation.inputs if x in graph.trained)
         return [memory_of(graph, x) for x in read if graph[x].target != "parameter"]
 
-    def forward(self, operations: Sequence[Operation]) -> tuple[Moment, ...]:
+    def forward(self, operations: Sequence[Operation]) -> tuple[MemoryPoint, ...]:
         """Return the worst moment of the forward. An operation's moment has the values kept by
         then, and those it reads and makes that nobody keeps."""
         own = {operation.name for operation in operations}
@@ -203,15 +203,15 @@ class _Run:
                     known.add(key)
                     so_far += num_bytes
             near = {memory_of(self.view.graph, x) for x in (operation.name, *operation.inputs)}
-            passing = (x for x in near if x in own and (x, OWN) not in known)
-            at_hand = sum(self.view.num_bytes(x) for x in passing)
+            unsaved = (x for x in near if x in own and (x, OWN) not in known)
+            at_hand = sum(self.view.num_bytes(x) for x in unsaved)
             for cast, num_bytes in self._put_together(operation):
                 # Parts come into one buffer, and are put together in another.
                 buffers = (cast not in made) + ((cast, OWN) not in known)
                 at_hand += buffers * num_bytes
                 made.add(cast)
             worst = max(worst, so_far + at_hand)
-        return (Moment(0.0, worst),)
+        return (MemoryPoint(0.0, worst),)
 
     def _put_together(self, operation: Operation) -> Iterator[tuple[str, float]]:
         """Yield the values that an operation reads gathered or cut, under their names in
@@ -233,7 +233,7 @@ class _Run:
                 held[operation.name, 1] = self.view.num_bytes(operation.name)
         return sum(held.values())
 
-    def backward(self, operations: Sequence[Operation], is_first: bool) -> tuple[Moment, ...]:
+    def backward(self, operations: Sequence[Operation], is_first: bool) -> tuple[MemoryPoint, ...]:
         """Return the worst moments of the backward, from the last operation to the first.
 
         An operation's moment has its own gradient and those it makes. A tensor is freed after the
@@ -257,7 +257,7 @@ class _Run:
             state.values -= lets_go.get(operation.name, 0.0)
         return _worst(moments)
 
-    def _step(self, operation: Operation, state: _Backward, is_first: bool) -> Moment:
+    def _step(self, operation: Operation, state: _Backward, is_first: bool) -> MemoryPoint:
         """Return the moment of one operation's backward.
 
         The operation has its own gradient until the gradients of its inputs are made. Its
@@ -291,7 +291,7 @@ class _Run:
                 elif name not in self.in_place:
                     added += self.weights[name]
         alive = state.values + sum(state.gradients.values()) + own + at_hand
-        return Moment(state.weights + added, alive)
+        return MemoryPoint(state.weights + added, alive)
 
 
 def _is_written_over(view: View, operation: Operation) -> bool:
@@ -301,10 +301,10 @@ def _is_written_over(view: View, operation: Operation) -> bool:
     return is_loss and min(view.part_of(x) for x in operation.inputs) < 1
 
 
-def _worst(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+def _worst(moments: Iterable[MemoryPoint]) -> tuple[MemoryPoint, ...]:
     """Return the moments on the Pareto front: no other needs as many bytes of gradients *and* of
     values."""
-    front: list[Moment] = []
+    front: list[MemoryPoint] = []
     for moment in sorted(moments, key=lambda m: (m.gradients, m.values), reverse=True):
         if not front or moment.values > front[-1].values:
             front.append(moment)

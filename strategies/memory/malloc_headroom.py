@@ -27,7 +27,7 @@ def needed_bytes(plan: Plan, ranks: Iterable[int]) -> float:
     return sum(plan.ranks[rank].memory_bytes.total for rank in ranks)
 
 
-def said_of_holes(plan: Plan, memory_bytes: int) -> tuple[Decision, ...]:
+def explain_fragmentation(plan: Plan, memory_bytes: int) -> tuple[Decision, ...]:
     """Return the note for a plan whose ranks, all on one machine of `memory_bytes`, leave no room
     for holes; nothing where they do."""
     ranks = range(plan.world_size)

@@ -21,7 +21,7 @@ from whale_train.strategies.graph.operation_graph import (
     is_repeated,
 )
 from whale_train.strategies.graph.saved_tensors import halves, joined_norms, memory_of
-from whale_train.strategies.layouts.propagation import Cast, Layout, Owned, Shard
+from whale_train.strategies.layouts.propagation import Cast, Layout, PartialByRow, Shard
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.tensor_parallel.candidates import WeightSharding, cuts_of
 from whale_train.strategies.tensor_parallel.choose import Sharded
@@ -29,7 +29,7 @@ from whale_train.strategies.tensor_parallel.region import block_of_parameter
 
 
 @dataclass(frozen=True)
-class Likeness:
+class CanonicalSlices:
     """Numbers for the slices of a model: slices that are equal but for names have the same number.
 
     profile: the model.
@@ -197,8 +197,8 @@ class _Renaming:
     def layout(self, layout: Layout) -> Layout:
         if isinstance(layout, Shard):
             return self.shard(layout)
-        if isinstance(layout, Owned):
-            return Owned(self.axis(layout.axis), self.names[layout.rows])
+        if isinstance(layout, PartialByRow):
+            return PartialByRow(self.axis(layout.axis), self.names[layout.rows])
         return layout
 
     def cast(self, cast: Cast) -> Cast:

@@ -21,14 +21,20 @@ from whale_train.strategies.layouts.propagation import (
     RULES,
     Assignment,
     Cast,
-    Fineness,
     Layout,
+    MinUnits,
     Shard,
     assign,
     written_value,
 )
 from whale_train.strategies.layouts.rules.matmul import grouped_mm
-from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE, Routed, Typed
+from whale_train.strategies.layouts.types import (
+    COMBINE,
+    DISPATCH,
+    EXCHANGE,
+    DispatchedRows,
+    RuleInput,
+)
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, seen_weights
 from whale_train.strategies.tensor_parallel.candidates import find_weights
 from whale_train.strategies.tensor_parallel.choose import Sharded
@@ -67,8 +73,10 @@ def route_experts(
         given[ends] = Shard(0, cut_along, 1, _pieces(weights, products))
         for user, name in _entering(graph, hull, products, ends):
             given[name] = Shard(0, cut_along)
-            casts.append(Cast(user, name, DISPATCH, Routed(ends), Shard(0, cut_along)))
-        casts += [Cast(user, ends, EXCHANGE, Routed(ends), given[ends]) for user in products]
+            casts.append(Cast(user, name, DISPATCH, DispatchedRows(ends), Shard(0, cut_along)))
+        casts += [
+            Cast(user, ends, EXCHANGE, DispatchedRows(ends), given[ends]) for user in products
+        ]
         casts += _leaving(graph, hull, chosen, gives, ends, cut_along)
         inside |= hull
     held = {name for name, path in parameters.items() if path in weights and name in chosen}
@@ -93,7 +101,7 @@ def mixtures_of(graph: OperationGraph) -> dict[str, int]:
     counts: dict[str, int] = {}
     for operation in graph:
         if RULES.get(operation.target) is grouped_mm:
-            ends = Typed(operation, {}, graph).value(2, "offs")
+            ends = RuleInput(operation, {}, graph).value(2, "offs")
             (experts,) = graph[ends].shape or (Size(0),)
             counts.setdefault(ends, experts.fixed)
     return counts
@@ -163,7 +171,7 @@ def _experts(
     """Return the layouts of the weights that are stacks of experts, by path. All stacks of as many
     experts are cut along one axis."""
     layouts = {}
-    for path, weight in find_weights(graph, region, parameters, Fineness(members)).items():
+    for path, weight in find_weights(graph, region, parameters, MinUnits(members)).items():
         for candidate in weight.candidates:
             if candidate.pattern == "experts":
                 cut = candidate.layout
@@ -183,7 +191,7 @@ def _mixtures(
     for name in region:
         operation = graph[name]
         if RULES.get(operation.target) is grouped_mm:
-            typed = Typed(operation, {}, graph)
+            typed = RuleInput(operation, {}, graph)
             path = seen.get(typed.value(1), "")
             if path in weights:
                 products.setdefault(typed.value(2, "offs"), {})[name] = path
@@ -200,7 +208,7 @@ def _entering(
 ) -> Iterator[tuple[str, str]]:
     """Yield the pairs (reader in `hull`, value) of rows that come from outside of it. Raises
     SplitRefused for a value that holds samples in another way."""
-    rows = {graph[Typed(graph[x], {}, graph).value(0)].shape[:1] for x in products}  # type: ignore[index]
+    rows = {graph[RuleInput(graph[x], {}, graph).value(0)].shape[:1] for x in products}  # type: ignore[index]
     for user in (op for op in graph if op.name in hull):
         for name in user.inputs:
             if name in hull or name == ends:
@@ -222,7 +230,7 @@ def _leaving(
         if operation.name in hull:
             outside = [u for u in graph.users[operation.name] if u in region and u not in hull]
             for user in (*outside, *([""] if operation.name in gives else [])):
-                yield Cast(user, operation.name, COMBINE, Shard(0, axis), Routed(ends))
+                yield Cast(user, operation.name, COMBINE, Shard(0, axis), DispatchedRows(ends))
 
 
 def _refuse_other_readers(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.plan.plan import Decision, Plan
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 
 def outside(plan: Plan, profile: ModelProfile) -> tuple[int, ...]:
@@ -47,14 +47,14 @@ def within_sizes(plan: Plan, profile: ModelProfile) -> Plan:
     return replace(plan, decisions=(*plan.decisions, decision))
 
 
-def known_by_graph(findings: Findings, plan: Plan) -> Findings:
+def known_by_graph(findings: ModelAnalysis, plan: Plan) -> ModelAnalysis:
     """Return `findings`, without the graph where `plan` takes parts of sizes that the graph is not
     of."""
     profile = findings.profile
     if profile.graph is None or not outside(plan, profile):
         return findings
     why = "its graph is of batches of other sizes"
-    return Findings(replace(profile, graph=None, export_error=why), findings.precision)
+    return ModelAnalysis(replace(profile, graph=None, export_error=why), findings.precision)
 
 
 def _sizes(plan: Plan) -> Iterator[int]:

@@ -20,7 +20,7 @@ _FAR = (-1, 1, -2, 2)  # places that an end moves at once, the nearest first
 
 
 @dataclass(frozen=True)
-class Look(Generic[T]):
+class Trial(Generic[T]):
     """The outcome of a cut.
 
     found: what the caller derives from the cut.
@@ -35,9 +35,9 @@ class Look(Generic[T]):
     work: int
 
 
-def move_ends(
-    cut: Boundaries, first: Look[T], look: Callable[[Boundaries], Look[T] | None], work: int
-) -> tuple[Boundaries, Look[T]]:
+def shift_boundaries(
+    cut: Boundaries, first: Trial[T], look: Callable[[Boundaries], Trial[T] | None], work: int
+) -> tuple[Boundaries, Trial[T]]:
     """Return the cut that no move of one end makes better, and its outcome.
 
     cut: places where stages begin and the last one ends, to start from.
@@ -70,7 +70,7 @@ def move_ends(
             return cut, replace(best, work=done)
 
 
-def _is_better(one: Look[T], other: Look[T]) -> bool:
+def _is_better(one: Trial[T], other: Trial[T]) -> bool:
     """Return True if `one` is short of fewer bytes than `other`, or, where both fit, takes less
     time by a thousandth."""
     if one.short_bytes > 0 or other.short_bytes > 0:

@@ -23,17 +23,21 @@ from whale_train.strategies.memory.host_memory import (
 )
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.resolver.boundary_search import Look, move_ends
-from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.boundary_search import Trial, shift_boundaries
+from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.refusals import refuse_model, refuse_own_losses, refuse_pieces
-from whale_train.strategies.resolver.write import Decided, simulated_step, written
+from whale_train.strategies.resolver.write import PlanDecisions, simulated_step, written
 from whale_train.strategies.schedule.apportion import even_shares
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
 from whale_train.strategies.schedule.orders import schedule
 from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stage_memory.rank_memory import RankMemory
-from whale_train.strategies.stage_memory.within_memory import Room, recomputed_stages, refuse_memory
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stage_memory.within_memory import (
+    MemoryBudget,
+    recomputed_stages,
+    refuse_memory,
+)
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
 from whale_train.strategies.stages.engines import engines_of_stages
@@ -44,8 +48,8 @@ from whale_train.strategies.stages.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
-from whale_train.strategies.stages.p2p import Sends
-from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
+from whale_train.strategies.stages.p2p import P2PCosts
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
 
 _Edges = Mapping[tuple[int, int], bool]
 
@@ -55,12 +59,12 @@ _MOVING = 8_000  # most simulated tasks and laid-out ranks in the search for a b
 def decide(
     strategy: Strategy,
     cluster: Cluster,
-    findings: Findings,
+    findings: ModelAnalysis,
     training: Training,
     *,
     moving: bool = False,
     cut: tuple[int, ...] = (),
-) -> Considered:
+) -> EvaluatedStrategy:
     """Return `strategy`, resolved as far as its step.
 
     strategy: the request's strategy.
@@ -98,38 +102,40 @@ class _Resolved:
     """
 
     cut: Chunked
-    decided: Decided
+    decided: PlanDecisions
     step: Simulated | None
     kept: Sequence[float]
 
 
-def _look(job: Staging, cut: Chunked, micro_batches: int) -> Look[_Resolved]:
+def _look(job: PlanningContext, cut: Chunked, micro_batches: int) -> Trial[_Resolved]:
     """Return the outcome of a cut. Its seconds are infinite where the strategy does not fit the
     memory."""
     cut, decided = _fitted(job, cut, micro_batches)
     short = decided.room.short_bytes
     ranks = len(job.cluster.devices)
     if short > 0:
-        return Look(_Resolved(cut, decided, None, ()), short, inf, ranks)
+        return Trial(_Resolved(cut, decided, None, ()), short, inf, ranks)
     kept = kept_on_hosts(job.form.keeper, lambda: _on_hosts(job, cut), job.cluster)
     spans = (step := simulated_step(job, decided)).spans
-    return Look(_Resolved(cut, decided, step, kept), short, spans.seconds, len(spans.tasks) + ranks)
+    return Trial(
+        _Resolved(cut, decided, step, kept), short, spans.seconds, len(spans.tasks) + ranks
+    )
 
 
-def _may_move(job: Staging) -> bool:
+def _may_move(job: PlanningContext) -> bool:
     """Return True if the strategy leaves it open where stages end, and balances by the hardware."""
     named = any(stage.modules for stage in job.form.stages)
     return job.chunk_count > 1 and job.strategy.balance == "hardware" and not named
 
 
 def _moved(
-    job: Staging, micro_batches: int, first: Look[_Resolved], decisions: list[Decision]
-) -> Look[_Resolved]:
+    job: PlanningContext, micro_batches: int, first: Trial[_Resolved], decisions: list[Decision]
+) -> Trial[_Resolved]:
     """Return the outcome of the cut of which the simulated step is shortest, found by moving the
     ends of stages from `first`. A cut other than the first is added to `decisions`."""
     weights, balanced = job.findings.order.weights, first.found.cut
 
-    def look(places: tuple[int, ...]) -> Look[_Resolved] | None:
+    def look(places: tuple[int, ...]) -> Trial[_Resolved] | None:
         if any(weights[a] == weights[b] for a, b in pairwise(places)):
             return None  # nothing to train
         try:
@@ -137,7 +143,7 @@ def _moved(
         except PlanError:
             return None
 
-    places, best = move_ends(balanced.places, first, look, _MOVING)
+    places, best = shift_boundaries(balanced.places, first, look, _MOVING)
     if places != balanced.places:
         assert job.form.pipeline is not None
         reason = f"{in_seconds(best.seconds)} a step, simulated, and {in_seconds(first.seconds)} "
@@ -149,7 +155,7 @@ def _moved(
     return best
 
 
-def _parts(job: Staging, cut: Chunked) -> str:
+def _parts(job: PlanningContext, cut: Chunked) -> str:
     """Return the share of the work that every chunk has, as text."""
     flops = job.findings.order.flops
     chunk_flops = (flops[last] - flops[first] for first, last in pairwise(cut.places))
@@ -157,8 +163,8 @@ def _parts(job: Staging, cut: Chunked) -> str:
 
 
 def _considered(
-    job: Staging, micro_batches: int, look: Look[_Resolved], decisions: Sequence[Decision]
-) -> Considered:
+    job: PlanningContext, micro_batches: int, look: Trial[_Resolved], decisions: Sequence[Decision]
+) -> EvaluatedStrategy:
     """Return the outcome `look` with functions that write its plan and simulate it elsewhere.
     Raises ShortOfMemoryError where it does not fit."""
     cut, decided, step = look.found.cut, look.found.decided, look.found.step
@@ -178,10 +184,10 @@ def _considered(
         taken = ChunkTimes(there, cut.chunks, cut.axes, recomputed, limits)
         return simulated_step(there, replace(decided, times=taken))
 
-    return Considered(step, plan, on, look.work, cut.places)
+    return EvaluatedStrategy(step, plan, on, look.work, cut.places)
 
 
-def _on_hosts(job: Staging, cut: Chunked) -> Sequence[float]:
+def _on_hosts(job: PlanningContext, cut: Chunked) -> Sequence[float]:
     """Return the bytes that the host of every rank keeps of the parameters and states that copies
     partition and offload, by rank."""
     engines, by_rank = engines_of_stages(job, cut.chunks, cut.axes), []
@@ -201,32 +207,34 @@ def _on_hosts(job: Staging, cut: Chunked) -> Sequence[float]:
 
 
 def _staging(
-    strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
-) -> Staging:
+    strategy: Strategy, cluster: Cluster, findings: ModelAnalysis, training: Training
+) -> PlanningContext:
     """Return the strategy in its form on `cluster`. Raises PlanError where it has none, or where it
     cannot train the model."""
     faults: list[Fault] = []
     form = form_of(strategy, cluster, training, faults)
     if faults or form is None:
         raise PlanError(faults)
-    job = Staging(strategy, cluster, findings, training, form)
+    job = PlanningContext(strategy, cluster, findings, training, form)
     refuse_model(job)
     return job
 
 
-def _asked_micro_batches(job: Staging) -> int:
+def _asked_micro_batches(job: PlanningContext) -> int:
     """Return the number of micro-batches of a copy that the request asks for; 1 where it leaves
     that open."""
     pipeline = job.form.pipeline
     return job.training.accumulate if pipeline is None else pipeline.micro_batches or 1
 
 
-def _told_to_recompute(job: Staging) -> set[int]:
+def _told_to_recompute(job: PlanningContext) -> set[int]:
     """Return the stages that are asked to recompute their blocks."""
     return {n for n, stage in enumerate(job.form.stages) if stage.recompute == "full"}
 
 
-def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, Decided]:
+def _fitted(
+    job: PlanningContext, cut: Chunked, micro_batches: int
+) -> tuple[Chunked, PlanDecisions]:
     """Return the cut and all decisions on it, with shares that fit every device where there are
     such shares. First the units of what is split beside copies (classes, experts) are shared out
     anew, then samples."""
@@ -250,7 +258,9 @@ def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, De
     return cut, decided
 
 
-def _decided(job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int] = ()) -> Decided:
+def _decided(
+    job: PlanningContext, cut: Chunked, micro_batches: int, limits: Sequence[int] = ()
+) -> PlanDecisions:
     """Return the decisions on a cut: the order in which positions work, and the stages that
     recompute their blocks.
 
@@ -267,8 +277,12 @@ def _decided(job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[in
 
 
 def _in_memory(
-    job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int], recomputed: Set[int]
-) -> Decided:
+    job: PlanningContext,
+    cut: Chunked,
+    micro_batches: int,
+    limits: Sequence[int],
+    recomputed: Set[int],
+) -> PlanDecisions:
     """Return the decisions with more micro-batches in flight for the time that messages take. Where
     they do not fit, return the decisions without."""
     times = ChunkTimes(job, cut.chunks, cut.axes, frozenset(recomputed), limits)
@@ -280,23 +294,23 @@ def _in_memory(
 
 
 def _ordered(
-    job: Staging, cut: Chunked, times: ChunkTimes, batches: Batches, in_transit: bool = True
-) -> Decided:
+    job: PlanningContext, cut: Chunked, times: ChunkTimes, batches: Batches, in_transit: bool = True
+) -> PlanDecisions:
     """Return the decisions with the order of work. With `in_transit`, the order counts with the
     time that messages are on their way."""
     copies = range(job.form.copies)
     transits: list[Transits] = [{} for _ in copies]
     if in_transit and cut.edges:
-        sends = Sends(job, cut.chunks)
+        sends = P2PCosts(job, cut.chunks)
         transits = [sends.transits(copy, batches, cut.edges) for copy in copies]
     orders = _orders(job, times, cut.edges, batches, transits)
     memory = RankMemory(job, cut.chunks, cut.axes, orders, times.recomputed)
-    room = Room(job, cut, memory, batches)
-    return Decided(times, cut.axes, batches, cut.edges, cut.shared, room, orders, transits)
+    room = MemoryBudget(job, cut, memory, batches)
+    return PlanDecisions(times, cut.axes, batches, cut.edges, cut.shared, room, orders, transits)
 
 
 def _orders(
-    job: Staging,
+    job: PlanningContext,
     times: ChunkTimes,
     edges: _Edges,
     batches: Batches,
@@ -318,7 +332,7 @@ def _orders(
     return orders
 
 
-def _explained_devices(job: Staging) -> Iterator[Decision]:
+def _explained_devices(job: PlanningContext) -> Iterator[Decision]:
     """Yield a decision on the degree that nobody gave, if there is one."""
     form, count = job.form, len(job.cluster.devices)
     if form.added > 1:
@@ -330,7 +344,7 @@ def _explained_devices(job: Staging) -> Iterator[Decision]:
         yield Decision(f"{form.filled}.degree", str(count), "", reason)
 
 
-def _explained_shares(job: Staging, batches: Batches) -> Iterator[Decision]:
+def _explained_shares(job: PlanningContext, batches: Batches) -> Iterator[Decision]:
     """Yield a decision on the shares of the batch that copies take, or members that share a stage's
     samples, where these shares are not even."""
     shares = [sum(stop - start for start, stop in of_copy) for of_copy in batches.samples]
@@ -352,7 +366,7 @@ def _folded(shares: Sequence[int]) -> str:
 
 
 def _explained(
-    job: Staging, chunks: Sequence[StageChunk], recomputed: Set[int]
+    job: PlanningContext, chunks: Sequence[StageChunk], recomputed: Set[int]
 ) -> Iterator[Decision]:
     """Yield the decisions on recomputation, heads, tensors that stay whole, and unused
     parameters."""
@@ -379,7 +393,7 @@ def _explained(
         yield Decision(path, "not trained", "", reason)
 
 
-def _explained_head(job: Staging, chunk: StageChunk) -> Iterator[Decision]:
+def _explained_head(job: PlanningContext, chunk: StageChunk) -> Iterator[Decision]:
     """Yield a decision that says which projection is the head that is split."""
     if chunk.head is None:
         return

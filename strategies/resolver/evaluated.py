@@ -10,7 +10,7 @@ from whale_train.strategies.simulate.prediction import Simulated
 
 
 @dataclass(frozen=True)
-class Considered:
+class EvaluatedStrategy:
     """A strategy resolved as far as its step.
 
     step: the step, simulated on the devices that the strategy uses.

@@ -4,7 +4,7 @@ batch."""
 from whale_train.strategies.graph.operation_graph import Size
 from whale_train.strategies.layouts.propagation import Cast, Shard
 from whale_train.strategies.layouts.segment import Segment
-from whale_train.strategies.layouts.types import Routed
+from whale_train.strategies.layouts.types import DispatchedRows
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment, PlannedShard
 
 
@@ -43,7 +43,7 @@ def _cast(cast: Cast) -> PlannedCast:
     source = planned_shard(cast.source) if isinstance(cast.source, Shard) else None
     target = planned_shard(cast.target) if isinstance(cast.target, Shard) else None
     is_between_cuts = cast.kind == "reshard"
-    routed = next((x for x in (cast.source, cast.target) if isinstance(x, Routed)), None)
+    routed = next((x for x in (cast.source, cast.target) if isinstance(x, DispatchedRows)), None)
     return PlannedCast(
         *(cast.user, cast.value, cast.kind, target or source),
         source=source if is_between_cuts else None,

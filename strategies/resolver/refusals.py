@@ -9,7 +9,7 @@ from whale_train.strategies.resolver.shared_batch import (
     refuse_shared_batch,
     refuse_written_parameters,
 )
-from whale_train.strategies.stages.placement import StageChunk, Staging
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_unknown_names
 
 # The remedy where there is no graph. The launcher finds out whether copies can share the batch of
@@ -17,7 +17,7 @@ from whale_train.strategies.stages.split_names import refuse_unknown_names
 AS_IS = "use strategy=dp or a zero strategy, which run the model as it is"
 
 
-def refuse_model(job: Staging) -> None:
+def refuse_model(job: PlanningContext) -> None:
     """Raise PlanError with all faults that keep the strategy of `job` from training its model."""
     faults: list[Fault] = []
     if job.profile.graph is None and not job.as_is:
@@ -32,7 +32,7 @@ def refuse_model(job: Staging) -> None:
         raise PlanError(faults)
 
 
-def _refuse_no_graph(job: Staging, faults: list[Fault]) -> None:
+def _refuse_no_graph(job: PlanningContext, faults: list[Fault]) -> None:
     """Add a fault for a strategy that cuts a model which could not be exported."""
     profile, key, value = job.profile, job.strategy.graph[0].path, ""
     for split in (stage.split for stage in job.form.stages if stage.body and stage.split):
@@ -41,7 +41,7 @@ def _refuse_no_graph(job: Staging, faults: list[Fault]) -> None:
     faults.append(Fault(key, value, f"{rule} ({profile.export_error})", AS_IS))
 
 
-def _refuse_partitions(job: Staging, faults: list[Fault]) -> None:
+def _refuse_partitions(job: PlanningContext, faults: list[Fault]) -> None:
     """Add faults for parameters that the ZeRO stage of `job` cannot partition."""
     profile, keeper = job.profile, job.form.keeper
     assert keeper is not None
@@ -67,7 +67,7 @@ def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
         faults.append(Fault("model", profile.name, rule, remedy))
 
 
-def refuse_pieces(job: Staging, micro_batches: int) -> None:
+def refuse_pieces(job: PlanningContext, micro_batches: int) -> None:
     """Raise PlanError where the batch may not be trained in as many pieces as copies and
     `micro_batches` make."""
     faults: list[Fault] = []
@@ -91,7 +91,7 @@ def refuse_pieces(job: Staging, micro_batches: int) -> None:
         raise PlanError(faults)
 
 
-def refuse_own_losses(job: Staging, chunks: Sequence[StageChunk]) -> None:
+def refuse_own_losses(job: PlanningContext, chunks: Sequence[StageChunk]) -> None:
     """Raise PlanError where members of a shard group each have a loss of their own samples, and its
     targets are computed from parameters, so that they cannot be counted before the model runs."""
     if job.as_is:

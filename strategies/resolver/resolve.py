@@ -16,10 +16,10 @@ from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.batch_sizes import known_by_graph, within_sizes
 from whale_train.strategies.resolver.decide import decide
-from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.shared_batch import with_samples
 from whale_train.strategies.simulate.prediction import Simulated
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.placement import form_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -33,14 +33,14 @@ def resolve(
 ) -> Plan:
     """Return the plan for `strategy` on the devices of `cluster`. Raises PlanError with all
     faults."""
-    findings = Findings(profile, training.precision)
+    findings = ModelAnalysis(profile, training.precision)
     return resolve_and_simulate(strategy, cluster, findings, training)[0]
 
 
 def resolve_and_simulate(
     strategy: Strategy,
     cluster: Cluster,
-    findings: Findings,
+    findings: ModelAnalysis,
     training: Training,
     stand_ins: Cluster | None = None,
 ) -> tuple[Plan, Simulated]:
@@ -61,12 +61,12 @@ def resolve_and_simulate(
 def consider(
     strategy: Strategy,
     cluster: Cluster,
-    findings: Findings,
+    findings: ModelAnalysis,
     training: Training,
     *,
     moving: bool = False,
     cut: tuple[int, ...] = (),
-) -> Considered:
+) -> EvaluatedStrategy:
     """Return `strategy` resolved as far as its step on the devices of `cluster`.
 
     strategy: the request's strategy.

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import ModelProfile, Operation, OperationGraph
-from whale_train.strategies.independence.judge import Judgement, judge
+from whale_train.strategies.independence.judge import LossReduction, classify_loss
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 VOUCHED = "model.samples_are_independent"
 EXCHANGED = "copies exchange its sums over the batch"
@@ -22,7 +22,7 @@ COMPARED = "compared before the first step"  # of models without a known loss
 
 
 def refuse_shared_batch(
-    findings: Findings, training: Training, micro_batches: int, faults: list[Fault]
+    findings: ModelAnalysis, training: Training, micro_batches: int, faults: list[Fault]
 ) -> None:
     """Add the faults of a model whose batch cannot be shared, for a plan in which it is.
 
@@ -110,7 +110,7 @@ def refuse_unlike_copies(
         faults.append(Fault("model", profile.name, rule, "use strategy=dp or strategy=zero1"))
 
 
-def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
+def with_samples(plan: Plan, findings: ModelAnalysis, training: Training) -> Plan:
     """Return `plan` with the loss of its batch over the samples (mean or sum), and with decisions
     on what is known of that where its batch is shared."""
     judgement = findings.samples
@@ -144,7 +144,7 @@ def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
     return replace(plan, loss_over=loss_over, decisions=decisions)
 
 
-def _why(judgement: Judgement) -> str:
+def _why(judgement: LossReduction) -> str:
     """Return the reason of a judgement, as the end of a message: " (...)", or '' where there is
     none."""
     if judgement.operation is not None:
@@ -192,5 +192,5 @@ _MEANS_OVER_TARGETS = (
 def where_samples_meet(graph: OperationGraph) -> Operation | None:
     """Return the operation in which the samples of a batch meet on the way to the loss; None where
     none is proven to."""
-    judgement = judge(graph)
+    judgement = classify_loss(graph)
     return judgement.operation if judgement.kind == "meets" else None

@@ -28,15 +28,15 @@ from whale_train.strategies.resolver.planned_inventory import planned_inventory
 from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.instructions import Instruction, Transits
 from whale_train.strategies.simulate.prediction import Simulated, simulated
-from whale_train.strategies.stage_memory.within_memory import Room
+from whale_train.strategies.stage_memory.within_memory import MemoryBudget
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
+from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
 from whale_train.strategies.stages.step import StagedStep
 
 
 @dataclass(frozen=True)
-class Decided:
+class PlanDecisions:
     """All decisions on a strategy, from which its plan is written.
 
     times: seconds of the chunks.
@@ -55,7 +55,7 @@ class Decided:
     batches: Batches
     edges: Mapping[tuple[int, int], bool]
     shared: Mapping[str, tuple[int, ...]]
-    room: Room
+    room: MemoryBudget
     orders: Sequence[Sequence[Sequence[Instruction]]]
     transits: Sequence[Transits]
 
@@ -74,7 +74,10 @@ class Decided:
 
 
 def written(
-    job: Staging, decided: Decided, predicted: Prediction, decisions: Sequence[Decision]
+    job: PlanningContext,
+    decided: PlanDecisions,
+    predicted: Prediction,
+    decisions: Sequence[Decision],
 ) -> Plan:
     """Return the plan of a strategy.
 
@@ -132,13 +135,13 @@ def written(
     )
 
 
-def simulated_step(job: Staging, decided: Decided) -> Simulated:
+def simulated_step(job: PlanningContext, decided: PlanDecisions) -> Simulated:
     """Return the simulated step on the devices of `job`."""
     priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
     return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
 
-def _pipeline(job: Staging, decided: Decided) -> PlannedPipeline:
+def _pipeline(job: PlanningContext, decided: PlanDecisions) -> PlannedPipeline:
     """Return the pipeline of a plan: which position runs which chunk for which micro-batch."""
     form = job.form
     return PlannedPipeline(
@@ -163,7 +166,7 @@ def _pipeline(job: Staging, decided: Decided) -> PlannedPipeline:
     )
 
 
-def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
+def _pipeline_copy(job: PlanningContext, decided: PlanDecisions, copy: int) -> PlannedCopy:
     """Return one copy of the pipeline of a plan: its ranks, samples, owners, and times in
     seconds."""
     batches = decided.batches
@@ -180,7 +183,7 @@ def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
     )
 
 
-def _segment(job: Staging, chunk: StageChunk) -> Segment:
+def _segment(job: PlanningContext, chunk: StageChunk) -> Segment:
     """Return a chunk as the segment of the graph that its stage runs."""
     number, part = job.task_graphs[chunk.stage][0], chunk.slice
     assignment = chunk.sharded.assignment if chunk.sharded else None
@@ -188,7 +191,7 @@ def _segment(job: Staging, chunk: StageChunk) -> Segment:
     return Segment(number, part.operations, part.takes, part.gives, assignment, sums)
 
 
-def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGraph]:
+def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> Iterator[TaskGraph]:
     """Yield the TaskGraphs of a stage: one, or the rest and then the part that is split beside
     it."""
     form, chunks = job.form.stages[stage], [c for c in decided.chunks if c.stage == stage]
@@ -247,7 +250,9 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
     yield _cut(job, beside, shards, decided.axes)
 
 
-def _keeper_beside(job: Staging, stage: int, chunks: Sequence[StageChunk]) -> Replicate | None:
+def _keeper_beside(
+    job: PlanningContext, stage: int, chunks: Sequence[StageChunk]
+) -> Replicate | None:
     """Return the ZeRO and offload settings of what is split beside a stage's rest; None where it is
     kept whole, and where there is no such part."""
     run_by_rest = any(chunk.beside is not None for chunk in chunks if chunk.stage == stage)
@@ -272,7 +277,7 @@ class _SplitPart:
     rest_parameters: Set[str]
 
 
-def _split_of(job: Staging, chunks: Sequence[StageChunk]) -> _SplitPart:
+def _split_of(job: PlanningContext, chunks: Sequence[StageChunk]) -> _SplitPart:
     """Return the part that the chunks of a stage split: a head, of which there is one, or parts of
     each chunk."""
     operation_chunks = [(name, x) for x in chunks for name in x.slice.operations]
@@ -290,7 +295,7 @@ def _split_of(job: Staging, chunks: Sequence[StageChunk]) -> _SplitPart:
     return _SplitPart("experts" if experts else "split", modules, flops, rest_flops, rest)
 
 
-def _primitive(job: Staging) -> str:
+def _primitive(job: PlanningContext) -> str:
     """Return the primitive of a stage's TaskGraph that is not split beside copies."""
     if job.form.pipeline:
         return "stage"
@@ -298,14 +303,14 @@ def _primitive(job: Staging) -> str:
 
 
 def _listed(
-    job: Staging, parameters: Set[str] | Sequence[str] | Mapping[str, Any]
+    job: PlanningContext, parameters: Set[str] | Sequence[str] | Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Return the paths among `parameters`, in the model's order."""
     return tuple(p.path for p in job.profile.parameters if p.path in parameters)
 
 
 def _cut(
-    job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: AxisIntervals
+    job: PlanningContext, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: AxisIntervals
 ) -> TaskGraph:
     """Return the TaskGraph with the shards of its parameters, and without ZeRO and offload where it
     trains none."""
@@ -327,14 +332,14 @@ def _cut(
     )
 
 
-def _narrow_frozen(job: Staging, chunks: Sequence[StageChunk]) -> tuple[str, ...]:
+def _narrow_frozen(job: PlanningContext, chunks: Sequence[StageChunk]) -> tuple[str, ...]:
     """Return the paths of the frozen weights of `chunks` that ranks hold in 16 bits."""
     narrow = job.findings.once("narrow frozen", lambda: narrow_frozen(job.profile, job.training))
     held = (path for chunk in chunks for path in chunk.slice.frozen if path in narrow)
     return tuple(dict.fromkeys(held))
 
 
-def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:
+def _shares(job: PlanningContext, stage: int, batches: Batches) -> tuple[int, ...]:
     """Return the samples of a step that every copy of a stage takes."""
     return tuple(
         sum(stop - start for start, stop in _owned(job, copy, stage, position, batches))
@@ -344,7 +349,7 @@ def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:
 
 
 def _owned(
-    job: Staging, copy: int, stage: int, position: int, batches: Batches
+    job: PlanningContext, copy: int, stage: int, position: int, batches: Batches
 ) -> tuple[tuple[int, int], ...]:
     """Return the micro-batches that a position owns, as intervals of the global batch."""
     pairs = zip(batches.samples[copy], batches.owners[copy][stage], strict=True)
@@ -360,7 +365,9 @@ def _offload(keeper: Replicate | None) -> dict[str, str]:
     }
 
 
-def _rank(job: Staging, rank: int, decided: Decided, task_graphs: Sequence[TaskGraph]) -> RankPlan:
+def _rank(
+    job: PlanningContext, rank: int, decided: PlanDecisions, task_graphs: Sequence[TaskGraph]
+) -> RankPlan:
     """Return the plan of one rank: its TaskGraphs, samples, memory and DeepSpeed configs.
     `task_graphs` are those of all stages, by number."""
     stage = job.stage_of_rank(rank)
@@ -386,7 +393,7 @@ def _rank(job: Staging, rank: int, decided: Decided, task_graphs: Sequence[TaskG
     )
 
 
-def _config(job: Staging, keeper: Replicate | None, largest: int) -> dict[str, Any] | None:
+def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dict[str, Any] | None:
     """Return the DeepSpeed config of an engine with the settings `keeper`; None where it has no
     ZeRO. `largest` is the number of samples of the rank's largest micro-batch."""
     if keeper is None or not keeper.zero:
@@ -397,7 +404,7 @@ def _config(job: Staging, keeper: Replicate | None, largest: int) -> dict[str, A
     return deepspeed_config(keeper, largest, training.grad_clip, optimizer, on_cpu, reduce_dtype)
 
 
-def _own_samples(job: Staging, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:
+def _own_samples(job: PlanningContext, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:
     """Return the micro-batches that a rank takes, as intervals of the global batch. Beside a split
     part, these are the rank's parts of the micro-batches."""
     copy, position = job.place_of(rank)

@@ -15,7 +15,7 @@ from whale_train.strategies.hardware.calibration import is_measured
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.search.space import Space, left_out
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 
 @dataclass
@@ -63,7 +63,7 @@ def decisions(
     space: Space,
     asked: Strategy,
     training: Training,
-    findings: Findings,
+    findings: ModelAnalysis,
     *,
     counts: tuple[int, int],
     floor_s: float,

@@ -24,7 +24,7 @@ from whale_train.strategies.grammar.nodes import Strategy, read_strategy
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.resolve import consider, refuse_precision
 from whale_train.strategies.search.explain import Family, decisions, nothing_fits
 from whale_train.strategies.search.floor import floor_s
@@ -33,7 +33,7 @@ from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
 from whale_train.strategies.search.written import with_cut, written
 from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 MOST_KINDS = 32  # kinds of devices that a search takes at most
 _SAME = 1 - 1e-9  # steps closer than this are equally long
@@ -65,7 +65,7 @@ class Found:
 
     strategy: Strategy
     written: Mapping[str, Any]
-    considered: Considered
+    considered: EvaluatedStrategy
     decisions: tuple[Decision, ...]
     floor_s: float
     resolved: int
@@ -75,7 +75,7 @@ class Found:
 def search(
     asked: Strategy,
     cluster: Cluster,
-    findings: Findings,
+    findings: ModelAnalysis,
     training: Training,
     *,
     can_offload: bool = True,
@@ -172,7 +172,7 @@ class _Search:
     def __init__(
         self,
         asked: Strategy,
-        findings: Findings,
+        findings: ModelAnalysis,
         training: Training,
         space: Space,
         clock: Callable[[], float],
@@ -338,7 +338,7 @@ class _Search:
         self.simulated.append((seconds, candidate, mapping, places))
         self.best_s = min(self.best_s, seconds)
 
-    def consider(self, mapping: Mapping[str, Any], **keys: Any) -> Considered:
+    def consider(self, mapping: Mapping[str, Any], **keys: Any) -> EvaluatedStrategy:
         """Resolve the strategy file `mapping` as far as its step. Raises PlanError with all
         faults."""
         return consider(self.read(mapping), self.cluster, self.findings, self.training, **keys)

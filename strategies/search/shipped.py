@@ -21,7 +21,7 @@ from whale_train.strategies.grammar.nodes import Replicate, Split, Strategy, rea
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.stages.micro_batches import PER_STAGE
-from whale_train.strategies.stages.placement import form_of, seats
+from whale_train.strategies.stages.placement import form_of, place_ranks
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Cand
             else Candidate(mesh, split_head=form.members > 1)
         )
         return _kept(beside, form.keeper)
-    seated = seats([(s.device, s.copies, s.shards) for s in form.stages], form.copies,
+    seated = place_ranks([(s.device, s.copies, s.shards) for s in form.stages], form.copies,
                    cluster.devices)  # fmt: skip
     kinds = []
     for number in range(len(form.stages)):

@@ -16,7 +16,7 @@ from whale_train.strategies.hardware.calibration import is_measured
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.shared_batch import refuse_shared_batch
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.placement import VIRTUAL_STAGES
 
 Devices = tuple[tuple[str, int], ...]  # kinds of devices, and the number of each
@@ -341,7 +341,7 @@ def divisors(number: int) -> Sequence[int]:
 def space_of(
     cluster: Cluster,
     devices: Devices,
-    findings: Findings,
+    findings: ModelAnalysis,
     training: Training,
     can_offload: bool = True,
     use_all: bool = False,
@@ -376,7 +376,7 @@ def space_of(
     )
 
 
-def left_out(space: Space, findings: Findings, training: Training) -> Mapping[str, str]:
+def left_out(space: Space, findings: ModelAnalysis, training: Training) -> Mapping[str, str]:
     """Return the families of which `space` has no candidate, whatever the devices, and the reasons.
 
     The reason is the one for which the resolver would refuse each family.
@@ -404,7 +404,7 @@ def left_out(space: Space, findings: Findings, training: Training) -> Mapping[st
     return reasons
 
 
-def _stages_at_most(findings: Findings) -> int:
+def _stages_at_most(findings: ModelAnalysis) -> int:
     """Return the most parts into which the model can be cut so that each has a parameter to
     train."""
     return sum(before < after for before, after in pairwise(findings.order.weights))

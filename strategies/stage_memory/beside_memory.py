@@ -10,11 +10,11 @@ from whale_train.strategies.memory.engine_memory import (
     weights_bytes,
 )
 from whale_train.strategies.plan.plan import MemoryEstimate
-from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.placement import PlanningContext
 
 
 def with_beside(
-    job: Staging,
+    job: PlanningContext,
     stage: int,
     rest: MemoryEstimate,
     elements: Mapping[str, float],
@@ -40,7 +40,7 @@ def with_beside(
     return max(beside, updating, key=lambda need: need.total)
 
 
-def _a_stack(job: Staging, experts: Mapping[str, float]) -> MemoryEstimate:
+def _a_stack(job: PlanningContext, experts: Mapping[str, float]) -> MemoryEstimate:
     """Return the bytes of split parameters that are streamed: the largest one (a stack of experts),
     and its gradient."""
     largest = max(experts, key=experts.__getitem__)
@@ -50,7 +50,7 @@ def _a_stack(job: Staging, experts: Mapping[str, float]) -> MemoryEstimate:
     return MemoryEstimate(0.0, read, 0.0, 0.0, read)
 
 
-def _apart(job: Staging, stage: int, experts: Mapping[str, float]) -> MemoryEstimate:
+def _apart(job: PlanningContext, stage: int, experts: Mapping[str, float]) -> MemoryEstimate:
     """Return the bytes of split parameters that are on the device.
 
     Where copies partition the gradients of the rest (ZeRO 2 or 3), all gradients of the split
@@ -73,7 +73,7 @@ def _apart(job: Staging, stage: int, experts: Mapping[str, float]) -> MemoryEsti
 
 
 def _at_update(
-    job: Staging, stage: int, need: MemoryEstimate, rest: float, experts: float
+    job: PlanningContext, stage: int, need: MemoryEstimate, rest: float, experts: float
 ) -> MemoryEstimate:
     """Return the part of `need` that is there at the update of `rest` and `experts` elements: all
     gradients, no values, and what ZeRO makes of gradients.

@@ -24,7 +24,11 @@ from whale_train.strategies.memory.engine_memory import (
     unmeasured,
     weights_bytes,
 )
-from whale_train.strategies.memory.liveness import Passing, passing, passing_again
+from whale_train.strategies.memory.liveness import (
+    ActivationProfile,
+    profile_forward_backward,
+    profile_with_recompute,
+)
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
 from whale_train.strategies.stage_memory.beside_memory import with_beside
@@ -32,8 +36,8 @@ from whale_train.strategies.stages.engines import fraction, frozen_of_member, he
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
+    PlanningContext,
     StageChunk,
-    Staging,
 )
 
 
@@ -53,7 +57,7 @@ class MemberMemory:
 
     def __init__(
         self,
-        job: Staging,
+        job: PlanningContext,
         chunks: Mapping[int, StageChunk],
         axes: AxisIntervals,
         member: int,
@@ -66,7 +70,7 @@ class MemberMemory:
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # bytes of frozen weights
         self._experts: dict[str, float] = {}  # elements of parameters split beside a rest
-        self._passing: dict[int, Passing] = {}
+        self._passing: dict[int, ActivationProfile] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
             experts = {
@@ -114,7 +118,7 @@ class MemberMemory:
         member: int,
         local: Mapping[str, float],
         again: bool,
-    ) -> Passing:
+    ) -> ActivationProfile:
         """Return the liveness of one forward and backward of `chunk`, with gradients of the
         parameters `local` (elements by path) alone."""
         job, part = self._job, chunk.slice
@@ -128,7 +132,7 @@ class MemberMemory:
         # The loss is a number, which no other stage takes.
         gives = [name for name in part.gives if name in operations and job.graph[name].shape]
         in_place = named_in_place(job, chunk) if self._accumulates else ()
-        run = passing_again if again else passing
+        run = profile_with_recompute if again else profile_forward_backward
         view = self._view.held_by(
             _part_of(chunk, axes, member, self._gathered),
             _read_as(chunk, axes, member, job.graph.trained, self._gathered),
@@ -159,7 +163,9 @@ class MemberMemory:
         made = (n for path, n in self._elements.items() if path not in in_place)
         return 4.0 * max(made, default=0.0)
 
-    def _unmeasured(self, chunk: StageChunk, local: Mapping[str, float], again: bool) -> Passing:
+    def _unmeasured(
+        self, chunk: StageChunk, local: Mapping[str, float], again: bool
+    ) -> ActivationProfile:
         """Return the liveness of `chunk` where no operation's saved tensors were measured, from the
         totals of its slice."""
         halved = precision_bytes(self._job.training.precision, self._job.zero).activations

@@ -12,9 +12,9 @@ from whale_train.strategies.stage_memory.member_memory import MemberMemory
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
+    PlanningContext,
     StageChunk,
-    Staging,
-    alike_members,
+    equivalent_ranks,
 )
 
 
@@ -30,7 +30,7 @@ class RankMemory:
 
     def __init__(
         self,
-        job: Staging,
+        job: PlanningContext,
         chunks: Sequence[StageChunk],
         axes: AxisIntervals,
         orders: Sequence[Sequence[Sequence[Instruction]]],
@@ -42,7 +42,7 @@ class RankMemory:
         stages = range(len(job.form.stages))
         self._held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
         self._alike = [
-            alike_members([axis for n in numbers for axis in chunks[n].axes], axes)
+            equivalent_ranks([axis for n in numbers for axis in chunks[n].axes], axes)
             for numbers in self._held_by
         ]
         self._held: dict[tuple[int, int, bool, float], MemberMemory] = {}
@@ -77,7 +77,7 @@ class RankMemory:
         def need(own: int) -> float:
             return self.of(rank, gathered if beside else own, own).total
 
-        return most_within(need, self._job.training.global_batch, room)
+        return largest_fitting(need, self._job.training.global_batch, room)
 
     def most_units(self, rank: int, batches: Batches, own: int | None = None) -> int:
         """Return the most units of what is split beside copies (classes, experts, shards) that
@@ -114,7 +114,7 @@ class RankMemory:
         count = self.units(stage)
         if not sizes[1]:
             return count
-        return max(most_within(partial(self._with_units, stage, order, sizes), count, room), 0)
+        return max(largest_fitting(partial(self._with_units, stage, order, sizes), count, room), 0)
 
     def _with_units(
         self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], units: int
@@ -202,7 +202,7 @@ class RankMemory:
         return MemberMemory(self._job, chunks, axes, member, again, joins, gathered)
 
 
-def most_within(need: Callable[[int], float], limit: int, room: float) -> int:
+def largest_fitting(need: Callable[[int], float], limit: int, room: float) -> int:
     """Return the largest number up to `limit` for which `need`, an ascending function to bytes, is
     within `room` bytes; -1 where even 0 is not.
 

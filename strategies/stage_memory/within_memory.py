@@ -19,7 +19,7 @@ from whale_train.strategies.stage_memory.rank_memory import RankMemory
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
 from whale_train.strategies.stages.micro_batches import Batches, BatchTooLargeError, share_batch
-from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
 
 
 class ShortOfMemoryError(PlanError):
@@ -35,7 +35,7 @@ class ShortOfMemoryError(PlanError):
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The memory that the ranks of a strategy have, and the memory they need.
 
     job: the strategy on its devices.
@@ -44,7 +44,7 @@ class Room:
     batches: micro-batches for which they are needed.
     """
 
-    job: Staging
+    job: PlanningContext
     cut: Chunked
     memory: RankMemory
     batches: Batches
@@ -101,7 +101,7 @@ class Room:
         return as_many and len({devices[rank].room_bytes for rank in ranks}) == 1
 
 
-def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) -> None:
+def refuse_memory(room: MemoryBudget, times: ChunkTimes, micro_batches: int, work: int) -> None:
     """Raise ShortOfMemoryError where some rank of `room` needs more than its device has. The error
     says by how much, and what helps.
 
@@ -130,7 +130,7 @@ def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) 
     raise ShortOfMemoryError(fault or _no_room(room), short, work)
 
 
-def _no_room(room: Room) -> Fault:
+def _no_room(room: MemoryBudget) -> Fault:
     """Return the fault of the rank whose need exceeds its device's memory most."""
     devices = room.job.cluster.devices
     needs = room.memory.of_batches(room.batches)
@@ -148,7 +148,7 @@ def _no_room(room: Room) -> Fault:
     return Fault("strategy", room.job.strategy.name, rule, remedy)
 
 
-def _no_room_for_one(room: Room) -> Fault | None:
+def _no_room_for_one(room: MemoryBudget) -> Fault | None:
     """Return the fault of the device with the least memory, where it cannot even hold its copy, one
     sample and one class of a split head, or one expert; None where it can."""
     job, devices = room.job, room.job.cluster.devices
@@ -167,7 +167,7 @@ def _no_room_for_one(room: Room) -> Fault | None:
     return Fault("strategy", job.strategy.name, rule, _fitting_zero(job))
 
 
-def _what(room: Room, stage: int) -> str:
+def _what(room: MemoryBudget, stage: int) -> str:
     """Return the word for the units of what is split beside the copies of a stage: classes, experts
     or shards."""
     chunks = [chunk for chunk in room.cut.chunks if chunk.stage == stage]
@@ -176,7 +176,7 @@ def _what(room: Room, stage: int) -> str:
     return "experts" if any(chunk.expert_axes for chunk in chunks) else "shards"
 
 
-def _no_room_beside(room: Room, stage: int, most: int) -> Fault:
+def _no_room_beside(room: MemoryBudget, stage: int, most: int) -> Fault:
     """Return the fault of the classes, experts or shards for which the members of a stage have no
     room; they have room for `most`."""
     job, what, count = room.job, _what(room, stage), room.memory.units(stage)
@@ -191,7 +191,7 @@ def _no_room_beside(room: Room, stage: int, most: int) -> Fault:
     return Fault(f"{split.path}.modules", ", ".join(split.modules), rule, remedy)
 
 
-def _no_room_for_batch(room: Room, most: int) -> Fault:
+def _no_room_for_batch(room: MemoryBudget, most: int) -> Fault:
     """Return the fault of a global batch of which only `most` samples fit."""
     job, batch = room.job, room.job.training.global_batch
     missing = batch - most
@@ -203,7 +203,7 @@ def _no_room_for_batch(room: Room, most: int) -> Fault:
     return Fault("train.global_batch", str(batch), rule, f"use at most {most}, or more ZeRO")
 
 
-def _fitting_zero(job: Staging) -> str:
+def _fitting_zero(job: PlanningContext) -> str:
     """Return a remedy: the lowest ZeRO stage of the whole model that fits one sample on every
     device."""
     cluster, profile = job.cluster, job.profile
@@ -220,7 +220,7 @@ def _fitting_zero(job: Staging) -> str:
     return "no ZeRO stage makes it fit: use more devices or a smaller model"
 
 
-def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float | None:
+def _bytes_for_one(strategy: Strategy, job: PlanningContext, cluster: Cluster) -> float | None:
     """Return the bytes that each device of `cluster` needs for one sample under `strategy`, which
     copies the whole model; None where the strategy has no form there, or some device has less
     memory."""
@@ -228,7 +228,7 @@ def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float 
     form = form_of(strategy, cluster, enough, [])
     if form is None:
         return None
-    copied = Staging(strategy, cluster, job.findings, enough, form)
+    copied = PlanningContext(strategy, cluster, job.findings, enough, form)
     order = [Instruction(Kind.FORWARD, 0, 0), Instruction(Kind.BACKWARD, 0, 0)]
     cut = chunked(copied)
     memory = RankMemory(copied, cut.chunks, cut.axes, [[order]] * form.copies, frozenset())
@@ -237,7 +237,7 @@ def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float 
     return needed if fits else None
 
 
-def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
+def recomputed_stages(job: PlanningContext, memory: Mapping[int, MemoryEstimate]) -> set[int]:
     """Return the stages that recompute their blocks: all with `recompute: full`, and those with
     `auto` of which some rank does not fit its device by `memory` (bytes by rank)."""
     recomputed = set()

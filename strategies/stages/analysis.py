@@ -20,10 +20,10 @@ from whale_train.strategies.graph.operation_graph import (
     block_of,
 )
 from whale_train.strategies.graph.saved_tensors import View
-from whale_train.strategies.independence.judge import Judgement, judge, states_of
+from whale_train.strategies.independence.judge import LossReduction, classify_loss, states_of
 from whale_train.strategies.independence.states import State
 from whale_train.strategies.memory.engine_memory import weight_width
-from whale_train.strategies.partition.equal_blocks import Likeness
+from whale_train.strategies.partition.equal_blocks import CanonicalSlices
 from whale_train.strategies.partition.output_head import Head, find_heads
 from whale_train.strategies.partition.pipeline_partition import Sequenced, sequenced
 from whale_train.strategies.partition.routed_experts import (
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
-class Findings:
+class ModelAnalysis:
     """The analysis cache of `profile`, trained at `precision`."""
 
     profile: ModelProfile
@@ -77,16 +77,16 @@ class Findings:
         return self.profile.graph
 
     @cached_property
-    def samples(self) -> Judgement:
+    def samples(self) -> LossReduction:
         """Return the judgement of the loss of a batch by the model's graph: a mean or a sum over
         the samples, a value in which samples meet, or unknown, where there is no graph or no rule
         for an operation."""
         profile = self.profile
         if profile.unequal_parts:
-            return Judgement("meets", because=profile.unequal_parts)
+            return LossReduction("meets", because=profile.unequal_parts)
         if profile.graph is None:
-            return Judgement("unknown", because=profile.export_error)
-        return judge(profile.graph, profile.batch_norm_modules)
+            return LossReduction("unknown", because=profile.export_error)
+        return classify_loss(profile.graph, profile.batch_norm_modules)
 
     @cached_property
     def sample_states(self) -> Mapping[str, State]:
@@ -100,9 +100,9 @@ class Findings:
         return Prices(self.graph, self.precision)
 
     @cached_property
-    def likeness(self) -> Likeness:
+    def likeness(self) -> CanonicalSlices:
         """Return the cache that numbers slices of the model which are equal but for names."""
-        return Likeness(self.profile, self.prices.works)
+        return CanonicalSlices(self.profile, self.prices.works)
 
     @cached_property
     def view(self) -> View:

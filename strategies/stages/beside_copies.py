@@ -19,7 +19,7 @@ from whale_train.strategies.partition.output_head import Head, find_heads, match
 from whale_train.strategies.partition.pipeline_partition import Slice, is_inside
 from whale_train.strategies.partition.routed_experts import route_experts
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, together
-from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.placement import PlanningContext
 from whale_train.strategies.stages.split_names import is_named, names_of, nearest_modules, sharded
 
 
@@ -36,7 +36,7 @@ class BesideCopies:
 
 
 def split_parts(
-    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+    job: PlanningContext, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> BesideCopies:
     """Return the parts that the splits beside the copies of a stage's rest name, over the stage's
     devices.
@@ -85,7 +85,9 @@ def split_parts(
     return BesideCopies(joined, heads[0] if len(splits) == 1 and heads else None)
 
 
-def _refuse_named_twice(job: Staging, split: Split, body: Replicate, paths: Set[str]) -> None:
+def _refuse_named_twice(
+    job: PlanningContext, split: Split, body: Replicate, paths: Set[str]
+) -> None:
     """Raise PlanError where a weight of `paths` has a name that a split and the copies beside it
     both name."""
     for path in sorted(paths):
@@ -98,14 +100,14 @@ def _refuse_named_twice(job: Staging, split: Split, body: Replicate, paths: Set[
 
 
 def named_weights(
-    job: Staging, part: Slice, shared: Mapping[str, tuple[int, ...]], split: Split
+    job: PlanningContext, part: Slice, shared: Mapping[str, tuple[int, ...]], split: Split
 ) -> frozenset[str]:
     """Return the paths of the weights of `part` that `split` names. Weights that several stages
     hold (`shared`) are left out: they stay whole, so that their gradients can be added."""
     return frozenset(path for path in _named(job, part, split.modules) if path not in shared)
 
 
-def _named(job: Staging, part: Slice, modules: Sequence[str]) -> Iterator[str]:
+def _named(job: PlanningContext, part: Slice, modules: Sequence[str]) -> Iterator[str]:
     """Yield the paths of the weights of `part` that lie in `modules` (paths, globs, `head`)."""
     names = set(modules)
     if "head" in names:
@@ -113,7 +115,7 @@ def _named(job: Staging, part: Slice, modules: Sequence[str]) -> Iterator[str]:
     yield from (path for path in part.weights if is_named(job.profile, path, sorted(names)))
 
 
-def _is_head(job: Staging, split: Split, body: Replicate) -> bool:
+def _is_head(job: PlanningContext, split: Split, body: Replicate) -> bool:
     """Return True if a split beside copies names the head, and not experts (which are looked for
     first)."""
     if split.dim == "tensor":
@@ -123,7 +125,9 @@ def _is_head(job: Staging, split: Split, body: Replicate) -> bool:
     return "head" in split.modules or bool(matching(job.findings.heads, split.modules))
 
 
-def _head_parts(job: Staging, stage: int, part: Slice, split: Split, head: Head) -> SplitParts:
+def _head_parts(
+    job: PlanningContext, stage: int, part: Slice, split: Split, head: Head
+) -> SplitParts:
     """Return the head over a stage's devices, cut by its classes unless the split says otherwise.
     Parameters that are added to the classes (a bias) are cut with them. Raises PlanError."""
     members = job.form.stages[stage].shards
@@ -137,7 +141,7 @@ def _head_parts(job: Staging, stage: int, part: Slice, split: Split, head: Head)
     return _dense(job, stage, part, split, {head.weight, *_added_to_classes(job, part, head)}, head)
 
 
-def _is_table(job: Staging, part: Slice, weight: str) -> bool:
+def _is_table(job: PlanningContext, part: Slice, weight: str) -> bool:
     """Return True if an embedding of `part` reads `weight`."""
     paths = job.profile.weights_read(part.operations)
     return any(
@@ -147,7 +151,7 @@ def _is_table(job: Staging, part: Slice, weight: str) -> bool:
     )
 
 
-def _added_to_classes(job: Staging, part: Slice, head: Head) -> Iterator[str]:
+def _added_to_classes(job: PlanningContext, part: Slice, head: Head) -> Iterator[str]:
     """Yield the paths of the parameters that only the head's product and operations after it read,
     without the head's weight."""
     graph, after = job.graph, job.graph.descendants({head.operation})
@@ -158,7 +162,7 @@ def _added_to_classes(job: Staging, part: Slice, head: Head) -> Iterator[str]:
 
 
 def _dense(
-    job: Staging,
+    job: PlanningContext,
     stage: int,
     part: Slice,
     split: Split,
@@ -200,7 +204,7 @@ def _dense(
 
 
 def _experts(
-    job: Staging,
+    job: PlanningContext,
     stage: int,
     part: Slice,
     shared: Mapping[str, tuple[int, ...]],
@@ -235,7 +239,7 @@ def _experts(
 
 
 def _routed(
-    job: Staging, part: Slice, named: Mapping[str, str], members: int, axis: str
+    job: PlanningContext, part: Slice, named: Mapping[str, str], members: int, axis: str
 ) -> SplitParts | None:
     """Return the experts of `part` among the parameters `named`, spread over `members`; None where
     there are none. The answer is the same, and kept, for every group with experts enough for each
@@ -249,7 +253,7 @@ def _routed(
     )
 
 
-def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
+def _not_by_sample(job: PlanningContext, names: Sequence[str]) -> str:
     """Return the first of the values `names` that does not have the batch as its first dimension,
     with as many rows of each sample next to each other; "" where all have. The loss, a number that
     crosses to no other stage, is allowed."""
@@ -264,7 +268,7 @@ def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
 
 
 def _head_of(
-    job: Staging,
+    job: PlanningContext,
     part: Slice,
     shared: Mapping[str, tuple[int, ...]],
     split: Split,
@@ -298,14 +302,14 @@ def _head_of(
     return heads[0]
 
 
-def _instead_of_head(job: Staging) -> str:
+def _instead_of_head(job: PlanningContext) -> str:
     """Return the remedy where a head cannot be split beside copies."""
     if job.chunk_count == 1:
         return "use strategy=dp or a zero strategy"
     return "use another stage for it, or a split of the whole stage"
 
 
-def _profile_of(job: Staging, part: Slice) -> ModelProfile:
+def _profile_of(job: PlanningContext, part: Slice) -> ModelProfile:
     """Return the profile of one slice of the model. The values that the slice takes are its
     inputs."""
     inside = set(part.operations)

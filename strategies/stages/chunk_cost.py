@@ -20,9 +20,9 @@ from whale_train.strategies.schedule.apportion import apportion_by_time, most_sh
 from whale_train.strategies.stages.fused_accumulation import named_in_place
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
+    PlanningContext,
     StageChunk,
-    Staging,
-    alike_members,
+    equivalent_ranks,
 )
 
 
@@ -39,7 +39,7 @@ class ChunkTimes:
 
     def __init__(
         self,
-        job: Staging,
+        job: PlanningContext,
         chunks: Sequence[StageChunk],
         axes: AxisIntervals,
         recomputed: frozenset[int] = frozenset(),
@@ -47,7 +47,7 @@ class ChunkTimes:
     ) -> None:
         self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
         self.limits = limits
-        self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
+        self._members = [equivalent_ranks(chunk.axes, axes) for chunk in chunks]
         self._parts = [_parts(chunk) if chunk.shares_samples else () for chunk in chunks]
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:

@@ -25,9 +25,9 @@ from whale_train.strategies.partition.pipeline_partition import (
 )
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.beside_copies import named_weights, span, split_parts
-from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
+from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_idle_patterns, sharded
 from whale_train.strategies.tensor_parallel.choose import Sharded
 from whale_train.strategies.tensor_parallel.region import SEQUENCE
@@ -58,7 +58,9 @@ Caps = tuple[tuple[int, tuple[int, ...]], ...]
 """(stage, the most units of what it splits beside copies that each member may have) of stages."""
 
 
-def chunked(job: Staging, places: tuple[int, ...] | None = None, caps: Caps = ()) -> Chunked:
+def chunked(
+    job: PlanningContext, places: tuple[int, ...] | None = None, caps: Caps = ()
+) -> Chunked:
     """Return the model of `job` in chunks, cut at `places` (indices into `Sequenced.places`), or by
     default so that the slowest stage takes the fewest seconds.
 
@@ -97,7 +99,7 @@ def _whole(profile: ModelProfile) -> Slice:
 
 
 def _chunked(
-    job: Staging,
+    job: PlanningContext,
     speeds: tuple[float, ...],
     moved: tuple[int, ...] | None,
     caps: Caps,
@@ -123,7 +125,7 @@ def _chunked(
     return Chunked(places, chunks, edges, axes, trained, tuple(decisions))
 
 
-def _refuse_torn_state(job: Staging, slices: Sequence[Slice]) -> None:
+def _refuse_torn_state(job: PlanningContext, slices: Sequence[Slice]) -> None:
     """Raise PlanError for a cut between an operation that reads a buffer and one that changes
     it."""
     torn = torn_buffer(job.graph, [part.operations for part in slices]) if len(slices) > 1 else ""
@@ -134,15 +136,15 @@ def _refuse_torn_state(job: Staging, slices: Sequence[Slice]) -> None:
         raise PlanError([Fault(f"{path}.stages", str(len(job.form.stages)), rule, remedy)])
 
 
-def _speeds(job: Staging) -> tuple[float, ...]:
+def _speeds(job: PlanningContext) -> tuple[float, ...]:
     """Return the speed of every chunk's stage in the copy where the stage is slowest, in the units
-    of `Staging.stage_speeds`."""
+    of `PlanningContext.stage_speeds`."""
     by_copy = [job.stage_speeds(copy) for copy in range(job.form.copies)]
     slowest = [min(speeds) for speeds in zip(*by_copy, strict=True)]
     return tuple(slowest * (job.chunk_count // len(slowest)))
 
 
-def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
+def _balanced(job: PlanningContext, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """Return the places where chunks begin and the last ends, such that the slowest chunk takes the
     fewest seconds. Raises PlanError where the model has too few places, or where the modules that
     stages name allow no cut."""
@@ -171,7 +173,7 @@ def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
     return places
 
 
-def _explained(job: Staging, places: tuple[int, ...], moved: bool) -> Iterator[Decision]:
+def _explained(job: PlanningContext, places: tuple[int, ...], moved: bool) -> Iterator[Decision]:
     """Yield the decision that explains each chunk: its modules, its share of the work, and why."""
     order, stages, count = job.findings.order, job.form.stages, job.chunk_count
     why = "the simulated step is shortest" if moved else "the slowest stage is done first"
@@ -188,7 +190,7 @@ def _explained(job: Staging, places: tuple[int, ...], moved: bool) -> Iterator[D
 
 
 def cut_by_speed(
-    findings: Findings,
+    findings: ModelAnalysis,
     speeds: tuple[float, ...],
     members: tuple[int, ...],
     fixed: Mapping[int, int],
@@ -222,7 +224,7 @@ def cut_by_speed(
     )
 
 
-def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
+def _edges(job: PlanningContext, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
     """Return the pairs of chunks of which the first sends to the second. The value is True if a
     gradient comes back, as it does for a floating-point value made from a parameter."""
     graph = job.graph
@@ -237,7 +239,7 @@ def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]
 
 
 def _chunk(
-    job: Staging,
+    job: PlanningContext,
     stage: int,
     part: Slice,
     interval: tuple[int, ...],
@@ -296,7 +298,7 @@ def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:
 
 
 def _refuse_whole(
-    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+    job: PlanningContext, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise PlanError for a stage in which nothing can be sharded over its devices."""
     form = job.form.stages[stage]
@@ -309,7 +311,7 @@ def _refuse_whole(
 
 
 def _axes(
-    job: Staging, chunks: Sequence[StageChunk], caps_of: Mapping[int, Sequence[int]]
+    job: PlanningContext, chunks: Sequence[StageChunk], caps_of: Mapping[int, Sequence[int]]
 ) -> AxisIntervals:
     """Return the intervals of every axis over its shard group.
 
@@ -337,7 +339,7 @@ def _axes(
     return axes
 
 
-def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
+def _check_shapes(job: PlanningContext, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
     """Raise PlanError for a split whose local shapes do not agree on some member of the shard
     group."""
     for chunk in chunks:
@@ -360,7 +362,7 @@ def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisInterval
             raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
-def _refuse_sums_in_parts(job: Staging, chunks: Sequence[StageChunk]) -> None:
+def _refuse_sums_in_parts(job: PlanningContext, chunks: Sequence[StageChunk]) -> None:
     """Raise PlanError where a sum over the batch that copies exchange is cut over the members of a
     shard group."""
     for chunk in chunks:

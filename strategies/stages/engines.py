@@ -13,9 +13,9 @@ from whale_train.strategies.layouts.propagation import Layout, Shard
 from whale_train.strategies.memory.engine_memory import frozen_bytes
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
+    PlanningContext,
     StageChunk,
-    Staging,
-    alike_members,
+    equivalent_ranks,
 )
 
 
@@ -39,7 +39,7 @@ class StageEngine:
 
 
 def engines_of_stages(
-    job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals
+    job: PlanningContext, chunks: Sequence[StageChunk], axes: AxisIntervals
 ) -> Sequence[Sequence[StageEngine]]:
     """Return the engines of every stage: the first is of the rest, or of the whole stage, and the
     second, if any, of the part that is split beside it."""
@@ -47,7 +47,7 @@ def engines_of_stages(
     for stage, form in enumerate(job.form.stages):
         stage_chunks = [chunk for chunk in chunks if chunk.stage == stage]
         cut = [axis for chunk in stage_chunks for axis in chunk.axes]
-        alike = alike_members(cut, axes) or [0] * form.shards
+        alike = equivalent_ranks(cut, axes) or [0] * form.shards
         held_by = {member: _held(job, stage_chunks, axes, member) for member in set(alike)}
         split = {x for chunk in stage_chunks if chunk.shares_samples for x in chunk.shards}
         in_rest, beside = (
@@ -69,7 +69,7 @@ def engines_of_stages(
 
 
 def held_elements(
-    job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
+    job: PlanningContext, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
     """Return the number of elements of each of a chunk's parameters that one member of its shard
     group holds, by path."""
@@ -86,7 +86,7 @@ def held_elements(
 
 
 def frozen_of_member(
-    job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
+    job: PlanningContext, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
     """Return the bytes of each of a chunk's frozen weights that one member of its shard group
     holds, by path."""
@@ -107,7 +107,7 @@ def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
 
 
 def _held(
-    job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals, member: int
+    job: PlanningContext, chunks: Sequence[StageChunk], axes: AxisIntervals, member: int
 ) -> Mapping[str, float]:
     """Return the elements of all parameters of `chunks` that `member` holds, by path."""
     held: dict[str, float] = {}  # a parameter that several chunks of a stage read is held once

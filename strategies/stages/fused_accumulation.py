@@ -7,10 +7,10 @@ In a step of several backwards, products and lookups add to their weights' gradi
 from collections.abc import Mapping, Sequence, Set
 
 from whale_train.strategies.graph.operation_graph import LOOKUP, PRODUCTS
-from whale_train.strategies.stages.placement import StageChunk, Staging
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 
 
-def added_in_place(job: Staging, chunk: StageChunk) -> Mapping[str, Set[str]]:
+def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[str]]:
     """Return the parameters of `chunk` whose gradients are accumulated in place, by path, with the
     targets of the operations that read them. Empty for a model that runs as it is, whose gradients
     autograd sums."""
@@ -32,7 +32,7 @@ def added_in_place(job: Staging, chunk: StageChunk) -> Mapping[str, Set[str]]:
     return {path: of for path, of in readers.items() if all(adds(path, target) for target in of)}
 
 
-def named_in_place(job: Staging, chunk: StageChunk) -> Set[str]:
+def named_in_place(job: PlanningContext, chunk: StageChunk) -> Set[str]:
     """Return the names in the graph of the parameters of `chunk` that `added_in_place` returns."""
     if job.as_is:
         return frozenset()
@@ -45,7 +45,7 @@ def named_in_place(job: Staging, chunk: StageChunk) -> Set[str]:
     }
 
 
-def _readers(job: Staging, operations: Sequence[str]) -> Mapping[str, Set[str]]:
+def _readers(job: PlanningContext, operations: Sequence[str]) -> Mapping[str, Set[str]]:
     """Return the targets of the `operations` that read each parameter, by path."""
     graph, canonical = job.graph, job.profile.parameter_by_path
     targets: dict[str, set[str]] = {}

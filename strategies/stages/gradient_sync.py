@@ -7,7 +7,7 @@ Owns what is summed, over which ranks and for how long; `simulate/tasks.py` owns
 from collections.abc import Iterator, Mapping, Sequence
 
 from whale_train.strategies.cost.collectives import (
-    Crowd,
+    NicContention,
     gather_time_s,
     group_link,
     partitioned_sum_time_s,
@@ -15,14 +15,14 @@ from whale_train.strategies.cost.collectives import (
 )
 from whale_train.strategies.simulate.tasks import Sync, sum_pieces
 from whale_train.strategies.stages.engines import StageEngine
-from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.placement import PlanningContext
 
 
 def gradient_sums(
-    job: Staging,
+    job: PlanningContext,
     engines: Sequence[Sequence[StageEngine]],
     shared: Mapping[str, Sequence[int]],
-    crowd: Crowd,
+    crowd: NicContention,
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> list[Sync]:
@@ -52,9 +52,9 @@ def gradient_sums(
 
 
 def _of_tied(
-    job: Staging,
+    job: PlanningContext,
     shared: Mapping[str, Sequence[int]],
-    crowd: Crowd,
+    crowd: NicContention,
     actors: Mapping[tuple[int, int], int],
 ) -> Iterator[Sync]:
     """Yield the sum of each tied weight's gradients over all ranks that hold it, each of which has
@@ -67,10 +67,10 @@ def _of_tied(
 
 
 def _of_stages(
-    job: Staging,
+    job: PlanningContext,
     engines: Sequence[Sequence[StageEngine]],
     tied_elements: Sequence[float],
-    crowd: Crowd,
+    crowd: NicContention,
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> Iterator[Sync]:
@@ -90,11 +90,11 @@ def _of_stages(
 
 
 def _of_engine(
-    job: Staging,
+    job: PlanningContext,
     stage: int,
     elements: float,
     group: Sequence[int],
-    crowd: Crowd,
+    crowd: NicContention,
     actors: Mapping[tuple[int, int], int],
     zero: int,
     in_memory: bool,
@@ -115,19 +115,19 @@ def _of_engine(
     return Sync(members, seconds, 1, False, link.busy, gathered)
 
 
-def is_replicate(job: Staging, stage: int) -> bool:
+def is_replicate(job: PlanningContext, stage: int) -> bool:
     """Return True if a stage's copies are of the whole model as it is, or of all but a part that is
     split beside them."""
     return job.as_is or job.form.stages[stage].body is not None
 
 
 def _members(
-    job: Staging, stages: Sequence[int], actors: Mapping[tuple[int, int], int]
+    job: PlanningContext, stages: Sequence[int], actors: Mapping[tuple[int, int], int]
 ) -> tuple[int, ...]:
     """Return the numbers of the actors at positions of `stages`."""
     positions = {position for stage in stages for position in job.seats.of_stage(stage)}
     return tuple(number for (_, position), number in actors.items() if position in positions)
 
 
-def _elements(job: Staging, path: str) -> float:
+def _elements(job: PlanningContext, path: str) -> float:
     return float(job.profile.parameter_by_path[path].elements)

@@ -19,7 +19,7 @@ from whale_train.strategies.schedule.apportion import (
 )
 from whale_train.strategies.schedule.orders import owners
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
-from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.placement import PlanningContext
 
 PER_STAGE = 4  # default micro-batches: a bubble of at most a fifth (GPipe, section 2.3)
 
@@ -61,7 +61,7 @@ MOST_PARTS = 1_000_000  # micro-batches of a step, of all stages of all copies
 
 
 def share_batch(
-    job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
+    job: PlanningContext, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> Batches:
     """Return the global batch in micro-batches, as even as whole samples allow.
 
@@ -87,7 +87,7 @@ def share_batch(
     return Batches(tuple(samples), tuple(owned), tuple(members) if any(map(any, members)) else ())
 
 
-def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decision]) -> int:
+def count_micro_batches(job: PlanningContext, times: ChunkTimes, decisions: list[Decision]) -> int:
     """Return the number of micro-batches of a copy: the number that the strategy asks for, or
     enough for a small bubble. A number that was not asked for is added to `decisions`. Raises
     PlanError where a step would have more than MOST_PARTS parts."""
@@ -120,7 +120,7 @@ def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decisio
 
 
 def copy_shares(
-    job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
+    job: PlanningContext, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return the number of samples of each copy of the pipeline. Every share is enough for
     `micro_batches` that leave no copy of a stage, and no member beside a split part, without a
@@ -144,7 +144,7 @@ def copy_shares(
     return shares
 
 
-def _most_of_copy(job: Staging, copy: int, limits: Sequence[int]) -> int:
+def _most_of_copy(job: PlanningContext, copy: int, limits: Sequence[int]) -> int:
     """Return the number of samples of the largest micro-batch for which all ranks of a copy have
     room."""
     most = []
@@ -156,7 +156,9 @@ def _most_of_copy(job: Staging, copy: int, limits: Sequence[int]) -> int:
     return min(most)
 
 
-def _step_s(job: Staging, times: ChunkTimes, copy: int, micro_batches: int, share: int) -> float:
+def _step_s(
+    job: PlanningContext, times: ChunkTimes, copy: int, micro_batches: int, share: int
+) -> float:
     """Return the seconds of the slowest stage of a copy that takes `share` samples a step, in
     micro-batches as equal as whole samples allow."""
     size, larger = divmod(max(share, micro_batches), micro_batches)
@@ -173,13 +175,15 @@ def _step_s(job: Staging, times: ChunkTimes, copy: int, micro_batches: int, shar
     return slowest
 
 
-def _rate(job: Staging, times: ChunkTimes, copy: int, position: int, size: int) -> float:
+def _rate(job: PlanningContext, times: ChunkTimes, copy: int, position: int, size: int) -> float:
     """Return the samples a second of one position, in micro-batches of `size`."""
     seconds = times.stage_s(job.seats.stage_of[position], copy, position, size)
     return size / max(seconds, 1e-30)
 
 
-def _shared_by_equals(job: Staging, seconds: Sequence["partial[float]"]) -> list["partial[float]"]:
+def _shared_by_equals(
+    job: PlanningContext, seconds: Sequence["partial[float]"]
+) -> list["partial[float]"]:
     """Return for every copy the function of the first copy on equal devices, so that
     `apportion_by_time` calls it once for all of them."""
     first: dict[tuple[int, ...], partial[float]] = {}
@@ -192,7 +196,7 @@ def _shared_by_equals(job: Staging, seconds: Sequence["partial[float]"]) -> list
 
 
 def _owners(
-    job: Staging, times: ChunkTimes, copy: int, micro_batches: int, size: int
+    job: PlanningContext, times: ChunkTimes, copy: int, micro_batches: int, size: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the position that owns each micro-batch, by chunk."""
     of_stage = []
@@ -206,7 +210,7 @@ def _owners(
 
 
 def _members(
-    job: Staging, times: ChunkTimes, copy: int, sizes: Sequence[int]
+    job: PlanningContext, times: ChunkTimes, copy: int, sizes: Sequence[int]
 ) -> tuple[tuple[Intervals, ...], ...]:
     """Return the interval of every micro-batch that each member of a shard group takes, by stage.
     The entry of a stage whose members do not share samples is empty."""
@@ -221,7 +225,7 @@ def _members(
     return tuple(by_stage)
 
 
-def refuse_batch_norm(job: Staging, micro_batches: int) -> None:
+def refuse_batch_norm(job: PlanningContext, micro_batches: int) -> None:
     """Raise PlanError where every micro-batch would have BatchNorm statistics of its own."""
     norms = job.profile.batch_norm_modules
     if not norms or not job.training.sync_batchnorm or micro_batches == 1:

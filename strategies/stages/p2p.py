@@ -3,16 +3,21 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from whale_train.strategies.cost.collectives import Crowd, crowd_of, group_link, send_time_s
+from whale_train.strategies.cost.collectives import (
+    NicContention,
+    group_link,
+    nic_contention,
+    send_time_s,
+)
 from whale_train.strategies.hardware.cluster import Link
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.placement import StageChunk, Staging
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 
 
-class Sends:
+class P2PCosts:
     """The bytes, links and seconds of the messages between the positions that hold `chunks`."""
 
-    def __init__(self, job: Staging, chunks: Sequence[StageChunk]) -> None:
+    def __init__(self, job: PlanningContext, chunks: Sequence[StageChunk]) -> None:
         self._job, self._chunks = job, chunks
         self._bytes: dict[tuple[int, int, int], float] = {}
 
@@ -56,5 +61,5 @@ class Sends:
         return seconds
 
     @cached_property
-    def _senders(self) -> Crowd:
-        return crowd_of(self._job.cluster, self._job.seats.edges())
+    def _senders(self) -> NicContention:
+        return nic_contention(self._job.cluster, self._job.seats.edges())

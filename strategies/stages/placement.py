@@ -21,7 +21,7 @@ from whale_train.strategies.layouts.propagation import Shard
 from whale_train.strategies.partition.output_head import Head
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.tensor_parallel.choose import Sharded
 
 VIRTUAL_STAGES = 2  # chunks a device holds under interleaved_1f1b
@@ -32,7 +32,7 @@ AxisIntervals = Mapping[
 
 
 @dataclass(frozen=True)
-class Seats:
+class RankGrid:
     """The ranks at each position of a strategy's pipelines.
 
     positions: ranks of the shard group at position p of a copy, as `positions[copy][p]`.
@@ -54,9 +54,9 @@ class Seats:
                     yield senders[index % len(senders)], receiver
 
 
-def seats(
+def place_ranks(
     stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
-) -> Seats:
+) -> RankGrid:
     """Return the ranks of `copies` of a pipeline of `stages` on `devices`, which are in rank order.
 
     Each stage is (kind of device or None for any, copies of the stage, shards of a copy). Copy by
@@ -74,7 +74,7 @@ def seats(
         for _ in range(copies)
     )
     stage_of = tuple(s for s, (_, width, _) in enumerate(stages) for _ in range(width))
-    return Seats(positions, stage_of)
+    return RankGrid(positions, stage_of)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class StageChunk:
         return tuple(self.sharded.axes) if self.sharded is not None else ()
 
 
-def alike_members(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
+def equivalent_ranks(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
     """Return the first member whose intervals along the axes `named` have the same sizes, for each
     member of a shard group; an empty list where none of these axes is in `axes`."""
     sharded = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
@@ -141,7 +141,7 @@ def alike_members(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Staging:
+class PlanningContext:
     """A strategy in the form it has on a cluster, with the model and the training it is planned
     for.
 
@@ -154,15 +154,15 @@ class Staging:
 
     strategy: Strategy
     cluster: Cluster
-    findings: Findings
+    findings: ModelAnalysis
     training: Training
     form: Form
 
     @cached_property
-    def seats(self) -> Seats:
+    def seats(self) -> RankGrid:
         """Return the ranks at every position of every copy."""
         stages = [(stage.device, stage.copies, stage.shards) for stage in self.form.stages]
-        return seats(stages, self.form.copies, self.cluster.devices)
+        return place_ranks(stages, self.form.copies, self.cluster.devices)
 
     @property
     def profile(self) -> ModelProfile:

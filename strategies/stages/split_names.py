@@ -11,7 +11,7 @@ from whale_train.strategies.grammar.nodes import Split
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.partition.pipeline_partition import Slice, is_inside
-from whale_train.strategies.stages.placement import StageChunk, Staging
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 from whale_train.strategies.tensor_parallel.region import matches
 
@@ -29,7 +29,7 @@ def is_named(profile: ModelProfile, path: str, modules: Sequence[str]) -> bool:
     return any(is_inside(module, glob) for module in inside for glob in modules)
 
 
-def refuse_unknown_names(job: Staging, faults: list[Fault]) -> None:
+def refuse_unknown_names(job: PlanningContext, faults: list[Fault]) -> None:
     """Add a fault for every glob of a split, or of copies beside it, that names no weight of the
     model."""
     profile = job.profile
@@ -80,7 +80,7 @@ def _of_any_block(name: str) -> str:
     return name if len(parts) < 3 else f"*.{parts[-2]}.{parts[-1]}"
 
 
-def refuse_idle_patterns(job: Staging, chunks: Sequence[StageChunk]) -> None:
+def refuse_idle_patterns(job: PlanningContext, chunks: Sequence[StageChunk]) -> None:
     """Raise PlanError for patterns that no weight of their stages gets, with the reason. Stages
     whose patterns are equal have one list, of which each takes the entries for its weights."""
     held: dict[tuple[tuple[str, str], ...], list[tuple[Split, StageChunk]]] = {}
@@ -97,12 +97,12 @@ def refuse_idle_patterns(job: Staging, chunks: Sequence[StageChunk]) -> None:
         raise PlanError(faults)
 
 
-def _matched(job: Staging, chunk: StageChunk, glob: str) -> Iterator[str]:
+def _matched(job: PlanningContext, chunk: StageChunk, glob: str) -> Iterator[str]:
     """Yield the paths of the weights of a chunk that a pattern's glob names."""
     return (p for p in chunk.slice.weights if matches(names_of(job.profile, p), glob))
 
 
-def _is_had(job: Staging, chunk: StageChunk, glob: str, pattern: str) -> bool:
+def _is_had(job: PlanningContext, chunk: StageChunk, glob: str, pattern: str) -> bool:
     """Return True if some weight of a chunk that `glob` names is cut by the `pattern` asked for.
     The columns of a product that a cross-entropy reads count as its vocabulary."""
     had: Mapping[str, str] = dict.fromkeys(chunk.shards, "vocabulary")
@@ -113,7 +113,7 @@ def _is_had(job: Staging, chunk: StageChunk, glob: str, pattern: str) -> bool:
 
 
 def _why_idle(
-    job: Staging,
+    job: PlanningContext,
     users: Sequence[tuple[Split, StageChunk]],
     before: Sequence[tuple[str, str]],
     glob: str,
@@ -142,7 +142,7 @@ def _why_idle(
 
 
 def sharded(
-    job: Staging,
+    job: PlanningContext,
     part: Slice,
     named: Collection[str],
     split: Split,

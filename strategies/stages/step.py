@@ -10,14 +10,14 @@ from functools import cached_property
 
 from whale_train.strategies.cost.batch_exchange import batch_norm_times, batch_sum_times
 from whale_train.strategies.cost.collectives import (
-    Crowd,
+    NicContention,
     all_reduce_time_s,
-    crowd_of,
-    gather_stops_s,
     gather_time_s,
     group_link,
     modules_of,
+    nic_contention,
     send_time_s,
+    zero3_gather_overhead_s,
 )
 from whale_train.strategies.cost.op_cost import part_of
 from whale_train.strategies.cost.roofline import (
@@ -36,8 +36,8 @@ from whale_train.strategies.stages.engines import engines_of_stages, held_elemen
 from whale_train.strategies.stages.fused_accumulation import added_in_place
 from whale_train.strategies.stages.gradient_sync import gradient_sums
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.p2p import Sends
-from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.p2p import P2PCosts
+from whale_train.strategies.stages.placement import PlanningContext
 
 
 class StagedStep:
@@ -52,7 +52,7 @@ class StagedStep:
 
     def __init__(
         self,
-        job: Staging,
+        job: PlanningContext,
         times: ChunkTimes,
         batches: Batches,
         orders: Sequence[Sequence[Sequence[Instruction]]],
@@ -62,8 +62,8 @@ class StagedStep:
         self.shared, self.cluster = shared, job.cluster
         self.engines = engines_of_stages(job, times.chunks, times.axes)
         crossing = (g for of_stage in self.engines for engine in of_stage for g in engine.groups)
-        self.crowd: Crowd = crowd_of(self.cluster, crossing)
-        self.sends = Sends(job, times.chunks)
+        self.crowd: NicContention = nic_contention(self.cluster, crossing)
+        self.sends = P2PCosts(job, times.chunks)
         norms = job.profile.batch_norm_modules
         self.synchronises = bool(norms) and job.training.sync_batchnorm
         self._over_batch: dict[int, Times] = {}
@@ -221,7 +221,7 @@ class StagedStep:
         chunks = [chunk for chunk in self.times.chunks if chunk.stage == stage]
         of_head = {x for chunk in chunks if chunk.shares_samples for x in chunk.shards}
         paths = [path for chunk in chunks for path in chunk.slice.parameters if path not in of_head]
-        forward, backward = gather_stops_s(
+        forward, backward = zero3_gather_overhead_s(
             held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision
         )
         # The backward fetches streamed weights once more, and sends their gradients to the host.

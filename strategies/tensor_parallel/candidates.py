@@ -34,9 +34,9 @@ from whale_train.strategies.layouts.rules.views import (
     viewed,
 )
 from whale_train.strategies.layouts.types import (
-    Fineness,
+    MinUnits,
+    RuleInput,
     Shard,
-    Typed,
     dimension,
     flat_pieces,
     product,
@@ -78,7 +78,7 @@ class Weight:
 
 
 def find_weights(
-    graph: OperationGraph, region: set[str], parameters: Mapping[str, str], fineness: Fineness
+    graph: OperationGraph, region: set[str], parameters: Mapping[str, str], fineness: MinUnits
 ) -> dict[str, Weight]:
     """Return the parameters of `region` that a product, convolution or lookup reads there, by path.
 
@@ -111,7 +111,7 @@ def cuts_of(
         root, dims = _through_transposes(graph, name)
         if root in parameters:
             yield from _candidates(
-                graph, operation, dims, parameters[root], graph[root], Fineness(1)
+                graph, operation, dims, parameters[root], graph[root], MinUnits(1)
             )
 
 
@@ -146,7 +146,7 @@ def _through_transposes(graph: OperationGraph, name: str) -> tuple[str, tuple[in
     operation = graph[name]
     dims = tuple(range(len(operation.shape or ())))
     while sees_otherwise(operation):
-        typed = Typed(operation, {}, graph)
+        typed = RuleInput(operation, {}, graph)
         rule = RULES[operation.target]
         rank = len(dims)
         if rule is transpose:
@@ -172,7 +172,7 @@ def _candidates(
     dims: tuple[int, ...],
     path: str,
     parameter: Operation,
-    fineness: Fineness,
+    fineness: MinUnits,
 ) -> tuple[WeightSharding, ...]:
     """Return the candidates of the weight `parameter`, read by `operation`. `dims` are the
     parameter's dimensions as the operation sees them."""
@@ -243,7 +243,7 @@ def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tu
 def _edges(graph: OperationGraph, operation: Operation, value: str, at: int) -> tuple[int, ...]:
     """Return the indices at which `operation` cuts dimension `at` of the value that it takes
     apart."""
-    typed = Typed(operation, {}, graph)
+    typed = RuleInput(operation, {}, graph)
     rule, shape = RULES.get(operation.target), graph[value].shape or ()
     kind = operation.target.removeprefix("aten.")
     if kind in LISTS:
@@ -284,7 +284,7 @@ def _onward(
         same = len(shape) == len(target) and shape[at] == target[at]
         return (at, scale) if same and product(shape) == product(target) else None
     if rule in (transpose, permute, reverse, squeeze, unsqueeze):
-        typing = RULES[operation.target](Typed(operation, {value: probe}, graph))
+        typing = RULES[operation.target](RuleInput(operation, {value: probe}, graph))
         laid = typing.gives if typing else None
         return (laid.dim, scale) if isinstance(laid, Shard) else None
     return None

@@ -13,8 +13,8 @@ from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.layouts.propagation import (
     Assignment,
     Cast,
-    Fineness,
     Layout,
+    MinUnits,
     R,
     Shard,
 )
@@ -85,7 +85,7 @@ def choose_patterns(
         tuple(op for op in graph if op.name in chosen),
         {name: path for name, path in parameters.items() if name in chosen},
         held,
-        Fineness(group_size),
+        MinUnits(group_size),
         given,
         wanted,
         dim,

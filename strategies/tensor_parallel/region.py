@@ -8,8 +8,8 @@ from functools import cached_property
 from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
 from whale_train.strategies.layouts.propagation import (
     RULES,
-    Fineness,
     Layout,
+    MinUnits,
     Shard,
     differentiable,
 )
@@ -39,7 +39,7 @@ class Region:
     operations: tuple[Operation, ...]
     parameters: Mapping[str, str]
     held: Mapping[str, int]
-    fineness: Fineness
+    fineness: MinUnits
     given: Mapping[str, Layout]
     wanted: Mapping[str, Layout]
     dim: str

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whale_train.strategies.layouts.propagation import Axes, Cast, Layout, Owned, Shard
+from whale_train.strategies.layouts.propagation import Axes, Cast, Layout, PartialByRow, Shard
 
 # Elements of weights left whole, bytes moved, collectives: compared in this order.
 StateCost = tuple[int, float, int]
@@ -88,7 +88,7 @@ def signature(state: State) -> Any:
 
     def of(layout: Layout) -> Any:
         laid = state.axes.laid(layout)
-        if not isinstance(laid, Shard | Owned):
+        if not isinstance(laid, Shard | PartialByRow):
             return laid
         number = names.setdefault(laid.axis, len(names))
         return replace(laid, axis=str(number)), state.axes.units.get(laid.axis)

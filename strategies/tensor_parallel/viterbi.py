@@ -19,8 +19,8 @@ from whale_train.strategies.layouts.propagation import (
     P,
     PartialSum,
     R,
+    RuleResult,
     Shard,
-    Typing,
     cast_kind,
     casts_of,
     typing_of,
@@ -188,7 +188,7 @@ class _Search:
 
     def scattered(
         self, state: State, operation: Operation, known: Mapping[str, Layout]
-    ) -> tuple[State, Operation, Mapping[str, Layout], Typing] | None:
+    ) -> tuple[State, Operation, Mapping[str, Layout], RuleResult] | None:
         """Return the arguments of `applied` for `operation` done on shards of the sequence: the
         state, the operation, the layouts of its inputs and its typing.
 
@@ -215,7 +215,7 @@ class _Search:
         return replace(state, axes=axes), operation, known, replace(typing, wants=wants)
 
     def applied(
-        self, state: State, operation: Operation, known: Mapping[str, Layout], typing: Typing,
+        self, state: State, operation: Operation, known: Mapping[str, Layout], typing: RuleResult,
         decided: tuple[tuple[str, str, Layout], ...], gathered: bool,
     ) -> Iterator[State]:  # fmt: skip
         """Yield the state after `operation` with this `typing`; none where an axis would be too
@@ -298,7 +298,7 @@ class _Search:
         by_hand = self.fixed.get(path) == "replicate"
         return path if free and alone and known == R and not by_hand else ""
 
-    def loses_updates(self, state: State, typing: Typing, known: Mapping[str, Layout]) -> bool:
+    def loses_updates(self, state: State, typing: RuleResult, known: Mapping[str, Layout]) -> bool:
         """Return whether statistics would be updated in a slice or a gathered copy of their
         buffer."""
         return any(

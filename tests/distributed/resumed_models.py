@@ -19,7 +19,7 @@ from whale_train.launcher.resume import find_checkpoint, go_on, phase_of, refuse
 from whale_train.models.export.export import model_on_meta
 from whale_train.models.loss_module import LossModule
 from whale_train.models.weights.kept_tensors import kept_tensors, saved_names
-from whale_train.runtime.state.held import HeldBlock
+from whale_train.runtime.state.held import LocalBlock
 from whale_train.runtime.state.parts import write_blocks
 from whale_train.runtime.state.tensor_files import write_json, write_text
 
@@ -96,7 +96,7 @@ def write_checkpoint(
     return path
 
 
-def _blocks(side: Side, counts: Mapping[str, float]) -> list[HeldBlock]:
+def _blocks(side: Side, counts: Mapping[str, float]) -> list[LocalBlock]:
     """Return all of the tensors of a side, each as one block."""
     options = side.request.model
     module = LossModule(model_on_meta(options), options)
@@ -115,12 +115,12 @@ def _blocks(side: Side, counts: Mapping[str, float]) -> list[HeldBlock]:
                 ("optimizer", f"state.{name}.step", torch.tensor(counts.get(name, float(STEP))))
             )
     return [
-        HeldBlock(folder, name, Block((0,) * x.dim(), tuple(x.shape)), x, True)
+        LocalBlock(folder, name, Block((0,) * x.dim(), tuple(x.shape)), x, True)
         for folder, name, x in tensors
     ]
 
 
-def _halves(blocks: Sequence[HeldBlock], rank: int) -> list[HeldBlock]:
+def _halves(blocks: Sequence[LocalBlock], rank: int) -> list[LocalBlock]:
     """Return the half of every tensor that a rank of two saves; of a scalar, all is rank 0's."""
     found = []
     for whole in blocks:
@@ -133,7 +133,7 @@ def _halves(blocks: Sequence[HeldBlock], rank: int) -> list[HeldBlock]:
         if part.numel():
             offsets = (start, *whole.block.offsets[1:])
             block = Block(offsets, tuple(part.shape))
-            found.append(HeldBlock(whole.folder, whole.name, block, part, True))
+            found.append(LocalBlock(whole.folder, whole.name, block, part, True))
     return found
 
 

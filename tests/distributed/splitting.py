@@ -23,7 +23,7 @@ from whale_train.runtime.comms.layout_collectives import shard_of
 from whale_train.runtime.graph.nested_graphs import is_tensor
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import write_segment_graph
-from whale_train.runtime.graph.shard_place import ShardPlace
+from whale_train.runtime.graph.shard_place import ShardContext
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.shape_check import shape_check
@@ -122,7 +122,7 @@ def write(
     index = dist.get_rank()
     tensors = _tensors(graph, module, canonical, found, index)
     segment = SegmentModule((), (loss,), tensors)
-    here = ShardPlace(
+    here = ShardContext(
         **{
             "device": torch.device("cpu"),
             "group": dist.group.WORLD,

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch import distributed as dist
 
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
-from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
+from whale_train.runtime.loss.micro_batch_loss import MicroBatchLoss
 from whale_train.strategies.plan.loss_weights import LossWeights
 
 TWICE, THRICE = ("train.accumulate=2",), ("train.accumulate=3",)
@@ -201,7 +201,7 @@ def scales() -> list[float]:
     assert dist.group.WORLD is not None
     counter = TargetCounter(counting(("first", "second")), dist.group.WORLD)
     cpu = torch.device("cpu")
-    pieces = LossOfPieces(((0, 6), (6, 8)), LossWeights("mean", 8), counter, cpu)
+    pieces = MicroBatchLoss(((0, 6), (6, 8)), LossWeights("mean", 8), counter, cpu)
     first = torch.tensor([0, 1, -100, 2, 2, 3, -100, -100])
     second = torch.tensor([0, 1, 1, 1, 2, 3, 0, 0])
     pieces.begin(

@@ -108,7 +108,7 @@ def in_pieces(dim: int, outer: int, pieces: tuple[tuple[int, ...], ...]) -> tupl
     piece = casts.slice_(replicated, dim, outer, shards)
     (piece.pow(3) * part(drawn(5, *y.shape), dim, outer, pieces, rank)).sum().backward()
     scattered = casts.reduce_scatter(whole * (rank + 1), dim, shards, outer)
-    assert torch.equal(casts.gather_enter(mine, dim, shards, outer), y)
+    assert torch.equal(casts.all_gather_reduce_scatter(mine, dim, shards, outer), y)
     other, last = (dim + 1) % 3, [0] * (len(sizes) - 2)
     rows = (1, whole.shape[(dim + 1) % 3] - 1, *last)
     there = casts.reshard(mine.detach(), dim, outer, shards, other, 1, shard_group(rows))
@@ -205,7 +205,7 @@ def resharded(dim: int, sizes: tuple[int, ...], natively: bool) -> tuple[Tensor,
     shape = [3, 4, 5]
     shape[dim] = sum(sizes)
     mine = shard(drawn(6, *shape), dim, 1, sizes, rank).requires_grad_()
-    partial = (casts.gather_enter(mine, dim, shards) * drawn(10 + rank, *shape)).tanh()
+    partial = (casts.all_gather_reduce_scatter(mine, dim, shards) * drawn(10 + rank, *shape)).tanh()
     y = casts.reduce_scatter(partial, dim, shards)
     loss = (y.pow(2) * shard(drawn(7, *shape), dim, 1, sizes, rank)).sum()
     loss.backward()
@@ -269,9 +269,9 @@ def other_dtypes(sizes: tuple[int, ...]) -> list[Tensor]:
     half = shard(torch.arange(3.0 * sum(sizes)).view(3, -1), 1, 1, sizes, rank).bfloat16()
     nothing = torch.empty(0, sizes[rank])
     return [
-        casts.gather_enter(ids, 1, shards),
-        casts.gather_enter(ids % 2 == 0, 1, shards),
-        casts.gather_enter(half, 1, shards),
+        casts.all_gather_reduce_scatter(ids, 1, shards),
+        casts.all_gather_reduce_scatter(ids % 2 == 0, 1, shards),
+        casts.all_gather_reduce_scatter(half, 1, shards),
         casts.reduce_scatter(torch.ones(sum(sizes), 2, dtype=torch.bfloat16), 0, shards),
         casts.gather(nothing, 1, 1, shards),
         casts.reduce(torch.empty(0, 3), shards.group),
@@ -324,7 +324,7 @@ def alone() -> bool:
         casts.reduce(x, group),
         casts.gather(x, 0, 1, shards),
         casts.slice_(x, 0, 1, shards),
-        casts.gather_enter(x, 0, shards),
+        casts.all_gather_reduce_scatter(x, 0, shards),
         casts.reduce_scatter(x, 0, shards),
     ]
     return all(result is x for result in results)

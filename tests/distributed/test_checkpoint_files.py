@@ -18,7 +18,7 @@ from whale_train.checkpoints.checkpoint_files import (
 from whale_train.checkpoints.safetensors_files import Block, BrokenCheckpoint
 from whale_train.config import ConfigError
 from whale_train.launcher.resume import find_checkpoint
-from whale_train.runtime.state.held import HeldBlock
+from whale_train.runtime.state.held import LocalBlock
 from whale_train.runtime.state.saver import write_blocks
 from whale_train.runtime.state.tensor_files import TensorReader, write_text
 
@@ -39,12 +39,12 @@ def saved(folder: Path, step: int) -> Path:
     files = []
     for rank, rows in ROWS.items():
         blocks = [
-            HeldBlock("model", "weight", Block((a, 0), (b - a, 10)), WHOLE["weight"][a:b], True)
+            LocalBlock("model", "weight", Block((a, 0), (b - a, 10)), WHOLE["weight"][a:b], True)
             for a, b in rows
         ]
         if rank == 0:
             blocks += [
-                HeldBlock("model", name, Block((0,) * x.dim(), tuple(x.shape)), x, True)
+                LocalBlock("model", name, Block((0,) * x.dim(), tuple(x.shape)), x, True)
                 for name, x in WHOLE.items()
                 if name != "weight"
             ]

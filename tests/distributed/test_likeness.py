@@ -11,11 +11,11 @@ from whale_train.errors import PlanError
 from whale_train.models.options import HUGGING_FACE, ModelOptions
 from whale_train.models.profile.measure import profile_model
 from whale_train.strategies.grammar.nodes import Strategy
-from whale_train.strategies.partition.equal_blocks import Likeness
+from whale_train.strategies.partition.equal_blocks import CanonicalSlices
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 # Of every kind of block there are two alike, and four places for a pipeline to be cut at.
 BLOCKS = {"num_hidden_layers": 4, "num_layers": 4, "num_decoder_layers": 4}
@@ -29,7 +29,7 @@ GRAPHS: dict[str, Any] = {
 }
 
 
-def planned(strategy: Strategy, findings: Findings, asked: Training) -> Any:
+def planned(strategy: Strategy, findings: ModelAnalysis, asked: Training) -> Any:
     """The plan, or why there is none."""
     try:
         return consider(strategy, mixed(), findings, asked).plan()
@@ -55,11 +55,11 @@ def test_plans_are_those_of_a_planner_that_finds_no_two_slices_alike(
     asked = training(32, precision)
 
     def plans() -> list[Any]:
-        findings = Findings(profile, precision)
+        findings = ModelAnalysis(profile, precision)
         strategies = (strategy_of({"graph": graph, "devices": 8}) for graph in GRAPHS.values())
         return [planned(each, findings, asked) for each in strategies]
 
     found, numbers = plans(), count()
-    monkeypatch.setattr(Likeness, "number", lambda *_: next(numbers))
+    monkeypatch.setattr(CanonicalSlices, "number", lambda *_: next(numbers))
     assert any(isinstance(plan, Plan) for plan in found)
     assert found == plans()

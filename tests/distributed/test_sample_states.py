@@ -17,7 +17,13 @@ from torch.nn import functional as F
 from whale_train.models.export.export import flat_module
 from whale_train.models.export.to_operation_graph import operation_graph
 from whale_train.strategies.independence.judge import states_of
-from whale_train.strategies.independence.states import Fixed, Meets, PerSample, Pooled, Unknown
+from whale_train.strategies.independence.states import (
+    CrossSample,
+    Fixed,
+    PerSample,
+    Reduced,
+    Unknown,
+)
 
 PARTS = (2, 4)
 WIDTH, LENGTH, CLASSES = 6, 4, 5
@@ -212,7 +218,7 @@ def _follows(function: Function, state: Any) -> bool:
     n = sum(PARTS)
     if isinstance(state, Fixed):
         made = n**state.degree * parts[0] / PARTS[0] ** state.degree
-    elif isinstance(state, Pooled):
+    elif isinstance(state, Reduced):
         scaled = (x / size**state.degree for x, size in zip(parts, PARTS, strict=True))
         made = n**state.degree * sum(scaled)  # type: ignore[assignment]
     else:
@@ -236,15 +242,15 @@ def test_rows_of_each_sample(name: str) -> None:
 @pytest.mark.parametrize("name", POOLED)
 def test_sums_and_means_over_samples(name: str) -> None:
     state = _state(POOLED[name])
-    assert isinstance(state, Pooled)
+    assert isinstance(state, Reduced)
     assert _follows(POOLED[name], state)
 
 
 @pytest.mark.parametrize("name", MEET)
 def test_where_samples_meet(name: str) -> None:
     state = _state(MEET[name])
-    assert isinstance(state, Meets)
-    for other in (Pooled(0), Pooled(-1), *(PerSample(dim) for dim in range(2))):
+    assert isinstance(state, CrossSample)
+    for other in (Reduced(0), Reduced(-1), *(PerSample(dim) for dim in range(2))):
         try:
             assert not _follows(MEET[name], other)
         except (RuntimeError, IndexError):
@@ -266,4 +272,4 @@ def test_what_nobody_has_thought_about_is_unknown(name: str) -> None:
 
 def test_a_gradient_that_follows_how_often_rows_are_looked_up_meets() -> None:
     state = _state(lambda y, labels, w: F.embedding(labels, w, scale_grad_by_freq=True))
-    assert isinstance(state, Meets)
+    assert isinstance(state, CrossSample)

@@ -55,7 +55,7 @@ def gathered(length: int) -> tuple[Tensor, list[Tensor]]:
     group, mine = group_of_all(), given(dist.get_rank(), length)
     listed = [torch.empty(length) for _ in range(group.size())]
     dist.all_gather(listed, mine, group)
-    return casts.stacked(mine, group), listed
+    return casts.all_gather_stack(mine, group), listed
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -28,7 +28,7 @@ from whale_train.runtime.comms.process_groups import (
     make_groups,
 )
 from whale_train.runtime.compile.compiler import Compiler
-from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.process import rank_main as worker
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
@@ -50,7 +50,7 @@ def main() -> None:
         join(file_rendezvous(Path(folder)), 0, 1, device)
         compiler = Compiler() if request.train.compile else None
         groups, channels = make_groups(plan, 0), make_channels(plan, 0, device)
-        seat = Seat(0, device, groups, channels, compiler=compiler)
+        seat = RankContext(0, device, groups, channels, compiler=compiler)
         torch.manual_seed(request.seed)
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
         batches = RankBatches(request, plan, prepared.dataset, 0, device)

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from whale_train.strategies.graph.operation_graph import Operation, OperationGraph, Ref
 from whale_train.strategies.layouts.propagation import (
-    Entered,
     Layout,
     PartialSum,
     Replicated,
+    ReplicatedPartialGrad,
     Shard,
 )
 from whale_train.strategies.layouts.segment import Segment
@@ -152,7 +152,7 @@ class Ranks:
             return [np.take(value, mine, axis=layout.dim) for mine in held]
         if isinstance(layout, PartialSum):
             return [value, *(np.zeros_like(value) for _ in range(len(self) - 1))]
-        assert isinstance(layout, Replicated | Entered)
+        assert isinstance(layout, Replicated | ReplicatedPartialGrad)
         return [value] * len(self)
 
     def join(self, parts: Sequence[Array], layout: Layout) -> Array:
@@ -257,7 +257,7 @@ def run_parts(
         cast = casts.get((user, name))
         if cast is None:
             return values[name]
-        source = Replicated() if isinstance(cast.source, Entered) else cast.source
+        source = Replicated() if isinstance(cast.source, ReplicatedPartialGrad) else cast.source
         return ranks.lay(ranks.join(values[name], source), cast.target)
 
     for operation in graph:

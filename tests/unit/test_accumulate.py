@@ -16,7 +16,7 @@ from whale_train.strategies.plan.plan import Plan, RankPlan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider, resolve
 from whale_train.strategies.schedule.instructions import Kind
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 
 def training(global_batch: int, accumulate: int = 1, optimizer: str = "sgd") -> Training:
@@ -103,7 +103,7 @@ def test_a_rank_keeps_the_activations_of_a_micro_batch() -> None:
 )
 def test_every_backward_but_the_first_adds_to_gradients(graph: object, accumulate: int) -> None:
     devices, profile, train = mixed().first(2), gpt(), training(16, accumulate)
-    found = consider(strategy_of({"graph": graph}), devices, Findings(profile, "fp32"), train)
+    found = consider(strategy_of({"graph": graph}), devices, ModelAnalysis(profile, "fp32"), train)
     flat = accumulate > 1
     plan, made = found.plan(), (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     for rank in plan.ranks:
@@ -131,7 +131,7 @@ def test_only_the_first_backward_sees_all_rows_of_a_table() -> None:
     def backwards(rows: int) -> list[float]:
         profile = gpt(rows=rows)
         found = consider(
-            strategy_of({"graph": graph}), devices, Findings(profile, "fp32"), training(16)
+            strategy_of({"graph": graph}), devices, ModelAnalysis(profile, "fp32"), training(16)
         )
         return [
             task.seconds

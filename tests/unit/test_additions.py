@@ -2,7 +2,7 @@
 
 import pytest
 
-from whale_train.launcher.planning.additions import said_of_additions
+from whale_train.launcher.planning.additions import explain_additions
 from whale_train.strategies.graph.operation_graph import ModelProfile, Parameter
 
 FROZEN = {
@@ -24,7 +24,7 @@ def said(*modules: str) -> list[tuple[str, str, str]]:
     )
     frozen = tuple(Parameter(path, shape, 4) for path, shape in FROZEN.items())
     profile = ModelProfile("Net", trained, (), 1.0, 1.0, frozen=frozen)
-    return [(x.key, x.chosen, x.reason) for x in said_of_additions(profile)]
+    return [(x.key, x.chosen, x.reason) for x in explain_additions(profile)]
 
 
 @pytest.mark.parametrize(

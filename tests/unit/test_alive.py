@@ -11,7 +11,11 @@ from whale_train.strategies.graph.operation_graph import (
     Size,
 )
 from whale_train.strategies.graph.saved_tensors import View, halves, kept, memory_of
-from whale_train.strategies.memory.liveness import Moment, passing, passing_again
+from whale_train.strategies.memory.liveness import (
+    MemoryPoint,
+    profile_forward_backward,
+    profile_with_recompute,
+)
 
 HIDDEN = (Size(0, 1), Size(8))  # 32 bytes a sample
 WEIGHT = (Size(8), Size(8))  # 256 bytes
@@ -60,22 +64,22 @@ def test_a_view_lies_in_what_it_is_a_view_of() -> None:
 
 
 def test_gradients_come_as_values_go() -> None:
-    run = passing(View(CHAIN), NAMES, GRADIENTS)
+    run = profile_forward_backward(View(CHAIN), NAMES, GRADIENTS)
     assert (run.kept, run.gradients) == (96.0, 512.0)
     # When the loss is computed, y is there as well, which nobody keeps.
-    assert run.forward == (Moment(0.0, 96 + 32 + 4),)
+    assert run.forward == (MemoryPoint(0.0, 96 + 32 + 4),)
     # u's gradient comes with those of y and of g while all is kept; w's with that of h and x.
-    assert run.first == (Moment(512.0, 32 + 32), Moment(256.0, 96 + 32 + 32))
+    assert run.first == (MemoryPoint(512.0, 32 + 32), MemoryPoint(256.0, 96 + 32 + 32))
     # One that is added to gradients there are is let go of again.
-    assert run.again == (Moment(256.0, 96 + 32 + 32),)
+    assert run.again == (MemoryPoint(256.0, 96 + 32 + 32),)
     # Left for later: what the products read but for x, which needs no gradient, and y's and h's.
     assert run.deferred == 32 + 2 * 32
 
 
 def test_what_crosses_stays() -> None:
-    run = passing(View(CHAIN), NAMES[:5], {"w": 256.0}, gives=("g",))
+    run = profile_forward_backward(View(CHAIN), NAMES[:5], {"w": 256.0}, gives=("g",))
     assert run.kept == 96.0  # x and h, and g, which the next part of the model keeps
-    assert run.first == (Moment(256.0, 96.0), Moment(0.0, 96 + 32 + 32))
+    assert run.first == (MemoryPoint(256.0, 96.0), MemoryPoint(0.0, 96 + 32 + 32))
 
 
 def test_of_a_part_a_part_is_kept() -> None:
@@ -84,7 +88,7 @@ def test_of_a_part_a_part_is_kept() -> None:
 
 
 def test_computed_again_keeps_what_enters_a_block() -> None:
-    run = passing_again(View(CHAIN), NAMES, GRADIENTS)
+    run = profile_with_recompute(View(CHAIN), NAMES, GRADIENTS)
     assert run.kept == 32.0  # g enters blocks.1, and the loss keeps nothing; x is the batch's
     assert run.gradients == 512.0
     assert max(moment.values for moment in run.first) <= 96 + 3 * 32
@@ -97,7 +101,7 @@ def test_split_classes_write_their_gradient_over_the_softmax(classes: float, val
     )
     graph = OperationGraph((weight("w"), operation("y", LINEAR, "w"), loss))
     view = View(graph).held_by(lambda name: classes if name == "y" else 1.0)
-    run = passing(view, ["y", "loss"], {})
+    run = profile_forward_backward(view, ["y", "loss"], {})
     # The softmax, its gradient, that of the logits; or all of them in one.
     assert max(moment.values for moment in run.first) == values
 

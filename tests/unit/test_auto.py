@@ -34,7 +34,7 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider, resolve
 from whale_train.strategies.search.search import Found, search
 from whale_train.strategies.search.space import space_of
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 AUTO = strategy_of({"graph": "auto", "time_limit_s": 0}, "auto")
 FAST = Device("fast", {"fp32": 2e9}, 1e9, 4e9)
@@ -55,7 +55,7 @@ def used_by(found: Found, there: int) -> int:
 def found_for(
     profile: ModelProfile, devices: Cluster, train: Training, asked: Any = AUTO, **keys: Any
 ) -> Found:
-    return search(asked, devices, Findings(profile, train.precision), train, **keys)
+    return search(asked, devices, ModelAnalysis(profile, train.precision), train, **keys)
 
 
 def everything(
@@ -63,7 +63,7 @@ def everything(
 ) -> Iterator[tuple[Candidate, float]]:
     """Every candidate that can be, with the seconds of its step: balanced, or with its boundaries
     moved where that is shorter."""
-    findings = Findings(profile, train.precision)
+    findings = ModelAnalysis(profile, train.precision)
     kinds = tuple(sorted(devices.kinds.items()))
     space = space_of(devices, kinds, findings, train)
     for used in space.sets():

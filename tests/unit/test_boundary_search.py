@@ -17,10 +17,10 @@ from whale_train.quantities import in_seconds
 from whale_train.strategies.hardware.cluster import Cluster, Device, Host, HostShare, Node
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.plan import Plan
-from whale_train.strategies.resolver.boundary_search import Boundaries, Look, move_ends
-from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.boundary_search import Boundaries, Trial, shift_boundaries
+from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.resolve import consider, resolve
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 PLACES = 12
 NEIGHBOURS = (-2, -1, 1, 2)
@@ -37,8 +37,8 @@ def neighbours(cut: Boundaries) -> list[Boundaries]:
 
 def looks(
     seconds: Callable[[Boundaries], float], short: Callable[[Boundaries], float] = lambda cut: 0.0
-) -> Callable[[Boundaries], Look[Boundaries]]:
-    return lambda cut: Look(cut, short(cut), seconds(cut), 1)
+) -> Callable[[Boundaries], Trial[Boundaries]]:
+    return lambda cut: Trial(cut, short(cut), seconds(cut), 1)
 
 
 @given(
@@ -53,7 +53,7 @@ def test_no_move_of_one_end_is_better_than_what_is_found(inner: list[int], rando
         return known.setdefault(cut, (random.choice([-1.0, 0.0, 2.0, 3.0]), random.random()))
 
     look = looks(lambda cut: of(cut)[1], lambda cut: of(cut)[0])
-    found, best = move_ends(cut, look(cut), look, 10**6)
+    found, best = shift_boundaries(cut, look(cut), look, 10**6)
     assert best.found == found
     for other in (cut, *neighbours(found)):
         short, seconds = of(other)
@@ -61,18 +61,18 @@ def test_no_move_of_one_end_is_better_than_what_is_found(inner: list[int], rando
             assert short >= best.short_bytes
         else:
             assert short > 0 or seconds >= best.seconds * (1 - 1e-3)
-    assert move_ends(cut, look(cut), look, 10**6) == (found, best)
+    assert shift_boundaries(cut, look(cut), look, 10**6) == (found, best)
 
 
 def test_cuts_that_cannot_be_are_passed_over_and_none_is_looked_at_twice() -> None:
     looked: list[Boundaries] = []
 
-    def look(cut: Boundaries) -> Look[Boundaries] | None:
+    def look(cut: Boundaries) -> Trial[Boundaries] | None:
         looked.append(cut)
-        return Look(cut, 0.0, abs(cut[1] - 9.0), 1) if cut[1] % 2 == 0 else None
+        return Trial(cut, 0.0, abs(cut[1] - 9.0), 1) if cut[1] % 2 == 0 else None
 
-    first = Look((0, 4, PLACES), 0.0, 5.0, 1)
-    assert move_ends((0, 4, PLACES), first, look, 100)[0] == (0, 8, PLACES)
+    first = Trial((0, 4, PLACES), 0.0, 5.0, 1)
+    assert shift_boundaries((0, 4, PLACES), first, look, 100)[0] == (0, 8, PLACES)
     assert len(set(looked)) == len(looked)
 
 
@@ -81,11 +81,11 @@ def test_looks_end_when_they_have_taken_as_much_work() -> None:
     for work in range(1, 6):
         looked: list[Boundaries] = []
 
-        def look(cut: Boundaries, looked: list[Boundaries] = looked) -> Look[Boundaries]:
+        def look(cut: Boundaries, looked: list[Boundaries] = looked) -> Trial[Boundaries]:
             looked.append(cut)
-            return Look(cut, 0.0, -float(cut[1]), 1)
+            return Trial(cut, 0.0, -float(cut[1]), 1)
 
-        _, best = move_ends(cut, Look(cut, 0.0, 0.0, 1), look, work)
+        _, best = shift_boundaries(cut, Trial(cut, 0.0, 0.0, 1), look, work)
         assert (best.work, len(looked)) == (work, work - 1)
 
 
@@ -105,8 +105,8 @@ def stages_of(plan: Plan) -> list[int]:
     return [len(each.parameters) for each in plan.task_graphs]
 
 
-def balanced(devices: Cluster, graph: Any = PIPELINE) -> Considered:
-    findings = Findings(PROFILE, "fp32")
+def balanced(devices: Cluster, graph: Any = PIPELINE) -> EvaluatedStrategy:
+    findings = ModelAnalysis(PROFILE, "fp32")
     return consider(strategy_of({"graph": graph}), devices, findings, training(16))
 
 

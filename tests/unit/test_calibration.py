@@ -18,9 +18,9 @@ from whale_train.launcher.planning.devices.calibrations import folder, keep, kep
 from whale_train.runtime.calibrate.roofline_fit import UNBOUND
 from whale_train.strategies.cost.collectives import (
     all_reduce_time_s,
-    gather_stops_s,
     modules_of,
     partitioned_sum_time_s,
+    zero3_gather_overhead_s,
 )
 from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.calibration import (
@@ -206,10 +206,10 @@ def test_what_zero_does_beside_sending_is_as_measured() -> None:
     assert partitioned_sum_time_s(1e6, 0.5, [CPU, slow], "fp32") == pytest.approx(1.51)
     # The same and twice that, and three overheads: of three modules.
     expected = (pytest.approx(1.003), pytest.approx(2.006))
-    assert gather_stops_s(1e6, 3, [CPU, slow], "fp32") == expected
+    assert zero3_gather_overhead_s(1e6, 3, [CPU, slow], "fp32") == expected
     # Where nobody measured, nothing is known of it.
-    assert gather_stops_s(1e6, 3, [CPU], "fp32") == (0.0, 0.0)
-    assert gather_stops_s(1e6, 3, [slow], "bf16") == (0.0, 0.0)
+    assert zero3_gather_overhead_s(1e6, 3, [CPU], "fp32") == (0.0, 0.0)
+    assert zero3_gather_overhead_s(1e6, 3, [slow], "bf16") == (0.0, 0.0)
 
 
 def test_parameters_are_gathered_by_module() -> None:

@@ -6,7 +6,7 @@ from tests.unit.plan_requests import mixed, shipped
 
 from whale_train.config import CheckpointOptions
 from whale_train.errors import Fault
-from whale_train.launcher.planning.checkpoint_memory import said_of_copies
+from whale_train.launcher.planning.checkpoint_memory import explain_checkpoint_copies
 from whale_train.quantities import in_bytes
 from whale_train.strategies.memory.malloc_headroom import needed_bytes
 from whale_train.strategies.plan.plan import Decision
@@ -22,7 +22,7 @@ STATE = 3 * 4 * sum(x.elements for x in MODEL.parameters) + MODEL.buffer_bytes
 def said(memory: int | None = None, **options: object) -> tuple[list[Decision], list[Fault]]:
     faults: list[Fault] = []
     checkpoint = CheckpointOptions.model_validate({"every": 10, **options})
-    return said_of_copies(checkpoint, PLAN, MODEL, TRAINING, memory, faults), faults
+    return explain_checkpoint_copies(checkpoint, PLAN, MODEL, TRAINING, memory, faults), faults
 
 
 def test_weights_and_two_moments_are_copied() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from whale_train.strategies.cost.collectives import (
     all_reduce_time_s,
-    crowd_of,
     gather_time_s,
     group_link,
+    nic_contention,
     send_time_s,
     sum_time_s,
 )
@@ -157,7 +157,7 @@ def test_groups_that_leave_a_node_share_its_way_out() -> None:
     cluster = Cluster("two", (Node((DEVICE,) * 2, LINK),) * 2, NETWORK)
     assert group_link(cluster, (0, 1)) == LINK
     assert group_link(cluster, (0, 2)) == NETWORK
-    crowd = crowd_of(cluster, [(0, 2), (1, 3), (0, 1)])
+    crowd = nic_contention(cluster, [(0, 2), (1, 3), (0, 1)])
     assert crowd == {0: 2, 1: 2}
     assert group_link(cluster, (0, 2), crowd).bandwidth_bytes_s == NETWORK.bandwidth_bytes_s / 2
 

@@ -21,11 +21,11 @@ from whale_train.launcher.compose.command_line import composed
 from whale_train.launcher.planning.architectures import faults_of
 from whale_train.launcher.planning.devices.devices_here import (
     Place,
+    assign_devices,
+    explain_device_figures,
     joined_cluster,
     processes_joined,
     refuse_other_order,
-    said_of_figures,
-    seated,
     where,
 )
 from whale_train.launcher.planning.devices.machine import facts_of
@@ -170,7 +170,7 @@ def test_processes_are_wanted_as_they_are() -> None:
 
 def planned(place: Place, there: Sequence[Host], used: Cluster | None = None) -> Plan:
     used = used or place.cluster
-    return seated(resolve(shipped("dp"), used, gpt(), training(48)), used, there)
+    return assign_devices(resolve(shipped("dp"), used, gpt(), training(48)), used, there)
 
 
 def test_each_rank_has_a_card_of_its_kind() -> None:
@@ -310,7 +310,9 @@ def test_ranks_that_a_strategy_numbers_otherwise_are_refused() -> None:
 
 
 def test_a_plan_says_whose_figures_are_not_the_catalogue_s() -> None:
-    (said,) = said_of_figures(read({"kind": "local"}, machine(machines.RTX_8000, machines.T4)))
+    (said,) = explain_device_figures(
+        read({"kind": "local"}, machine(machines.RTX_8000, machines.T4))
+    )
     assert (said.key, said.chosen, said.reason) == (
         "hardware",
         "quadro_rtx_8000_48gb by its properties",

@@ -23,9 +23,9 @@ from whale_train.errors import PlanError
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster, Device, Link, Node
 from whale_train.strategies.partition.split_parts import SplitParts
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.chunks import chunked
-from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
 
 
 def cpus(count: int) -> Cluster:
@@ -39,7 +39,9 @@ def head_of(profile: ModelProfile, devices: int = 2) -> StageChunk:
     strategy, cluster, asked = shipped("hybrid_split_dp"), cpus(devices), training(8)
     form = form_of(strategy, cluster, asked, [])
     assert form is not None
-    (chunk,) = chunked(Staging(strategy, cluster, Findings(profile, "fp32"), asked, form)).chunks
+    (chunk,) = chunked(
+        PlanningContext(strategy, cluster, ModelAnalysis(profile, "fp32"), asked, form)
+    ).chunks
     assert chunk.beside is not None
     return chunk
 

@@ -7,9 +7,9 @@ from tests.unit.plan_requests import mixed, shipped, training
 from whale_train.quantities import in_bytes
 from whale_train.strategies.memory.malloc_headroom import (
     HOLES,
+    explain_fragmentation,
     has_room,
     needed_bytes,
-    said_of_holes,
 )
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
@@ -31,8 +31,8 @@ def test_ranks_need_what_their_tensors_do_and_a_third_more(plan: Plan) -> None:
 
 def test_a_plan_says_what_is_done_where_there_is_no_room(plan: Plan) -> None:
     needed = needed_bytes(plan, range(plan.world_size))
-    assert said_of_holes(plan, int(2 * needed)) == ()
-    (said,) = said_of_holes(plan, int(1.1 * needed))
+    assert explain_fragmentation(plan, int(2 * needed)) == ()
+    (said,) = explain_fragmentation(plan, int(1.1 * needed))
     assert (said.key, said.chosen) == ("memory", "freed blocks given back")
     assert said.reason.startswith(
         f"ranks need {in_bytes(needed)} of {in_bytes(1.1 * needed)} they share, and what malloc "

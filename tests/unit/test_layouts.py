@@ -17,8 +17,8 @@ from whale_train.strategies.layouts.propagation import (
     Layout,
     P,
     R,
+    RuleResult,
     Shard,
-    Typing,
     assign,
     cast_kind,
 )
@@ -379,7 +379,7 @@ def test_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whale_train.strategies.layouts.rule_table.RULES", dict(RULES))
     rules = layout_rules.RULES
     monkeypatch.setattr("whale_train.strategies.layouts.propagation.RULES", rules)
-    layout_rules.register_rule("mine.twice.default", lambda typed: Typing({}, typed.only))
+    layout_rules.register_rule("mine.twice.default", lambda typed: RuleResult({}, typed.only))
     sketch = Sketch()
     sketch.input("x", "B 12", "float32")
     sketch.call("result", "neg.default", "x", shape="B 12")

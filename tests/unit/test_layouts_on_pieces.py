@@ -26,7 +26,7 @@ from whale_train.strategies.layouts.propagation import (
     assign,
 )
 from whale_train.strategies.layouts.segment import Segment
-from whale_train.strategies.layouts.types import Fineness, shard
+from whale_train.strategies.layouts.types import MinUnits, shard
 
 S0, S1 = Shard(0, "classes"), Shard(1, "classes")
 S0x3 = Shard(0, "classes", 3)
@@ -42,7 +42,7 @@ def run(
     are those of an axis "fine" of explicit pieces, of which each rank gets its part of `counts`."""
     names = tuple(op.name for op in graph if op.name != "output")
     region = {"result", *(name for name in names if name not in layouts)}
-    axes = Axes({"fine": units}, fineness=Fineness(len(counts))) if units else None
+    axes = Axes({"fine": units}, fineness=MinUnits(len(counts))) if units else None
     assignment = assign(trained(graph), region, layouts, axes=axes)
     drawn = np.random.default_rng(0)
     whole = {
@@ -245,7 +245,7 @@ def test_what_a_view_makes_of_pieces(
     source: str, target: tuple[int, ...], layout: Shard, units: int, found: tuple[Layout, int]
 ) -> None:
     graph = one_operation("view.default", ("x", target), {"x": source}, text(target))
-    axes = Axes({"fine": units}, fineness=Fineness(2))
+    axes = Axes({"fine": units}, fineness=MinUnits(2))
     assignment = assign(graph, {"result"}, {"x": layout}, axes=axes)
     assert (assignment.layouts["result"], assignment.units["fine"]) == found
 
@@ -253,7 +253,7 @@ def test_what_a_view_makes_of_pieces(
 def test_a_batch_of_heads() -> None:
     """[batch, heads, ..] as [batch * heads, ..]: how many repetitions there are, the batch says."""
     graph = one_operation("view.default", ("x", (-1, 3)), {"x": "B 6 3"}, "6B 3")
-    axes = Axes({"fine": 6}, fineness=Fineness(2))
+    axes = Axes({"fine": 6}, fineness=MinUnits(2))
     laid = assign(graph, {"result"}, {"x": Shard(1, "fine", 1, (6,))}, axes=axes).layouts
     assert laid["result"] == Shard(0, "fine", Size(0, 1), (6,))
     back = one_operation("view.default", ("x", (-1, 6, 3)), {"x": "6B 3"}, "B 6 3")

@@ -8,7 +8,7 @@ from tests.unit.test_stages import model
 
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.partition.pipeline_partition import sliced
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 BLOCKS = 4
 
@@ -38,7 +38,7 @@ def blocks(widths: tuple[int, ...] = (8,) * BLOCKS, dropout: float = 0.1) -> Mod
 
 def numbers(profile: ModelProfile, shared: tuple[str, ...] = ()) -> list[int]:
     """Of every block's slice."""
-    findings = Findings(profile, "fp32")
+    findings = ModelAnalysis(profile, "fp32")
     order = findings.order
     ends = [
         *(i for i in order.places if i < len(order.operations) and order.operations[i] != "loss"),
@@ -77,7 +77,7 @@ def test_nor_is_where_more_is_on_its_way() -> None:
     second's beginning that is all there is."""
 
     def inner(profile: ModelProfile) -> list[int]:
-        findings = Findings(profile, "fp32")
+        findings = ModelAnalysis(profile, "fp32")
         parts = sliced(profile, findings.order, findings.order.places)
         return [findings.likeness.number(part, ()) for part in parts[1:4]]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from whale_train.config import Request, read_request
 from whale_train.launcher.compose.command_line import composed
-from whale_train.launcher.planning.loss_read import said_of_logits, shared_by_both
+from whale_train.launcher.planning.loss_read import explain_logits, shared_by_both
 from whale_train.strategies.graph.operation_graph import InputField, Logits, ModelProfile
 from whale_train.strategies.plan.plan import Decision
 
@@ -27,7 +27,7 @@ PICTURE = profile(Logits((8, 8, 8), 1, True), 8, 8)
 def test_classes_in_the_second_dimension_are_said() -> None:
     shapes = "the logits [batch, 5, 8, 6] and the labels [batch, 8, 6]"
     said = f"the classes of the loss, by {shapes}"
-    assert said_of_logits(request(), SECOND) == (Decision("model.class_dim", "1", "", said),)
+    assert explain_logits(request(), SECOND) == (Decision("model.class_dim", "1", "", said),)
 
 
 def test_what_was_open_is_said_with_the_other() -> None:
@@ -39,17 +39,17 @@ def test_what_was_open_is_said_with_the_other() -> None:
         "the classes of the loss, as torch's cross_entropy does; the logits [batch, 8, 8, 8] and "
         "the labels [batch, 8, 8] fit model.class_dim=-1 as well"
     )
-    assert said_of_logits(request(), SEQUENCE) == (
+    assert explain_logits(request(), SEQUENCE) == (
         Decision("model.class_dim", "-1", "1", sequence),
     )
-    assert said_of_logits(request(), PICTURE) == (Decision("model.class_dim", "1", "-1", picture),)
+    assert explain_logits(request(), PICTURE) == (Decision("model.class_dim", "1", "-1", picture),)
 
 
 def test_what_nobody_doubts_is_not_said() -> None:
-    assert said_of_logits(request("model.class_dim=1"), PICTURE) == ()
-    assert said_of_logits(request(), profile(Logits((7, 5), -1, False), 7)) == ()
-    assert said_of_logits(request(), profile(Logits((5,), -1, False))) == ()
-    assert said_of_logits(request(), profile(None)) == ()
+    assert explain_logits(request("model.class_dim=1"), PICTURE) == ()
+    assert explain_logits(request(), profile(Logits((7, 5), -1, False), 7)) == ()
+    assert explain_logits(request(), profile(Logits((5,), -1, False))) == ()
+    assert explain_logits(request(), profile(None)) == ()
 
 
 def test_a_verification_says_what_its_sides_share() -> None:

@@ -20,14 +20,14 @@ from whale_train.strategies.memory.engine_memory import (
     added,
     engine_of,
 )
-from whale_train.strategies.memory.liveness import Moment
+from whale_train.strategies.memory.liveness import MemoryPoint
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.schedule.instructions import Instruction, Kind
 from whale_train.strategies.stage_memory.rank_memory import RankMemory
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.chunks import chunked
-from whale_train.strategies.stages.placement import Staging, form_of
+from whale_train.strategies.stages.placement import PlanningContext, form_of
 
 # 100 million elements over 10 copies, 80 million of them in one parameter; a gradient bucket of
 # 25 MiB in fp32 is 6,553,600 elements, 26,214,400 bytes.
@@ -89,7 +89,7 @@ def estimate(
     strategy = Strategy("mine", (node,))
     form = form_of(strategy, cluster, training, [])
     assert form is not None
-    job = Staging(strategy, cluster, Findings(profile, precision), training, form)
+    job = PlanningContext(strategy, cluster, ModelAnalysis(profile, precision), training, form)
     cut = chunked(job)
     order = [Instruction(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     return RankMemory(job, cut.chunks, cut.axes, [[order]] * copies, frozenset()).of(0, 1, 1)
@@ -210,7 +210,7 @@ def test_a_single_copy_sends_nothing() -> None:
 
 def test_gradients_come_as_activations_go() -> None:
     """On one device, that neither has buckets nor adds to gradients of another backward."""
-    moments = (Moment(0.0, 900.0), Moment(300.0, 500.0), Moment(400.0, 100.0))
+    moments = (MemoryPoint(0.0, 900.0), MemoryPoint(300.0, 500.0), MemoryPoint(400.0, 100.0))
     elements = {"table.weight": 80e6, "rest.weight": 20e6}
     engine = engine_of(BIG, elements, "fp32", 0, 1, False, False, by_block=False, frozen={})
     for samples, held in ((1e6, (0.0, 900e6)), (0.1e6, (400e6, 0.0))):

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_train.strategies.stage_memory.rank_memory import most_within
+from whale_train.strategies.stage_memory.rank_memory import largest_fitting
 
 SIZES = st.floats(0, 50)
 
@@ -20,6 +20,6 @@ def test_it_is_what_looking_everywhere_finds(
         looks.append(count)
         return fixed + each * count + square * count**2 + jump * (count > 3)
 
-    found = most_within(need, limit, room)
+    found = largest_fitting(need, limit, room)
     assert len(looks) <= 2 * limit.bit_length() + 3
     assert found == bisect_right(range(limit + 1), room, key=need) - 1

@@ -16,7 +16,7 @@ from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.graph.operation_graph import INSIDE, ModelProfile, OperationGraph
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster, Device, Link, Node
-from whale_train.strategies.memory.engine_memory import gathered_at_once, weight_width
+from whale_train.strategies.memory.engine_memory import weight_width, zero3_live_bytes
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config
@@ -168,7 +168,7 @@ def test_zero_3_gathers_a_rewritten_graph_by_blocks(precision: str, width: int) 
     profile = model(weights=3, classes=600)
     elements = {p.path: float(p.elements) for p in profile.parameters}
     by_module, by_block = (
-        gathered_at_once(elements, {}, profile, precision, by_block) for by_block in (False, True)
+        zero3_live_bytes(elements, {}, profile, precision, by_block) for by_block in (False, True)
     )
     block, module = 3 * WIDTH * WIDTH, 600 * WIDTH
     # With their gradients, in fp32.

@@ -23,7 +23,7 @@ from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
 from whale_train.strategies.search.search import search
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 TOKENS = tuple(InputField(name, (16,), "int64", 31) for name in ("input_ids", "labels"))
 EXPERTS = ["replicate", {"split": {"dim": "experts"}}]
@@ -53,7 +53,7 @@ def planned(graph: Any, profile: ModelProfile, on: Cluster, batch: int = 32) -> 
 
 
 def test_what_runs_where_experts_are(mixture: ModelProfile) -> None:
-    found = Findings(mixture, "fp32").experts
+    found = ModelAnalysis(mixture, "fp32").experts
     assert found is not None
     assert mixture.graph is not None
     kinds = Counter(mixture.graph[name].target for name in found.operations)
@@ -80,7 +80,7 @@ def with_shared() -> ModelProfile:
 
 
 def test_a_shared_experts_products_run_while_rows_come(with_shared: ModelProfile) -> None:
-    findings = Findings(with_shared, "fp32")
+    findings = ModelAnalysis(with_shared, "fp32")
     assert findings.experts is not None
     casts = findings.experts.sharded.assignment.casts
     back = dict.fromkeys(cast.value for cast in casts if cast.kind == "combine")
@@ -137,7 +137,7 @@ def test_a_device_has_its_part_of_the_experts(mixture: ModelProfile) -> None:
         planned(graph, mixture, cluster(*[1] * 8)).ranks[0].memory_bytes
         for graph in ("replicate", EXPERTS)
     )
-    experts = Findings(mixture, "fp32").expert_elements
+    experts = ModelAnalysis(mixture, "fp32").expert_elements
     rest = mixture.parameter_elements - experts
     assert whole.parameters == 4 * mixture.parameter_elements + mixture.buffer_bytes
     assert spread.parameters == 4 * (rest + experts / 8) + mixture.buffer_bytes
@@ -193,7 +193,7 @@ def test_a_bias_that_the_model_moves_is_its_own(rate: float) -> None:
         **{"vocab_size": 31, "sequence_length": 16, "width": 32, "ffn": 48, "depth": 2},
         **{"experts": 8, "loss": "model", "bias_rate": rate},
     }
-    found = Findings(profile_model(ModelOptions.from_mapping(options), "m", TOKENS), "fp32")
+    found = ModelAnalysis(profile_model(ModelOptions.from_mapping(options), "m", TOKENS), "fp32")
     assert len(found.mixtures) == 2
     assert found.router_biases == {}
 
@@ -203,7 +203,9 @@ def test_the_search_knows_of_it(mixture: ModelProfile) -> None:
     auto = read_strategy({"graph": "auto"}, "auto", faults)
     assert auto is not None
     slow = Link("network", 1e9, 1e-5)
-    found = search(auto, cluster(*[1] * 8, link=slow), Findings(mixture, "fp32"), training(512))
+    found = search(
+        auto, cluster(*[1] * 8, link=slow), ModelAnalysis(mixture, "fp32"), training(512)
+    )
     assert found.written["graph"] == [{"replicate": {}}, {"split": {"dim": "experts"}}]
 
 

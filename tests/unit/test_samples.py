@@ -15,10 +15,10 @@ from whale_train.strategies.graph.operation_graph import (
     Ref,
     Size,
 )
-from whale_train.strategies.independence.judge import judge
+from whale_train.strategies.independence.judge import classify_loss
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.shared_batch import refuse_shared_batch, where_samples_meet
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 SAMPLE = (Size(0, 1), Size(8))
 BATCH, ALL, SCALAR = (Size(0, 1),), (Size(8),), ()
@@ -89,8 +89,10 @@ def test_a_mean_and_a_sum_are_neither() -> None:
         ("b", "sum.default", (Y,), SCALAR),
         ("loss", "add.Tensor", (Ref("a"), Ref("b")), SCALAR),
     )
-    assert judge(made).kind == "meets"
-    assert judge(made).because.startswith("adds a sum over the samples of the batch to a mean")
+    assert classify_loss(made).kind == "meets"
+    assert classify_loss(made).because.startswith(
+        "adds a sum over the samples of the batch to a mean"
+    )
 
 
 # What was once accepted as a mean over samples: each operation, and where samples meet in it.
@@ -123,7 +125,7 @@ def test_what_nobody_has_said_anything_about() -> None:
     made = graph(
         ("odd", "matrix_exp.default", (Y,), SAMPLE), ("loss", "mean.default", (Ref("odd"),), SCALAR)
     )
-    found = judge(made)
+    found = classify_loss(made)
     assert found.kind == "unknown"
     assert found.operation is not None
     assert found.operation.name == "odd"
@@ -131,9 +133,9 @@ def test_what_nobody_has_said_anything_about() -> None:
 
 def test_sums_over_samples_are_sums() -> None:
     made = graph(("loss", "sum.default", (Y,), SCALAR))
-    assert judge(made).kind == "sum"
+    assert classify_loss(made).kind == "sum"
     faults: list[Fault] = []
-    findings = Findings(profile_of(made), "fp32")
+    findings = ModelAnalysis(profile_of(made), "fp32")
     refuse_shared_batch(findings, training(loss_over="mean"), 1, faults)
     assert [str(fault) for fault in faults] == [
         "model.loss_over=mean is not what the loss of sketched is: by its graph, it is a sum over "
@@ -147,7 +149,7 @@ def test_samples_that_meet_are_refused_by_the_name_of_the_operation(vouched: boo
         ("m", "softmax.int", (Y, 0), SAMPLE), ("loss", "mean.default", (Ref("m"),), SCALAR)
     )
     faults: list[Fault] = []
-    findings = Findings(profile_of(made), "fp32")
+    findings = ModelAnalysis(profile_of(made), "fp32")
     refuse_shared_batch(findings, training(samples_are_independent=vouched), 1, faults)
     said = [] if vouched else [
         "model=sketched lets the samples of a batch meet: softmax in top (m) works along the "
@@ -193,7 +195,7 @@ def test_what_copies_tell_each_other(
     operations: list[tuple[str, str, tuple[Argument, ...], tuple[Size, ...] | None]],
     sums: dict[str, int],
 ) -> None:
-    found = judge(graph(*operations))
+    found = classify_loss(graph(*operations))
     assert found.kind == "meets"
     assert found.sums == sums
 
@@ -205,7 +207,7 @@ def test_micro_batches_cannot_tell_each_other() -> None:
         ("loss", "sum.default", (Ref("root"),), SCALAR),
     )
     faults: list[Fault] = []
-    findings = Findings(profile_of(made), "fp32")
+    findings = ModelAnalysis(profile_of(made), "fp32")
     refuse_shared_batch(findings, training(), 1, faults)
     assert not faults
     refuse_shared_batch(findings, training(), 2, faults)
@@ -227,5 +229,5 @@ def training(**said: Any) -> Training:
 
 def test_a_stack_of_blocks_is_shared() -> None:
     faults: list[Fault] = []
-    refuse_shared_batch(Findings(model([1.0, 2.0]), "fp32"), training(), 1, faults)
+    refuse_shared_batch(ModelAnalysis(model([1.0, 2.0]), "fp32"), training(), 1, faults)
     assert not faults

@@ -9,15 +9,15 @@ from whale_train.checkpoints.checkpoint_files import check, folder_of, unfinishe
 from whale_train.checkpoints.safetensors_files import Block
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.carrier import Carrier
-from whale_train.runtime.state.held import HeldBlock, RankState
+from whale_train.runtime.state.held import LocalBlock, RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.saver import Saver
-from whale_train.runtime.state.votes import Votes
+from whale_train.runtime.state.votes import RequestConsensus
 
 
 class OneWeight:
-    def blocks(self) -> list[HeldBlock]:
-        return [HeldBlock("model", "weight", Block((0,), (4,)), torch.arange(4.0), is_owner=True)]
+    def blocks(self) -> list[LocalBlock]:
+        return [LocalBlock("model", "weight", Block((0,), (4,)), torch.arange(4.0), is_owner=True)]
 
 
 class NoGenerators:
@@ -41,7 +41,7 @@ def test_what_another_rank_writes_of_the_next_checkpoint_is_left_to_it(tmp_path:
         cast(RandomStates, NoGenerators()),
         rank=0,
         carrier=Carrier(tmp_path, (), rank=0, ranks=1, timeout_s=1.0),
-        votes=Votes(),
+        votes=RequestConsensus(),
         is_asked_to_stop=lambda: False,
     )
     saver.save(9, {})

@@ -16,7 +16,13 @@ from tests.unit.test_auto import AUTO, FAST, NAMES, SLOW, cluster, found_for
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
-from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut, short_of_room
+from whale_train.strategies.estimate.stage_dp import (
+    StageCosts,
+    StageLink,
+    StagePartition,
+    cut,
+    short_of_room,
+)
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
@@ -24,7 +30,7 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider, resolve
 from whale_train.strategies.search.search import search
 from whale_train.strategies.search.shipped import strategy_files
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 PROFILES = (model([1e5, 3e5, 1e5, 2e5]), gpt())
 NETWORKS = (1e7, 1e9)
@@ -137,7 +143,7 @@ def test_no_shipped_strategy_is_faster(
 ) -> None:
     devices = Cluster("mine", tuple(nodes), LINKS[network])
     train = Training(batch, "fp32", 0.0, "adamw", {"lr": 0.1})
-    findings = Findings(profile, "fp32")
+    findings = ModelAnalysis(profile, "fp32")
     found = search(AUTO, devices, findings, train).considered.step.spans.seconds
     for name in NAMES:
         try:
@@ -175,15 +181,15 @@ def test_a_stage_ends_earlier_for_one_that_cannot_begin_where_it_could_end() -> 
         stage([1.0, 1.0, 1.0, 1.0, 8.0, 1.0, 1.0], room=1.0, copies=2),
         stage([1.0] * 7, room=2.0),
     ]
-    found = cut(stages, [Hop(0.0, 0.0)] * 3, [0.0] * 8, 4)
-    assert found == Cut((0, 3, 4, 5, 7), 26.0)
+    found = cut(stages, [StageLink(0.0, 0.0)] * 3, [0.0] * 8, 4)
+    assert found == StagePartition((0, 3, 4, 5, 7), 26.0)
 
 
 def test_units_that_one_stage_takes_long_for_are_given_to_another() -> None:
     """Of nine seconds for one unit no stage has to take any."""
     stages = [stage([1.0] * 4, room=4.0), stage([1.0, 9.0, 1.0, 1.0], room=2.0)]
-    found = cut(stages, [Hop(0.0, 0.1)], [0.0, 0.0, 1.0, 0.0, 0.0], 4)
-    assert found == Cut((0, 2, 4), 10.2)
+    found = cut(stages, [StageLink(0.0, 0.1)], [0.0, 0.0, 1.0, 0.0, 0.0], 4)
+    assert found == StagePartition((0, 2, 4), 10.2)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -201,7 +207,7 @@ def test_no_cut_takes_less_than_the_one_found(data: st.DataObject) -> None:
         )
         for _ in range(number)
     ]
-    hops = [Hop(0.0, data.draw(st.sampled_from([0.0, 0.1]))) for _ in range(number - 1)]
+    hops = [StageLink(0.0, data.draw(st.sampled_from([0.0, 0.1]))) for _ in range(number - 1)]
     crossing = data.draw(st.lists(st.floats(0, 2), min_size=units + 1, max_size=units + 1))
 
     def seconds(ends: Sequence[int]) -> float:
@@ -231,4 +237,4 @@ def test_what_stages_are_short_of_is_what_makes_room() -> None:
     nothing = [0.0] * 4
     stage = StageCosts(needs, nothing, needs, nothing, nothing, 1.0, 1.0, 1.0, room=10.0)
     assert short_of_room([stage, stage], 3) == pytest.approx(2.0, rel=1e-3)
-    assert cut([replace(stage, room=12.01)] * 2, [Hop(0.0, 0.0)], nothing, 1) is not None
+    assert cut([replace(stage, room=12.01)] * 2, [StageLink(0.0, 0.0)], nothing, 1) is not None

@@ -17,7 +17,7 @@ from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import consider, resolve
-from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.analysis import ModelAnalysis
 
 LINK = Link("link", 1e10, 1e-6)
 
@@ -265,7 +265,7 @@ def test_more_is_in_flight_where_memory_allows() -> None:
         devices = Cluster("mine", (Node((device,), inside),) * 2, slow)
         pipeline = {"stages": 2, "micro_batches": 8, "schedule": "1f1b"}
         strategy = strategy_of({"graph": {"pipeline": pipeline}})
-        plan = consider(strategy, devices, Findings(gpt(), "fp32"), training(64)).plan()
+        plan = consider(strategy, devices, ModelAnalysis(gpt(), "fp32"), training(64)).plan()
         assert plan.pipeline is not None
         first = plan.ranks[0].memory_bytes.activations
         return plan.pipeline.copies[0].transits, first

@@ -97,7 +97,7 @@ def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
     return Place(cluster, "cpu", True)
 
 
-def seated(plan: Plan, used: Cluster, hosts: Sequence[Host]) -> Plan:
+def assign_devices(plan: Plan, used: Cluster, hosts: Sequence[Host]) -> Plan:
     """Return the plan with the UUID of the card that each rank opens. The devices `used` have to be
     on the hosts."""
     cards = cards_of(used, hosts)
@@ -130,7 +130,7 @@ def refuse_other_order(used: Cluster, hosts: Sequence[Host], faults: list[Fault]
         faults.append(Fault("strategy.devices", value, rule, "use a number of devices, or null"))
 
 
-def said_of_figures(used: Cluster) -> list[Decision]:
+def explain_device_figures(used: Cluster) -> list[Decision]:
     """Return a note for each kind of card whose figures come from its properties, since neither the
     catalogue nor a calibration has it."""
     unknown = {device.name for device in used.devices if not device.kernels} - DEVICES.keys()

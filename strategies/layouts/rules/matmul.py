@@ -14,13 +14,13 @@ from whale_train.strategies.layouts.types import (
     BATCH,
     ENTERED,
     Layout,
-    Owned,
     P,
+    PartialByRow,
     PartialSum,
     R,
+    RuleInput,
+    RuleResult,
     Shard,
-    Typed,
-    Typing,
 )
 
 Labels = tuple[str, ...]
@@ -53,7 +53,7 @@ class Product:
 NO_TERM = Term("", ())
 
 
-def linear(typed: Typed) -> Typing | None:
+def linear(typed: RuleInput) -> RuleResult | None:
     """Type a linear layer: x [.., in] times weight [out, in], plus bias [out]."""
     rows = _letters(typed.rank - 1)
     return contract(
@@ -67,7 +67,7 @@ def linear(typed: Typed) -> Typing | None:
     )
 
 
-def addmm(typed: Typed) -> Typing | None:
+def addmm(typed: RuleInput) -> RuleResult | None:
     """Type a bias plus x [row, in] times weight [in, out] (Hugging Face's Conv1D)."""
     out = ("row", "out")
     bias = out[-len(typed.shape(0)) :] if typed.shape(0) else ()
@@ -75,7 +75,7 @@ def addmm(typed: Typed) -> Typing | None:
     return contract(typed, Product(left, right, out, Term(typed.value(0), bias)))
 
 
-def matmul(typed: Typed) -> Typing | None:
+def matmul(typed: RuleInput) -> RuleResult | None:
     """Type a matrix product of the last two dimensions. The dimensions before them are broadcast,
     as in NumPy."""
     left, right = len(typed.shape(0)), len(typed.shape(1))
@@ -88,7 +88,7 @@ def matmul(typed: Typed) -> Typing | None:
     return contract(typed, Product(*terms, (*batch, "row", "out"), NO_TERM))
 
 
-def baddbmm(typed: Typed) -> Typing | None:
+def baddbmm(typed: RuleInput) -> RuleResult | None:
     """Type a batch of matrix products, added to the first argument."""
     out = ("batch", "row", "out")
     added = Term(typed.value(0), out[3 - len(typed.shape(0)) :])
@@ -96,7 +96,7 @@ def baddbmm(typed: Typed) -> Typing | None:
     return contract(typed, Product(left, Term(typed.value(2), ("batch", "in", "out")), out, added))
 
 
-def einsum(typed: Typed) -> Typing | None:
+def einsum(typed: RuleInput) -> RuleResult | None:
     """Type a product of two tensors whose equation has one letter a dimension."""
     equation, operands = typed.argument(0), typed.argument(1)
     names = [x.name for x in operands if isinstance(x, Ref)] if isinstance(operands, tuple) else []
@@ -110,20 +110,20 @@ def einsum(typed: Typed) -> Typing | None:
     return contract(typed, Product(*terms, tuple(out), NO_TERM))
 
 
-def convolution(typed: Typed) -> Typing | None:
+def convolution(typed: RuleInput) -> RuleResult | None:
     """Type a convolution of x [N, in, ..] with weight [out, in / groups, ..], cut by channel."""
     if typed.argument(6, 1, "groups") != 1:
         return _grouped(typed)
     return _by_channel(typed, ("out", "in"))
 
 
-def transposed_convolution(typed: Typed) -> Typing | None:
+def transposed_convolution(typed: RuleInput) -> RuleResult | None:
     """Type a transposed convolution of x [N, in, ..] with weight [in, out / groups, ..], cut by
     channel. One in groups has no rule."""
     return _by_channel(typed, ("in", "out")) if typed.argument(6, 1, "groups") == 1 else None
 
 
-def _by_channel(typed: Typed, channels: Labels) -> Typing | None:
+def _by_channel(typed: RuleInput, channels: Labels) -> RuleResult | None:
     space = range(typed.rank - 2)
     left = Term(typed.value(0), ("sample", "in", *(f"from{i}" for i in space)))
     right = Term(typed.value(1), (*channels, *(f"window{i}" for i in space)))
@@ -131,7 +131,7 @@ def _by_channel(typed: Typed, channels: Labels) -> Typing | None:
     return contract(typed, Product(left, right, out, Term(typed.value(2, "bias"), ("out",))))
 
 
-def _grouped(typed: Typed) -> Typing | None:
+def _grouped(typed: RuleInput) -> RuleResult | None:
     """Type a convolution in groups, cut by group: the channels of a group see only each other."""
     groups = typed.argument(6, 1, "groups")
     assert isinstance(groups, int)
@@ -158,10 +158,10 @@ def _grouped(typed: Typed) -> Typing | None:
         wants[bias] = rows
     unite = tuple((axis, other[0]) for other in by_group[1:] if other[0] != axis)
     gives = Shard(1, axis, outer, rows.pieces)
-    return Typing(wants, gives, "", unite, tuple((axis, piece) for piece in pieces))
+    return RuleResult(wants, gives, "", unite, tuple((axis, piece) for piece in pieces))
 
 
-def grouped_mm(typed: Typed) -> Typing | None:
+def grouped_mm(typed: RuleInput) -> RuleResult | None:
     """Type the product of the rows of x, sorted by expert, and each row's expert's weight [experts,
     in, out].
 
@@ -172,22 +172,22 @@ def grouped_mm(typed: Typed) -> Typing | None:
     weight, x, ends = typed.layout(1), typed.layout(0), typed.value(2, "offs")
     if isinstance(weight, Shard) and weight.dim == 0:
         if isinstance(x, Shard) and (x.dim, x.axis) == (0, weight.axis):
-            return Typing({}, x, "own_grouped_mm")
+            return RuleResult({}, x, "own_grouped_mm")
         wants: dict[str, Layout] = {ends: R, typed.value(0): ENTERED}
         unite: tuple[tuple[str, str], ...] = ()
-        if isinstance(x, Owned) and x.rows == ends:
+        if isinstance(x, PartialByRow) and x.rows == ends:
             wants[typed.value(0)] = x
             unite = ((x.axis, weight.axis),) if x.axis != weight.axis else ()
         if weight.outer != 1 or len(weight.pieces) > 1:
             return None
-        return Typing(wants, Owned(weight.axis, ends), "split_grouped_mm", unite)
+        return RuleResult(wants, PartialByRow(weight.axis, ends), "split_grouped_mm", unite)
     if len(typed.shape(1)) != 3:
         return None
     left, right = Term(typed.value(0), ("row", "in")), Term(typed.value(1), ("expert", "in", "out"))
     return contract(typed, Product(left, right, ("row", "out"), NO_TERM))
 
 
-def attention(typed: Typed) -> Typing | None:
+def attention(typed: RuleInput) -> RuleResult | None:
     """Type scaled dot-product attention of values [batch, heads, tokens, width], cut by head or by
     sample. Where keys and values have fewer heads, groups of heads of queries share them."""
     names = [typed.value(i) for i in range(3)]
@@ -233,7 +233,7 @@ def attention(typed: Typed) -> Typing | None:
             wants[mask] = cut_mask if has_cut else ENTERED
     axes = [cut.axis for cut in cuts.values() if cut.axis != of_query.axis]
     unite = tuple((of_query.axis, axis) for axis in axes)
-    return Typing(wants, of_query, "", unite, tuple(coarsen))
+    return RuleResult(wants, of_query, "", unite, tuple(coarsen))
 
 
 def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tuple[int, ...]]:
@@ -250,7 +250,7 @@ def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tup
     return Shard(cut.dim, cut.axis, cut.outer, pieces), pieces
 
 
-def contract(typed: Typed, equation: Product) -> Typing | None:
+def contract(typed: RuleInput, equation: Product) -> RuleResult | None:
     """Type a product of two terms, by the one rule of all products: the label that is cut decides
     what every term has to be."""
     left, right = equation.left, equation.right
@@ -289,11 +289,11 @@ def contract(typed: Typed, equation: Product) -> Typing | None:
         gives = Shard(equation.out.index(label), cut.axis, cut.outer, cut.pieces)
     if equation.added.name:
         wants[equation.added.name] = _added(typed, equation.added, label, cut, extent, gives)
-    return Typing(wants, gives, "", unite)
+    return RuleResult(wants, gives, "", unite)
 
 
 def _added(
-    typed: Typed, added: Term, label: str, cut: Shard, extent: Size, gives: Layout
+    typed: RuleInput, added: Term, label: str, cut: Shard, extent: Size, gives: Layout
 ) -> Layout:
     if gives == P:
         return P  # added once, on the first rank alone
@@ -304,11 +304,11 @@ def _added(
     return ENTERED
 
 
-def _only_added(typed: Typed, equation: Product) -> Typing | None:
+def _only_added(typed: RuleInput, equation: Product) -> RuleResult | None:
     """Type a product of whole operands, after partial sums among its inputs have been summed."""
     partial = [name for name, x in typed.layouts.items() if isinstance(x, PartialSum)]
     cut = any(isinstance(x, Shard) for x in typed.layouts.values())
-    return Typing(dict.fromkeys(partial, R), R) if partial and not cut else None
+    return RuleResult(dict.fromkeys(partial, R), R) if partial and not cut else None
 
 
 def _letters(count: int) -> Sequence[str]:

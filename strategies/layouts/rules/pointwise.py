@@ -4,14 +4,14 @@ from whale_train.strategies.graph.operation_graph import WEIGHTS, Shape
 from whale_train.strategies.layouts.types import (
     ENTERED,
     Layout,
-    Owned,
     P,
+    PartialByRow,
     PartialSum,
     R,
     Replicated,
+    RuleInput,
+    RuleResult,
     Shard,
-    Typed,
-    Typing,
     product,
 )
 
@@ -30,7 +30,7 @@ _KEEPS_ZERO = (
 )  # fmt: skip
 
 
-def pointwise(typed: Typed) -> Typing | None:
+def pointwise(typed: RuleInput) -> RuleResult | None:
     """Type an operation on one element at a time.
 
     Every tensor of the result's shape is cut alike. A tensor that does not have the cut dimension
@@ -46,7 +46,7 @@ def pointwise(typed: Typed) -> Typing | None:
     return None
 
 
-def _cut(typed: Typed) -> Typing | None:
+def _cut(typed: RuleInput) -> RuleResult | None:
     shapes = typed.shapes
     cuts = {
         (layout.dim - len(shapes[name]), shapes[name][layout.dim], layout.outer, layout.pieces)
@@ -69,25 +69,25 @@ def _cut(typed: Typed) -> Typing | None:
             cut = Shard(len(shapes[name]) + from_end, axes[0], outer, pieces)
             wants[name] = cut if has_cut(shapes[name]) else ENTERED
     unite = tuple((axes[0], axis) for axis in axes[1:] if axis != axes[0])
-    return Typing(wants, Shard(typed.rank + from_end, axes[0], outer, pieces), unite=unite)
+    return RuleResult(wants, Shard(typed.rank + from_end, axes[0], outer, pieces), unite=unite)
 
 
-def _partial(typed: Typed) -> Typing | None:
+def _partial(typed: RuleInput) -> RuleResult | None:
     """Type sums of partial sums, and operations that scale or copy one. A parameter that is added
     (a bias) is added once, on one rank."""
     kind = typed.operation.target.removeprefix("aten.")
     sums = {name for name, x in typed.layouts.items() if isinstance(x, PartialSum)}
     others = [name for name in typed.shapes if name not in sums]
-    passes = Typing(dict.fromkeys(others, ENTERED), P)
+    passes = RuleResult(dict.fromkeys(others, ENTERED), P)
     if kind in _COPIES or (kind in _CASTS and _same_dtype(typed)) or _is_idle_dropout(typed):
-        return Typing({}, P)
+        return RuleResult({}, P)
     if kind in _SUMS and _grows(typed, sums):
         return None
     if kind in _SUMS and len(typed.shapes) == len(typed.operation.args):
         if not others:
             return passes
         if all(typed.graph[name].target in WEIGHTS for name in others):
-            return Typing(dict.fromkeys(others, P), P)
+            return RuleResult(dict.fromkeys(others, P), P)
     if kind in _SCALES and sums == {typed.value(0)} and typed.value(1) != typed.value(0):
         small = all(_fewer(typed, name, typed.value(0)) for name in others)
         return passes if small and not _grows(typed, sums) else None
@@ -97,41 +97,41 @@ def _partial(typed: Typed) -> Typing | None:
     return None
 
 
-def _owned(typed: Typed) -> Typing | None:
+def _owned(typed: RuleInput) -> RuleResult | None:
     """Type an operation that leaves zeros zero. Rows that are zero on all ranks but one stay so."""
     kind = typed.operation.target.removeprefix("aten.")
     layouts = {x for x in typed.layouts.values() if not isinstance(x, Replicated)}
     (layout,) = layouts if len(layouts) == 1 else (R,)
-    if not isinstance(layout, Owned):
+    if not isinstance(layout, PartialByRow):
         return None
     whole = [name for name, x in typed.layouts.items() if x == R and name in typed.shapes]
     divides = kind.startswith("div") and len(typed.shapes) > 1  # zeros by zeros, perhaps
     kinds = (*_KEEPS_ZERO, *_COPIES, *_CASTS, *_SCALES)
     if kind in kinds and typed.layout(0) == layout and not divides:
-        return Typing(dict.fromkeys(whole, ENTERED), layout)
+        return RuleResult(dict.fromkeys(whole, ENTERED), layout)
     return None
 
 
-def _like_first(typed: Typed) -> Typing | None:
+def _like_first(typed: RuleInput) -> RuleResult | None:
     layout = typed.layout(0)
-    return Typing({}, layout if not isinstance(layout, PartialSum) else P)
+    return RuleResult({}, layout if not isinstance(layout, PartialSum) else P)
 
 
-def _same_dtype(typed: Typed) -> bool:
+def _same_dtype(typed: RuleInput) -> bool:
     return typed.operation.dtype == typed.graph[typed.value(0)].dtype
 
 
-def _is_idle_dropout(typed: Typed) -> bool:
+def _is_idle_dropout(typed: RuleInput) -> bool:
     return typed.operation.target == "aten.dropout.default" and typed.argument(1) == 0.0
 
 
-def _grows(typed: Typed, names: set[str]) -> bool:
+def _grows(typed: RuleInput, names: set[str]) -> bool:
     """Return whether the result is larger than each of the sums it is made of."""
     result = product(typed.operation.shape or ())
     return all(product(typed.graph[name].shape or ()) != result for name in names)
 
 
-def _fewer(typed: Typed, name: str, than: str) -> bool:
+def _fewer(typed: RuleInput, name: str, than: str) -> bool:
     """Return whether `name` needs no gradient, or has at most half the elements of `than`. Summing
     its gradient then costs less than summing `than` at once."""
     if name not in typed.gradients:

@@ -14,18 +14,18 @@ from whale_train.strategies.layouts.types import (
     PartialSum,
     R,
     Rule,
+    RuleInput,
+    RuleResult,
     Shard,
-    Typed,
-    Typing,
     dimensions,
 )
 
 
-def along(dims: Callable[[Typed], tuple[int, ...]]) -> Rule:
+def along(dims: Callable[[RuleInput], tuple[int, ...]]) -> Rule:
     """Return the rule of an operation that mixes elements along `dims` only. Its result has the
     shape of its first argument, or is a list of such. Its other inputs enter whole."""
 
-    def rule(typed: Typed) -> Typing | None:
+    def rule(typed: RuleInput) -> RuleResult | None:
         layout = typed.only
         if not isinstance(layout, Shard) or layout.dim in dims(typed):
             return None
@@ -33,70 +33,70 @@ def along(dims: Callable[[Typed], tuple[int, ...]]) -> Rule:
         if any(isinstance(typed.layouts[name], Shard) for name in others):
             return None
         others = (name for name in typed.shapes if name != typed.value(0))
-        return Typing(dict.fromkeys(others, ENTERED), layout)
+        return RuleResult(dict.fromkeys(others, ENTERED), layout)
 
     return rule
 
 
-def second(typed: Typed) -> tuple[int, ...]:
+def second(typed: RuleInput) -> tuple[int, ...]:
     """Return the dimension that the second argument gives, or the last."""
     return dimensions(typed.argument(1, -1, "dim"), len(typed.shape(0)))
 
 
-def third(typed: Typed) -> tuple[int, ...]:
+def third(typed: RuleInput) -> tuple[int, ...]:
     """Return the dimension that the third argument gives, or the last."""
     return dimensions(typed.argument(2, -1, "dim"), len(typed.shape(0)))
 
 
-def normalized(typed: Typed) -> tuple[int, ...]:
+def normalized(typed: RuleInput) -> tuple[int, ...]:
     """Return the last dimensions, as many as the second argument lists."""
     shape, rank = typed.argument(1), len(typed.shape(0))
     assert isinstance(shape, tuple)
     return tuple(range(rank - len(shape), rank))
 
 
-def spatial(typed: Typed) -> tuple[int, ...]:
+def spatial(typed: RuleInput) -> tuple[int, ...]:
     """Return all dimensions after samples and channels."""
     return tuple(range(2, len(typed.shape(0))))
 
 
-def reduction(typed: Typed) -> Typing | None:
+def reduction(typed: RuleInput) -> RuleResult | None:
     """Type an operation that gives one value for each place of the dimensions it does not
     reduce."""
     return _reduced(typed, sums=False)
 
 
-def total(typed: Typed) -> Typing | None:
+def total(typed: RuleInput) -> RuleResult | None:
     """Type a sum. A sum over the cut dimension is a partial sum, and so is a sum of a partial
     sum."""
     return _reduced(typed, sums=True)
 
 
-def mean(typed: Typed) -> Typing | None:
+def mean(typed: RuleInput) -> RuleResult | None:
     """Type a mean. A mean of a partial sum is a partial sum. So is a mean over the cut dimension,
     of each rank's mean weighted by its part."""
     if isinstance(typed.only, PartialSum):
-        return Typing({}, P)
+        return RuleResult({}, P)
     typing = _reduced(typed, sums=True)
     return replace(typing, becomes="split_mean") if typing and typing.gives == P else typing
 
 
-def _reduced(typed: Typed, sums: bool) -> Typing | None:
+def _reduced(typed: RuleInput, sums: bool) -> RuleResult | None:
     layout, rank = typed.only, len(typed.shape(0))
     if isinstance(layout, PartialSum):
-        return Typing({}, P) if sums else None
+        return RuleResult({}, P) if sums else None
     if not isinstance(layout, Shard):
         return None
     position = 2 if typed.operation.target == "aten.linalg_vector_norm.default" else 1
     dims = dimensions(typed.argument(position, None, "dim"), rank)
     if layout.dim in dims:
-        return Typing({}, P) if sums else None
+        return RuleResult({}, P) if sums else None
     kept = typed.rank == rank
     dim = layout.dim - (0 if kept else sum(1 for gone in dims if gone < layout.dim))
-    return Typing({}, Shard(dim, layout.axis, layout.outer, layout.pieces))
+    return RuleResult({}, Shard(dim, layout.axis, layout.outer, layout.pieces))
 
 
-def batch_norm(typed: Typed) -> Typing | None:
+def batch_norm(typed: RuleInput) -> RuleResult | None:
     """Type a BatchNorm of x [N, C, ..] cut by channel, with the parameters and statistics of those
     channels."""
     layout = typed.only
@@ -105,7 +105,7 @@ def batch_norm(typed: Typed) -> Typing | None:
     return _by_channel(typed, layout, ())
 
 
-def group_norm(typed: Typed) -> Typing | None:
+def group_norm(typed: RuleInput) -> RuleResult | None:
     """Type a group norm of x [N, C, ..] cut by groups of channels."""
     layout, groups = typed.only, typed.argument(1)
     if not isinstance(layout, Shard) or layout.dim != 1 or not isinstance(groups, int):
@@ -116,7 +116,9 @@ def group_norm(typed: Typed) -> Typing | None:
     return _by_channel(typed, layout, tuple((layout.axis, p // group_width) for p in layout.pieces))
 
 
-def _by_channel(typed: Typed, layout: Shard, coarsen: tuple[tuple[str, int], ...]) -> Typing | None:
+def _by_channel(
+    typed: RuleInput, layout: Shard, coarsen: tuple[tuple[str, int], ...]
+) -> RuleResult | None:
     """Type an operation by channel: an input with one value a channel is cut as x is."""
     wanted = Shard(0, layout.axis, layout.outer, layout.pieces)
     wants: dict[str, Layout] = {}
@@ -131,10 +133,10 @@ def _by_channel(typed: Typed, layout: Shard, coarsen: tuple[tuple[str, int], ...
             return None
         elif laid.axis != layout.axis:
             unite.append((layout.axis, laid.axis))
-    return Typing(wants, layout, "", tuple(unite), coarsen)
+    return RuleResult(wants, layout, "", tuple(unite), coarsen)
 
 
-def embedding(typed: Typed) -> Typing | None:
+def embedding(typed: RuleInput) -> RuleResult | None:
     """Type a table lookup. A table that is cut by rows gives a partial sum: each rank looks up its
     own rows, and all others are zeros. A table that is cut by columns gives a result cut alike. It
     has no rule where the gradient is scaled by how often a row is read."""
@@ -143,13 +145,13 @@ def embedding(typed: Typed) -> Typing | None:
         return None
     wants: dict[str, Layout] = {typed.value(1): R}
     if weight.dim == 1:
-        return Typing(wants, Shard(typed.rank - 1, weight.axis, weight.outer, weight.pieces))
+        return RuleResult(wants, Shard(typed.rank - 1, weight.axis, weight.outer, weight.pieces))
     if weight.outer != 1 or len(weight.pieces) > 1:
         return None
-    return Typing(wants, P, becomes="split_embedding")
+    return RuleResult(wants, P, becomes="split_embedding")
 
 
-def cross_entropy(typed: Typed) -> Typing | None:
+def cross_entropy(typed: RuleInput) -> RuleResult | None:
     """Type a cross-entropy of logits [rows, classes] cut by classes: the distributed softmax
     cross-entropy, as a mean or a sum, without class weights. In any other case the logits are
     gathered."""
@@ -159,4 +161,4 @@ def cross_entropy(typed: Typed) -> Typing | None:
     by_class = isinstance(layout, Shard) and (layout.dim, layout.outer) == (1, 1)
     if not (isinstance(layout, Shard) and by_class and plain and rows and len(layout.pieces) < 2):
         return None
-    return Typing({typed.value(1): R}, R, becomes="split_cross_entropy")
+    return RuleResult({typed.value(1): R}, R, becomes="split_cross_entropy")

@@ -8,13 +8,13 @@ from whale_train.strategies.graph.operation_graph import Ref, Size
 from whale_train.strategies.layouts.rules.views import moved, shifted
 from whale_train.strategies.layouts.types import (
     Layout,
-    Owned,
     P,
+    PartialByRow,
     PartialSum,
     R,
+    RuleInput,
+    RuleResult,
     Shard,
-    Typed,
-    Typing,
     dimension,
     flat_pieces,
     shard,
@@ -23,7 +23,7 @@ from whale_train.strategies.layouts.types import (
 LISTS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "tensor_split.sections")
 
 
-def narrow(typed: Typed) -> Typing | None:
+def narrow(typed: RuleInput) -> RuleResult | None:
     """Type a range of one dimension. It is along a dimension that is not cut, all of the cut one,
     or exactly whole pieces of the cut one."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
@@ -34,12 +34,12 @@ def narrow(typed: Typed) -> Typing | None:
     return _taken(typed, along, start, length.fixed)
 
 
-def take_apart(typed: Typed) -> Typing | None:
+def take_apart(typed: RuleInput) -> RuleResult | None:
     """Type a list of ranges of one dimension. The list has the layout of the tensor that was taken
     apart; `item` types each part."""
     layout, along = typed.only, _list_dim(typed)
     if isinstance(layout, PartialSum):
-        return Typing({}, layout if along else P)  # rows keep their owners along others only
+        return RuleResult({}, layout if along else P)  # rows keep their owners along others only
     if not isinstance(layout, Shard):
         return None
     if layout.dim == along:
@@ -49,44 +49,44 @@ def take_apart(typed: Typed) -> Typing | None:
         sizes = part_sizes(typed)
         if sizes is None or not {sum(sizes[:i]) for i in range(len(sizes))} <= edges:
             return None
-    return Typing({}, layout)
+    return RuleResult({}, layout)
 
 
-def item(typed: Typed) -> Typing | None:
+def item(typed: RuleInput) -> RuleResult | None:
     """Type one part of a list of tensors."""
     source, number = typed.graph[typed.value(0)], typed.argument(1)
     layout = typed.only
     assert isinstance(number, int)
-    apart = Typed(source, {source.inputs[0]: layout}, typed.graph, typed.gradients)
+    apart = RuleInput(source, {source.inputs[0]: layout}, typed.graph, typed.gradients)
     kind = source.target.removeprefix("aten.")
     if isinstance(layout, PartialSum):
-        return Typing({}, layout)
+        return RuleResult({}, layout)
     if not isinstance(layout, Shard):
         return None
     if kind == "unbind.int":
         along = dimension(apart.argument(1, 0), len(apart.shape(0)))
-        return Typing({}, shifted(layout, (along,)))
+        return RuleResult({}, shifted(layout, (along,)))
     if kind not in LISTS:
-        return Typing({}, layout)  # values and indices of a search along another dimension
+        return RuleResult({}, layout)  # values and indices of a search along another dimension
     along = _list_dim(apart)
     if layout.dim != along:
-        return Typing({}, layout)
+        return RuleResult({}, layout)
     sizes = part_sizes(apart)
     assert sizes is not None
     gives = _sub_pieces(layout, sum(sizes[:number]), sizes[number])
-    return Typing({}, gives) if gives else None
+    return RuleResult({}, gives) if gives else None
 
 
-def unbind(typed: Typed) -> Typing | None:
+def unbind(typed: RuleInput) -> RuleResult | None:
     """Type the list of all indices of a dimension, without that dimension."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
     layout = typed.only
     if isinstance(layout, Shard) and layout.dim == along:
         return None
-    return Typing({}, P if isinstance(layout, PartialSum) else layout)
+    return RuleResult({}, P if isinstance(layout, PartialSum) else layout)
 
 
-def cat(typed: Typed) -> Typing | None:
+def cat(typed: RuleInput) -> RuleResult | None:
     """Type tensors that are joined end to end. They are cut alike along another dimension, or each
     is cut along this one."""
     along = dimension(typed.argument(1, 0, "dim"), typed.rank)
@@ -94,7 +94,7 @@ def cat(typed: Typed) -> Typing | None:
     parts = [x for x in _parts(typed) if typed.graph[x].shape != (Size(0),)]
     layouts = [typed.layouts[name] for name in parts]
     if all(isinstance(x, PartialSum) for x in layouts):
-        return Typing({}, P)
+        return RuleResult({}, P)
     if any(not isinstance(x, Shard) for x in layouts) and any(
         isinstance(x, Shard) and x.dim == along for x in layouts
     ):
@@ -109,22 +109,22 @@ def cat(typed: Typed) -> Typing | None:
         if any(pieces is None for pieces in flat):
             return None
         joined = [piece for pieces in flat for piece in pieces or ()]
-        return Typing({}, shard(along, first.axis, joined), unite=unite)
+        return RuleResult({}, shard(along, first.axis, joined), unite=unite)
     if any((x.outer, x.pieces) != (first.outer, first.pieces) for x in cuts):
         return None
-    return Typing(
+    return RuleResult(
         dict.fromkeys((n for n in parts if not _is_cut(typed, n)), first), first, "", unite
     )
 
 
-def stack(typed: Typed) -> Typing | None:
+def stack(typed: RuleInput) -> RuleResult | None:
     """Type tensors that are joined along a new dimension. All are partial sums, or all are cut
     alike."""
     new = dimension(typed.argument(1, 0, "dim"), typed.rank)
     parts = _parts(typed)
     layouts = [typed.layouts[name] for name in parts]
     if all(isinstance(x, PartialSum) for x in layouts):
-        return Typing({}, P)
+        return RuleResult({}, P)
     cuts = [x for x in layouts if isinstance(x, Shard)]
     if not cuts:  # sums beside whole tensors
         return None
@@ -134,10 +134,10 @@ def stack(typed: Typed) -> Typing | None:
     unite = tuple((first.axis, x.axis) for x in cuts[1:] if x.axis != first.axis)
     wants = dict.fromkeys((n for n in parts if not _is_cut(typed, n)), first)
     gives = Shard(first.dim + (new <= first.dim), first.axis, first.outer, first.pieces)
-    return Typing(wants, gives, "", unite)
+    return RuleResult(wants, gives, "", unite)
 
 
-def index(typed: Typed) -> Typing | None:
+def index(typed: RuleInput) -> RuleResult | None:
     """Type rows that whole tensors of indices pick, along a dimension that is not cut."""
     picks = typed.argument(1)
     assert isinstance(picks, tuple)
@@ -145,27 +145,27 @@ def index(typed: Typed) -> Typing | None:
     wants: dict[str, Layout] = dict.fromkeys(pickers, R)
     layout = typed.only
     if isinstance(layout, PartialSum):
-        return Typing(wants, P)
+        return RuleResult(wants, P)
     dims = [dim for dim, x in enumerate(picks) if x is not None]
     if not isinstance(layout, Shard) or len(dims) != 1 or layout.dim == dims[0]:
         return None
     grown = len(typed.graph[pickers[0]].shape or ()) - 1
     dim = layout.dim + (grown if layout.dim > dims[0] else 0)
-    return Typing(wants, Shard(dim, layout.axis, layout.outer, layout.pieces))
+    return RuleResult(wants, Shard(dim, layout.axis, layout.outer, layout.pieces))
 
 
-def index_select(typed: Typed) -> Typing | None:
+def index_select(typed: RuleInput) -> RuleResult | None:
     """Type the rows of one dimension that a whole tensor of indices picks."""
     along = dimension(typed.argument(1), typed.rank)
     wants: dict[str, Layout] = {typed.value(2): R}
     layout = typed.only
     if isinstance(layout, PartialSum):
-        return Typing(wants, P)
+        return RuleResult(wants, P)
     cut = isinstance(layout, Shard) and layout.dim != along
-    return Typing(wants, layout) if cut else None
+    return RuleResult(wants, layout) if cut else None
 
 
-def gather(typed: Typed) -> Typing | None:
+def gather(typed: RuleInput) -> RuleResult | None:
     """Type elements that are picked along one dimension. The picker is cut as the tensor is, and as
     long along the cut dimension."""
     along = dimension(typed.argument(1), typed.rank)
@@ -173,19 +173,21 @@ def gather(typed: Typed) -> Typing | None:
     if not isinstance(layout, Shard) or layout.dim == along:
         return None
     alike = typed.shape(0)[layout.dim] == typed.shape(2)[layout.dim]
-    return Typing({picker: layout}, layout) if alike else None
+    return RuleResult({picker: layout}, layout) if alike else None
 
 
-def pad(typed: Typed) -> Typing | None:
+def pad(typed: RuleInput) -> RuleResult | None:
     """Type a padding of the last dimensions, by a constant or by their own elements."""
     amounts = typed.argument(1)
     assert isinstance(amounts, tuple)
     padded = {typed.rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
     layout = typed.only
-    return Typing({}, layout) if isinstance(layout, Shard) and layout.dim not in padded else None
+    return (
+        RuleResult({}, layout) if isinstance(layout, Shard) and layout.dim not in padded else None
+    )
 
 
-def part_sizes(typed: Typed) -> list[int] | None:
+def part_sizes(typed: RuleInput) -> list[int] | None:
     """Return the lengths of the parts that a list operation gives; None where the batch decides
     them."""
     extent = typed.shape(0)[_list_dim(typed)]
@@ -208,21 +210,21 @@ def part_sizes(typed: Typed) -> list[int] | None:
     return [min(size, extent.fixed - start) for start in range(0, extent.fixed, size)]
 
 
-def _list_dim(typed: Typed) -> int:
+def _list_dim(typed: RuleInput) -> int:
     return dimension(typed.argument(2, 0, "dim"), len(typed.shape(0)))
 
 
-def _parts(typed: Typed) -> list[str]:
+def _parts(typed: RuleInput) -> list[str]:
     given = typed.argument(0)
     assert isinstance(given, tuple)
     return [x.name for x in given if isinstance(x, Ref)]
 
 
-def _is_cut(typed: Typed, name: str) -> bool:
+def _is_cut(typed: RuleInput, name: str) -> bool:
     return isinstance(typed.layouts[name], Shard)
 
 
-def _range(typed: Typed, along: int) -> tuple[int, Size]:
+def _range(typed: RuleInput, along: int) -> tuple[int, Size]:
     """Return the start of a slice, and its length as export gives it. The start is -1 where it is
     not known, or where the slice has a step."""
     length = (typed.operation.shape or ())[along]
@@ -234,16 +236,16 @@ def _range(typed: Typed, along: int) -> tuple[int, Size]:
     return start, length
 
 
-def _taken(typed: Typed, along: int, start: int, length: int) -> Typing | None:
+def _taken(typed: RuleInput, along: int, start: int, length: int) -> RuleResult | None:
     layout = typed.only
     if isinstance(layout, PartialSum):
-        return Typing({}, layout if isinstance(layout, Owned) and along else P)
+        return RuleResult({}, layout if isinstance(layout, PartialByRow) and along else P)
     if not isinstance(layout, Shard):
         return None
     if layout.dim != along:
-        return Typing({}, layout)
+        return RuleResult({}, layout)
     gives = _sub_pieces(layout, start, length) if start >= 0 else None
-    return Typing({}, gives) if gives else None
+    return RuleResult({}, gives) if gives else None
 
 
 def _sub_pieces(layout: Shard, start: int, length: int) -> Shard | None:

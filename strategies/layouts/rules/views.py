@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from whale_train.strategies.graph.operation_graph import Shape, Size
 from whale_train.strategies.layouts.types import (
-    Owned,
     P,
+    PartialByRow,
     PartialSum,
     R,
+    RuleInput,
+    RuleResult,
     Shard,
-    Typed,
-    Typing,
     dimension,
     dimensions,
     product,
@@ -22,19 +22,19 @@ from whale_train.strategies.layouts.types import (
 )
 
 
-def reshape(typed: Typed) -> Typing | None:
+def reshape(typed: RuleInput) -> RuleResult | None:
     """Type a view. It keeps the cut where the cut run of elements comes out as one dimension, or as
     the leading factor of one."""
     layout = typed.only
     if isinstance(layout, PartialSum):
-        return Typing({}, P)
+        return RuleResult({}, P)
     if not isinstance(layout, Shard):
         return None
     view = viewed(layout, typed.shape(0), typed.operation.shape or ())
     if view is None:
         return None
     gives, extents = view
-    return Typing({}, gives, coarsen=tuple((layout.axis, extent) for extent in extents))
+    return RuleResult({}, gives, coarsen=tuple((layout.axis, extent) for extent in extents))
 
 
 def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[int, ...]] | None:
@@ -85,7 +85,7 @@ def _rescaled(
     return Shard(dim, layout.axis, outer, pieces), pieces
 
 
-def transpose(typed: Typed) -> Typing | None:
+def transpose(typed: RuleInput) -> RuleResult | None:
     """Type two dimensions that change places, and the cut with them. `aten.t` names none: it swaps
     0 and 1."""
     first = dimension(typed.argument(1, 0), typed.rank)
@@ -93,18 +93,18 @@ def transpose(typed: Typed) -> Typing | None:
     return moved(typed, {first: second, second: first})
 
 
-def reverse(typed: Typed) -> Typing | None:
+def reverse(typed: RuleInput) -> RuleResult | None:
     """Type `x.T`: all dimensions in reverse order."""
     return moved(typed, {dim: typed.rank - 1 - dim for dim in range(typed.rank)})
 
 
-def matrix_transpose(typed: Typed) -> Typing | None:
+def matrix_transpose(typed: RuleInput) -> RuleResult | None:
     """Type `x.mT`: the last two dimensions change places."""
     last = typed.rank - 1
     return moved(typed, {last: last - 1, last - 1: last})
 
 
-def permute(typed: Typed) -> Typing | None:
+def permute(typed: RuleInput) -> RuleResult | None:
     """Type the dimensions in another order."""
     order = typed.argument(1)
     assert isinstance(order, tuple)
@@ -112,7 +112,7 @@ def permute(typed: Typed) -> Typing | None:
     return moved(typed, {old: new for new, old in enumerate(places)})
 
 
-def movedim(typed: Typed) -> Typing | None:
+def movedim(typed: RuleInput) -> RuleResult | None:
     """Type dimensions that are moved to other places, with the rest in order around them."""
     sources = dimensions(typed.argument(1), typed.rank)
     targets = dimensions(typed.argument(2), typed.rank)
@@ -124,31 +124,31 @@ def movedim(typed: Typed) -> Typing | None:
     return moved(typed, places)
 
 
-def select(typed: Typed) -> Typing | None:
+def select(typed: RuleInput) -> RuleResult | None:
     """Type one index of a dimension, without that dimension."""
     along = dimension(typed.argument(1), len(typed.shape(0)))
     return without(typed, (along,))
 
 
-def squeeze(typed: Typed) -> Typing | None:
+def squeeze(typed: RuleInput) -> RuleResult | None:
     """Type dimensions of extent 1 that are taken away."""
     sizes = typed.shape(0)
     asked = dimensions(typed.argument(1, ()), len(sizes))
     return without(typed, tuple(dim for dim in asked if sizes[dim] == Size(1)))
 
 
-def unsqueeze(typed: Typed) -> Typing | None:
+def unsqueeze(typed: RuleInput) -> RuleResult | None:
     """Type a new dimension of extent 1."""
     new = dimension(typed.argument(1), typed.rank)
     return moved(typed, {dim: dim + (new <= dim) for dim in range(typed.rank)})
 
 
-def expand(typed: Typed) -> Typing | None:
+def expand(typed: RuleInput) -> RuleResult | None:
     """Type dimensions of extent 1 that are repeated, and new ones in front. A partial sum is summed
     before it grows."""
     source, target = typed.shape(0), typed.operation.shape or ()
     if isinstance(typed.only, PartialSum):
-        return Typing({}, P) if product(source) == product(target) else None
+        return RuleResult({}, P) if product(source) == product(target) else None
     new = len(target) - len(source)
     typing = moved(typed, {dim: dim + new for dim in range(len(source))})
     if typing is None or not isinstance(typing.gives, Shard):
@@ -156,10 +156,10 @@ def expand(typed: Typed) -> Typing | None:
     if target[typing.gives.dim] != source[typing.gives.dim - new]:
         return None
     model = typed.value(1)  # of `expand_as`, which lends its shape
-    return Typing({model: typing.gives}, typing.gives) if model else typing
+    return RuleResult({model: typing.gives}, typing.gives) if model else typing
 
 
-def repeat(typed: Typed) -> Typing | None:
+def repeat(typed: RuleInput) -> RuleResult | None:
     """Type a whole tensor that is repeated. Along the cut dimension, its pieces are repeated as
     often."""
     layout, counts = typed.only, typed.argument(1)
@@ -169,59 +169,59 @@ def repeat(typed: Typed) -> Typing | None:
     count = counts[dim]
     if not isinstance(count, int):
         return None
-    return Typing({}, Shard(dim, layout.axis, times(layout.outer, count), layout.pieces))
+    return RuleResult({}, Shard(dim, layout.axis, times(layout.outer, count), layout.pieces))
 
 
-def repeat_interleave(typed: Typed) -> Typing | None:
+def repeat_interleave(typed: RuleInput) -> RuleResult | None:
     """Type every index of a dimension, repeated several times in a row."""
     layout, count, dim = typed.only, typed.argument(1), typed.argument(2)
     if isinstance(dim, bool) or not isinstance(dim, int) or not isinstance(count, int):
         return None
     if not isinstance(layout, Shard) or layout.dim != dim % typed.rank:
-        return Typing({}, layout) if isinstance(layout, Shard) else None
+        return RuleResult({}, layout) if isinstance(layout, Shard) else None
     if not layout.pieces:
         return None
     pieces = tuple(piece * count for piece in layout.pieces)
-    return Typing({}, Shard(layout.dim, layout.axis, layout.outer, pieces))
+    return RuleResult({}, Shard(layout.dim, layout.axis, layout.outer, pieces))
 
 
-def flip(typed: Typed) -> Typing | None:
+def flip(typed: RuleInput) -> RuleResult | None:
     """Type a reversal of the indices of some dimensions."""
     along = dimensions(typed.argument(1), typed.rank)
     layout = typed.only
     if isinstance(layout, PartialSum):
-        return Typing({}, P)
-    return Typing({}, layout) if isinstance(layout, Shard) and layout.dim not in along else None
+        return RuleResult({}, P)
+    return RuleResult({}, layout) if isinstance(layout, Shard) and layout.dim not in along else None
 
 
-def fresh(typed: Typed) -> Typing | None:
+def fresh(typed: RuleInput) -> RuleResult | None:
     """Type a new tensor of given sizes, or a size. Only facts are read that all ranks agree on."""
     layout, of_size = typed.only, typed.operation.target == "aten.sym_size.int"
     asked = dimension(typed.argument(1), len(typed.shape(0))) if of_size else -1
-    return None if isinstance(layout, Shard) and layout.dim == asked else Typing({}, R)
+    return None if isinstance(layout, Shard) and layout.dim == asked else RuleResult({}, R)
 
 
-def moved(typed: Typed, places: dict[int, int]) -> Typing | None:
+def moved(typed: RuleInput, places: dict[int, int]) -> RuleResult | None:
     """Return the typing of an operation that moves dimensions: `places` maps an old dimension to
     its new place. A dimension that is absent keeps its place."""
     layout = typed.only
     if isinstance(layout, PartialSum):
-        return Typing({}, layout if isinstance(layout, Owned) and not places else P)
+        return RuleResult({}, layout if isinstance(layout, PartialByRow) and not places else P)
     if not isinstance(layout, Shard):
         return None
     dim = places.get(layout.dim, layout.dim)
-    return Typing({}, Shard(dim, layout.axis, layout.outer, layout.pieces))
+    return RuleResult({}, Shard(dim, layout.axis, layout.outer, layout.pieces))
 
 
-def without(typed: Typed, gone: Sequence[int]) -> Typing | None:
+def without(typed: RuleInput, gone: Sequence[int]) -> RuleResult | None:
     """Return the typing of an operation that takes the dimensions `gone` away; None where the cut
     one is among them."""
     layout = typed.only
     if isinstance(layout, PartialSum):
-        return Typing({}, P)
+        return RuleResult({}, P)
     if not isinstance(layout, Shard) or layout.dim in gone:
         return None
-    return Typing({}, shifted(layout, gone))
+    return RuleResult({}, shifted(layout, gone))
 
 
 def shifted(layout: Shard, gone: Sequence[int]) -> Shard:
