@@ -35,6 +35,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/lint_words.py
 
 install: $(STAMP)
 

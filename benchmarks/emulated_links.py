@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import distributed as dist
 
 from whale_train.runtime.comms.process_groups import join, leave
-from whale_train.runtime.emulate.emulated_links import EmulatedLinks, moved_bytes
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks, wire_bytes
 
 RANKS = 4
 WARM_UP = 4  # steps that do not count
@@ -105,9 +105,9 @@ def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
     bytes_s = links.full_bytes_s
     assert bytes_s is not None
     kinds = {
-        "all-reduce": (all_reduce, moved_bytes("allreduce", ([value],), 2)),
-        "all-gather": (all_gather, moved_bytes("all_gather_single", (value, half), 2)),
-        "message": (message, moved_bytes("send", ([value], 1, 0), 2)),
+        "all-reduce": (all_reduce, wire_bytes("allreduce", ([value],), 2)),
+        "all-gather": (all_gather, wire_bytes("all_gather_single", (value, half), 2)),
+        "message": (message, wire_bytes("send", ([value], 1, 0), 2)),
     }
     seconds = {}
     for name, (transfer, moved) in kinds.items():

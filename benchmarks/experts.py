@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from whale_train.models.grouped_product import grouped_mm
 from whale_train.models.moe_gpt import Experts, MoEGPT
-from whale_train.runtime.comms.layout_collectives import linear
+from whale_train.runtime.comms.layout_collectives import apply_linear_map
 
 LEARNING_RATE = 0.01
 
@@ -104,7 +104,7 @@ class GatheredExperts(nn.Module):
 
         `tokens` are [tokens, width], `weights` and `chosen` [tokens, slots].
         """
-        tokens, weights = (linear(x, _gathered, _scattered) for x in (tokens, weights))
+        tokens, weights = (apply_linear_map(x, _gathered, _scattered) for x in (tokens, weights))
         expert = _gathered(chosen).flatten() - self.first
         own_slots = ((expert >= 0) & (expert < self.held)).nonzero().squeeze(1)
         own_slots = own_slots[torch.argsort(expert[own_slots], stable=True)]
@@ -113,7 +113,7 @@ class GatheredExperts(nn.Module):
         rows = functional.gelu(grouped_mm(tokens[token], self.expand, ends))
         rows = grouped_mm(rows, self.contract, ends) * weights.flatten()[own_slots].unsqueeze(-1)
         summed = torch.zeros_like(tokens).index_add(0, token, rows)
-        return linear(summed, _scattered, _gathered)
+        return apply_linear_map(summed, _scattered, _gathered)
 
 
 def _gathered(x: Tensor) -> Tensor:

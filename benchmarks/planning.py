@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from whale_train.launcher.planning.profile_cache import VARIABLE, keep, kept
+from whale_train.launcher.planning.profile_cache import VARIABLE, keep_profile, kept_profile
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.cache_key import profile_key
 from whale_train.models.profile.measure import profile_model
@@ -136,11 +136,11 @@ def profiled(depth: int) -> tuple[ModelProfile, float, float]:
     seconds = time.perf_counter() - started
     key = profile_key(model, fields, by_folding=True)
     assert key is not None
-    keep(key, profile)
+    keep_profile(key, profile)
     again = []
     for _ in range(3):
         started = time.perf_counter()
-        reloaded = kept(profile_key(model, fields, by_folding=True) or "")
+        reloaded = kept_profile(profile_key(model, fields, by_folding=True) or "")
         again.append(time.perf_counter() - started)
         if reloaded != profile:
             raise SystemExit(f"what was kept of {depth} blocks is not what was measured")

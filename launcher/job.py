@@ -33,8 +33,8 @@ from whale_train.launcher.job_end import (
     summary_of,
 )
 from whale_train.launcher.modes.calibrate import calibrate
-from whale_train.launcher.modes.export import export, export_into
-from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse
+from whale_train.launcher.modes.export import export_checkpoint, export_into
+from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
 from whale_train.launcher.modes.verify import verify
 from whale_train.launcher.planning.plan_request import (
     Resolved,
@@ -42,7 +42,7 @@ from whale_train.launcher.planning.plan_request import (
     resolve_request,
 )
 from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
-from whale_train.launcher.ranks.host_process import Outcome
+from whale_train.launcher.ranks.host_process import HostOutcome
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.over_ssh import run_over_ssh
@@ -106,7 +106,7 @@ def run_job(
             return _plan(request, run_dir, console)
         with stop_signals() as signals:
             if request.mode == "export":
-                return export(request, run_dir, console, signals)
+                return export_checkpoint(request, run_dir, console, signals)
             if request.launcher.kind == "ssh" and place is None:
                 status = run_over_ssh(request, arguments, console, signals)
                 return started_elsewhere(status, run_dir)
@@ -181,7 +181,7 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
         console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
     if asked.mode == "rehearse" or (asked.rehearse and not asked.compare):
         with stop_signals() as signals:
-            return rehearse(asked, run_dir, console, signals)
+            return rehearse_job(asked, run_dir, console, signals)
     return JobEnd("done", run_dir)
 
 
@@ -270,7 +270,7 @@ def _attempt(
     place: LaunchPlace | None,
     signals: StopSignals,
     resumed: Resumed | None,
-) -> tuple[Outcome, Resolved]:
+) -> tuple[HostOutcome, Resolved]:
     """Resolve the request and run its ranks to their end. Returns the outcome and the resolved
     plan."""
     parts = delinks(resumed, request)

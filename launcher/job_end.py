@@ -12,7 +12,7 @@ from rich.text import Text
 
 from whale_train.checkpoints.checkpoint_files import MODEL
 from whale_train.launcher.planning.plan_request import Resolved
-from whale_train.launcher.ranks.host_process import HostProcess, Outcome, describe_failure
+from whale_train.launcher.ranks.host_process import HostOutcome, HostProcess, describe_failure
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.run_dir import remove_unused
 from whale_train.launcher.ranks.stop_signals import StopSignals
@@ -73,7 +73,7 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
+def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
     """Print how a run ended, and return the end of the job."""
     if outcome.status == "done":
         summary = summary_of(run_dir)
@@ -100,7 +100,7 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
     return interrupted(run_dir)
 
 
-def never_met(outcome: Outcome, run_dir: Path) -> JobEnd:
+def never_met(outcome: HostOutcome, run_dir: Path) -> JobEnd:
     """Print why ranks that others started did not meet, and return the end of the job."""
     if outcome.failure is None:
         return interrupted(run_dir)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from whale_train.errors import RequestError
 from whale_train.launcher.job_end import JobEnd, started_elsewhere
-from whale_train.launcher.ranks.on_slurm import last_lines, submit, summary_of, wait_for
+from whale_train.launcher.ranks.on_slurm import last_lines, slurm_summary, submit, wait_for
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 
 
@@ -55,7 +55,7 @@ def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
         final_ends[number] = started_elsewhere(status, final_ends[number].run_dir)
         _say(console, f"job {job.job_id}: {final_ends[number].status}")
         if len(jobs) == 1:
-            _say(console, summary_of(job))
+            _say(console, slurm_summary(job))
         if final_ends[number].status in ("failed", "refused"):
             said = last_lines(job) or "it ended without a word"
             sys.stderr.write(f"error: job {job.job_id} {final_ends[number].status}:\n{said}\n")

@@ -102,33 +102,33 @@ def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> R
     raise ConfigError(faults)
 
 
-def say_passed_over(found: Resumed, console: Console) -> None:
-    """Warn of the broken checkpoints that are newer than the checkpoint `found`."""
-    for why in found.broken:
+def say_passed_over(checkpoint: Resumed, console: Console) -> None:
+    """Warn of the broken checkpoints that are newer than the checkpoint `checkpoint`."""
+    for why in checkpoint.broken:
         said = f"warning: a checkpoint is passed over: {why}"
         console.print(Text(said, style="yellow"), soft_wrap=True)
 
 
-def say_resumed(found: Resumed | None, request: Request, console: Console) -> None:
+def say_resumed(checkpoint: Resumed | None, request: Request, console: Console) -> None:
     """Print the step after which the run goes on, and the checkpoints that were passed over."""
-    if found is None:
+    if checkpoint is None:
         console.print(f"{KEY}={request.train.resume}: there is no checkpoint yet; from step 0")
         return
-    say_passed_over(found, console)
-    ending = ", which is the end" if found.step >= request.train.steps else ""
-    said = f"going on after step {found.step}, from {found.path}{ending}"
+    say_passed_over(checkpoint, console)
+    ending = ", which is the end" if checkpoint.step >= request.train.steps else ""
+    said = f"going on after step {checkpoint.step}, from {checkpoint.path}{ending}"
     console.print(Text(said), soft_wrap=True)
 
 
-def refuse_unlike(found: Resumed, request: Request) -> None:
+def refuse_unlike(checkpoint: Resumed, request: Request) -> None:
     """Raise ConfigError where the request or the state in a checkpoint keeps `request` from going
     on."""
-    named = request.train.resume or str(found.path)
-    refuse_other_run(saved_request(found), saved_state(found), request, named)
+    named = request.train.resume or str(checkpoint.path)
+    refuse_other_run(saved_request(checkpoint), saved_state(checkpoint), request, named)
 
 
 def go_on(
-    found: Resumed,
+    checkpoint: Resumed,
     request: Request,
     plan: Plan,
     num_samples: int,
@@ -138,7 +138,7 @@ def go_on(
 ) -> GoingOn:
     """Compare a checkpoint with the model and the data of a run, and return how the run goes on.
 
-    found: the checkpoint.
+    checkpoint: the checkpoint.
     request: the request of the run.
     plan: the plan of the run.
     num_samples: number of training samples in the run's data.
@@ -147,56 +147,56 @@ def go_on(
 
     Raises ConfigError where the run cannot go on.
     """
-    said = compared_model(found.path, request.model, plan, request.optimizer, parts)
-    state, saved = saved_state(found), saved_request(found)
-    of_data = compared_data(found.path, state, saved, request, num_samples, data)
+    said = compared_model(checkpoint.path, request.model, plan, request.optimizer, parts)
+    state, saved = saved_state(checkpoint), saved_request(checkpoint)
+    of_data = compared_data(checkpoint.path, state, saved, request, num_samples, data)
     return replace(of_data, decisions=(*said, *of_data.decisions))
 
 
-def saved_state(found: Resumed) -> CheckpointState:
+def saved_state(checkpoint: Resumed) -> CheckpointState:
     """Return the content of `state.json` of a checkpoint. Raises ConfigError where it cannot be
     read, or is of another step than the manifest."""
     try:
-        state = CheckpointState.read(found.path)
-        if state.step != found.step:
-            rule = f"{found.path / STATE} is of step {state.step:,}, and its manifest of "
-            raise BrokenCheckpoint(f"{rule}{found.step:,}")
+        state = CheckpointState.read(checkpoint.path)
+        if state.step != checkpoint.step:
+            rule = f"{checkpoint.path / STATE} is of step {state.step:,}, and its manifest of "
+            raise BrokenCheckpoint(f"{rule}{checkpoint.step:,}")
     except BrokenCheckpoint as error:
-        raise ConfigError([broken(found.path, error)]) from None
+        raise ConfigError([broken(checkpoint.path, error)]) from None
     return state
 
 
-def saved_request(found: Resumed) -> Request:
+def saved_request(checkpoint: Resumed) -> Request:
     """Return the request of the run that wrote a checkpoint. Raises ConfigError where it cannot be
     read."""
-    path = found.path / "request.json"
+    path = checkpoint.path / "request.json"
     try:
         return Request.from_json(read_text(path))
     except BrokenCheckpoint as error:
-        raise ConfigError([broken(found.path, error)]) from None
+        raise ConfigError([broken(checkpoint.path, error)]) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         said = BrokenCheckpoint(f"{path} is no request ({str(error).splitlines()[0]})")
-        raise ConfigError([broken(found.path, said)]) from None
+        raise ConfigError([broken(checkpoint.path, said)]) from None
 
 
-def phase_of(request: Request, found: Resumed | None) -> Request:
+def phase_of(request: Request, checkpoint: Resumed | None) -> Request:
     """Return the request of the next phase of a run whose layers share their weights for a time.
 
     The layers stay shared up to the checkpoint at which they part, and have weights of their own
     from there on. Any other request is returned unchanged.
     """
-    if not request.is_pseudo or found is None:
+    if not request.is_pseudo or checkpoint is None:
         return request
     at = request.train.delink_at
-    due = saved_state(found).delinks or (isinstance(at, int) and found.step >= at)
-    if not due and saved_request(found).model.share_layers:
+    due = saved_state(checkpoint).delinks or (isinstance(at, int) and checkpoint.step >= at)
+    if not due and saved_request(checkpoint).model.share_layers:
         return request
     model = request.model.model_copy(update={"share_layers": False})
     return request.model_copy(update={"model": model})
 
 
-def delinks(found: Resumed | None, request: Request) -> bool:
+def delinks(checkpoint: Resumed | None, request: Request) -> bool:
     """Return whether shared layers part when `request` goes on from a checkpoint: the checkpoint's
     layers share their weights, and the request's do not."""
-    shared = found is not None and saved_request(found).model.share_layers
+    shared = checkpoint is not None and saved_request(checkpoint).model.share_layers
     return shared and not request.model.share_layers

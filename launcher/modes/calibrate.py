@@ -18,7 +18,7 @@ from whale_train.config import Request
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.job_end import JobEnd, finish, never_met
-from whale_train.launcher.planning.devices.calibrations import keep
+from whale_train.launcher.planning.devices.calibrations import keep_calibration
 from whale_train.launcher.planning.devices.placing import threads_of
 from whale_train.launcher.planning.plan_request import Resolved, resolve_request
 from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
@@ -134,7 +134,7 @@ def _in_threads(threads: int) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class KeptCalibration:
     """The measurements of all ranks.
 
     devices: the calibration of each kind of device, and the file in which it is kept.
@@ -145,30 +145,30 @@ class Measured:
     network: Link | None
 
 
-def kept_of(run_dir: Path) -> Measured:
+def kept_of(run_dir: Path) -> KeptCalibration:
     """Return the measurements in `calibration.json` of a run directory, after keeping them in a
     file for each kind of device."""
     written = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))
     calibrations = (Calibration.from_mapping(mapping) for mapping in written["devices"])
     network = written["network"] and Link(**written["network"])
-    return Measured(
-        tuple((calibration, keep(calibration)) for calibration in calibrations), network
+    return KeptCalibration(
+        tuple((calibration, keep_calibration(calibration)) for calibration in calibrations), network
     )
 
 
-def show(found: Measured, console: Console) -> None:
+def show(calibration_kept: KeptCalibration, console: Console) -> None:
     """Print a table for each kind of device, then the network between hosts in the form of an
     inventory.
 
     A table has a line for each kind of operation, followed by the links. It fits 60 columns and
     more.
     """
-    for calibration, path in found.devices:
+    for calibration, path in calibration_kept.devices:
         console.print(Portable(_view(calibration, path)))
-    if found.network is not None:
+    if calibration_kept.network is not None:
         figures = {
-            "bandwidth_bytes_s": float(f"{found.network.bandwidth_bytes_s:.4g}"),
-            "latency_s": float(f"{found.network.latency_s:.3g}"),
+            "bandwidth_bytes_s": float(f"{calibration_kept.network.bandwidth_bytes_s:.4g}"),
+            "latency_s": float(f"{calibration_kept.network.latency_s:.3g}"),
         }
         line = yaml.safe_dump({"network": figures}, default_flow_style=None, sort_keys=False)
         console.print(Text("between hosts, as an inventory says it:", style="bold"))

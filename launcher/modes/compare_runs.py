@@ -243,7 +243,7 @@ class _Rules:
         return _difference(path, kind, low, high, update, allowed)
 
     def _moved(self, path: str, alone: RecordedRun, *, is_first: bool) -> Array:
-        """Return how far gradients within the tolerance may move each element of a parameter.
+        """Return the distance that gradients within tolerance may move each element of a parameter.
 
         The array broadcasts to the parameter's shape, in fp64.
         """

@@ -26,7 +26,9 @@ from whale_train.launcher.resume import (
 from whale_train.launcher.ui.terminal import Portable
 
 
-def export(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
+def export_checkpoint(
+    request: Request, run_dir: Path, console: Console, signals: StopSignals
+) -> JobEnd:
     """Export the checkpoint that the request names into the request's run directory.
 
     Raises ConfigError for a checkpoint that is not whole, and for a model that cannot be built
@@ -39,20 +41,22 @@ def export(request: Request, run_dir: Path, console: Console, signals: StopSigna
     return export_into(run_dir, checkpoint, console, signals)
 
 
-def export_into(run_dir: Path, found: Resumed, console: Console, signals: StopSignals) -> JobEnd:
-    """Write the folder of weights of a run directory from the checkpoint `found`.
+def export_into(
+    run_dir: Path, checkpoint: Resumed, console: Console, signals: StopSignals
+) -> JobEnd:
+    """Write the folder of weights of a run directory from the checkpoint `checkpoint`.
 
-    Raises ConfigError as `export` does. Returns the end of the job.
+    Raises ConfigError as `export_checkpoint` does. Returns the end of the job.
     """
     from whale_train.models.build import load_class  # which imports torch
 
-    load_class(saved_request(found).model)
+    load_class(saved_request(checkpoint).model)
     try:
-        stored_tensors(found.path / MODEL)
+        stored_tensors(checkpoint.path / MODEL)
     except BrokenCheckpoint as error:
-        raise ConfigError([broken(found.path, error)]) from None
-    console.print(Text(f"exporting step {found.step}, from {found.path}"), soft_wrap=True)
-    program = (*EXPORT_PROGRAM, "--checkpoint", str(found.path.absolute()))
+        raise ConfigError([broken(checkpoint.path, error)]) from None
+    console.print(Text(f"exporting step {checkpoint.step}, from {checkpoint.path}"), soft_wrap=True)
+    program = (*EXPORT_PROGRAM, "--checkpoint", str(checkpoint.path.absolute()))
     ended = run_alone(run_dir, program, signals)
     if ended is not None:
         return ended

@@ -26,7 +26,7 @@ def refuse_other_ranks(request: Request, plan: Plan) -> None:
         raise ConfigError([Fault("rehearse", str(list(asked)), rule, "leave it out")])
 
 
-def rehearse(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
+def rehearse_job(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
     """Rehearse the plan of a run directory, and show the outcome.
 
     `mode=rehearse` shows all of it. Any other mode shows the verdict, and the rest only where

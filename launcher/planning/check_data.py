@@ -107,7 +107,7 @@ class _Numbers:
         return Fault("data", data, rule, remedy)
 
     def _are_wrong(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return those elements of `values` `[n, ...]` that are neither rows nor classes, as int64
+        """Return the elements of `values` `[n, ...]` that are neither rows nor classes, as int64
         `[m]`."""
         for operation in self.narrowed:
             values = _narrowed(operation, values)

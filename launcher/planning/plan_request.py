@@ -22,7 +22,7 @@ from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.check_data import check_data, explain_data
 from whale_train.launcher.planning.checkpoint_memory import explain_checkpoint_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
-from whale_train.launcher.planning.devices.calibrations import kept
+from whale_train.launcher.planning.devices.calibrations import with_kept_calibrations
 from whale_train.launcher.planning.devices.devices_here import (
     assign_devices,
     cards_of,
@@ -394,7 +394,7 @@ def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluste
     precision = training_of(request).precision
     measured = [
         x
-        for x in kept()
+        for x in with_kept_calibrations()
         if (x.device, x.threads) == (CPU_PROCESS, threads) and precision in x.kernels
     ]
     if not measured or request.launcher.link_speed:

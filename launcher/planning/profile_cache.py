@@ -33,13 +33,13 @@ def profile_of(request: Request, dataset: Dataset) -> ModelProfile:
     """Return the profile of the request's model. Raises ConfigError, also where the model's forward
     raises an exception."""
     key = _key(request, dataset)
-    cached = kept(key) if key else None
+    cached = kept_profile(key) if key else None
     if cached is not None:
         return cached
     profile = _measured(request, dataset)
     # Kept only where the model has a graph, and where nothing in the key changed meanwhile.
     if key and profile.graph is not None and key == _key(request, dataset):
-        keep(key, profile)
+        keep_profile(key, profile)
     return profile
 
 
@@ -97,7 +97,7 @@ def quiet_exports() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def folder() -> Path:
+def profiles_folder() -> Path:
     """Return the folder of kept profiles: in $WHALE_TRAIN_CACHE, or in the user's cache."""
     given = os.environ.get(VARIABLE)
     if given:
@@ -106,9 +106,9 @@ def folder() -> Path:
     return root / "whale-train" / "profiles"
 
 
-def kept(key: str) -> ModelProfile | None:
+def kept_profile(key: str) -> ModelProfile | None:
     """Return the kept profile of a key, or None where there is none that can be read."""
-    path = folder() / f"{key}.json"
+    path = profiles_folder() / f"{key}.json"
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"has more than {MOST_BYTES:,} bytes")
@@ -120,27 +120,27 @@ def kept(key: str) -> ModelProfile | None:
         sys.stderr.write(said + "\n")
         return None
     with suppress(OSError):  # the folder may be read-only
-        os.utime(path)  # the time of the last use, by which `keep` removes profiles
+        os.utime(path)  # the time of the last use, by which `keep_profile` removes profiles
     return profile
 
 
-def keep(key: str, profile: ModelProfile) -> None:
+def keep_profile(key: str, profile: ModelProfile) -> None:
     """Write a profile under its key, and remove the profiles beyond MOST_KEPT that were not used
     the longest."""
     with suppress(OSError):
-        folder().mkdir(parents=True, exist_ok=True)
+        profiles_folder().mkdir(parents=True, exist_ok=True)
         # Written under a name of its own, then renamed, so that readers see all of it or nothing.
-        handle, written = tempfile.mkstemp(suffix=".json", dir=folder())
+        handle, written = tempfile.mkstemp(suffix=".json", dir=profiles_folder())
         with open(handle, "w", encoding="utf-8") as file:
             file.write(profile_to_json(profile))
-        os.replace(written, folder() / f"{key}.json")
+        os.replace(written, profiles_folder() / f"{key}.json")
         _remove_oldest()
 
 
 def _remove_oldest() -> None:
     """Remove the profiles beyond the MOST_KEPT that were used last."""
     ages = {}
-    for path in folder().glob("*.json"):
+    for path in profiles_folder().glob("*.json"):
         with suppress(OSError):  # another process removed it
             ages[path] = path.stat().st_mtime
     for path in sorted(ages, key=lambda path: ages[path])[:-MOST_KEPT]:

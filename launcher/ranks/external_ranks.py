@@ -22,8 +22,8 @@ from whale_train.launcher.planning.plan_request import Resolved, resolve_request
 from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
     POLL_S,
+    HostOutcome,
     HostProcess,
-    Outcome,
 )
 from whale_train.launcher.ranks.job_key import job_key
 from whale_train.launcher.ranks.rank_env import (
@@ -120,7 +120,7 @@ def report_refusal() -> None:
 class RendezvousTimeout(LaunchError):
     """The error of ranks that did not meet. `outcome` says how their run ended."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: HostOutcome) -> None:
         self.outcome = outcome
         super().__init__(outcome.status)
 
@@ -161,7 +161,7 @@ class JobProcess:
                 _refuse(self._run_dir, self._process)
             raise
 
-    def wait(self, poll: Callable[[], None]) -> Outcome:
+    def wait(self, poll: Callable[[], None]) -> HostOutcome:
         """Wait for the run's end, as `HostProcess.wait` does, and return its outcome."""
         return self._process.wait(poll)
 

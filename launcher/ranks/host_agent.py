@@ -2,11 +2,11 @@
 
     python -m whale_train.launcher.ranks.host_agent
 
-The first line of its input is an order, as JSON: to look (`Wanted`), or to start ranks (`Start`).
-Ranks are commands like the one that was given. Their environment tells them which rank of the job
-they are, as torchrun's does. A further line of input tells them to end. They are ended when the
-input ends, which it does with the connection. The exit status is that of the first rank that ended
-badly, in the order of ranks, else 0.
+The first line of its input is an order, as JSON: to look (`RankRequest`), or to start ranks
+(`Start`). Ranks are commands like the one that was given. Their environment tells them which rank
+of the job they are, as torchrun's does. A further line of input tells them to end. They are ended
+when the input ends, which it does with the connection. The exit status is that of the first rank
+that ended badly, in the order of ranks, else 0.
 """
 
 import json
@@ -35,7 +35,7 @@ _KILL_S = 5.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RankRequest:
     """What a job reads on every host.
 
     paths: files and folders.
@@ -47,7 +47,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Found:
+class HostReport:
     """The report of one host.
 
     seen: what a rank would see there, a `Seen` as JSON.
@@ -76,7 +76,7 @@ class Start:
     ranks: tuple[Mapping[str, str], ...]
 
 
-def order_of(content: Wanted | Start) -> str:
+def order_of(content: RankRequest | Start) -> str:
     """Return the line of JSON that orders an agent to look, or to start ranks."""
     return json.dumps({type(content).__name__: asdict(content)}) + "\n"
 
@@ -84,18 +84,18 @@ def order_of(content: Wanted | Start) -> str:
 def main() -> int:
     """Run the command of this module. Returns its exit status."""
     ((name, content),) = json.loads(sys.stdin.readline()).items()
-    if name == Wanted.__name__:
-        sys.stdout.write(json.dumps(asdict(look(Wanted(**content)))) + "\n")
+    if name == RankRequest.__name__:
+        sys.stdout.write(json.dumps(asdict(look(RankRequest(**content)))) + "\n")
         return 0
     return _Ranks(Start(**content)).wait()
 
 
-def look(wanted: Wanted) -> Found:
+def look(wanted: RankRequest) -> HostReport:
     """Return the report of this host."""
     missing = [path for path in wanted.paths if not Path(path).exists()]
     missing += [f"the module {name}" for name in wanted.modules if not _is_there(name)]
     versions = {name: installed_version(name) for name in PACKAGES}
-    return Found(Seen.here(shares=False).to_json(), versions, _free_port(), tuple(missing))
+    return HostReport(Seen.here(shares=False).to_json(), versions, _free_port(), tuple(missing))
 
 
 def _is_there(module: str) -> bool:

@@ -66,7 +66,7 @@ class RunFailure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HostOutcome:
     """The end of a run.
 
     status: `done`, `failed` or `interrupted`.
@@ -108,7 +108,7 @@ class HostProcess:
         """Return the process id of the host."""
         return self._process.pid
 
-    def wait(self, poll: Callable[[], None]) -> Outcome:
+    def wait(self, poll: Callable[[], None]) -> HostOutcome:
         """Wait for the run's end, calling `poll` ten times a second and once after it.
 
         Ctrl-C stops the run, a second one at once. No process is left, whatever happens.
@@ -121,15 +121,15 @@ class HostProcess:
         except KeyboardInterrupt:
             # The program that started the ranks ends them all when one has failed.
             failure = self._recorded()
-            return Outcome("failed", failure) if failure else Outcome("interrupted")
+            return HostOutcome("failed", failure) if failure else HostOutcome("interrupted")
         finally:
             self.stop()
         code = self._process.returncode
         if code == 0:
-            return Outcome("done")
+            return HostOutcome("done")
         if code == INTERRUPTED:
-            return Outcome("interrupted")
-        return Outcome("failed", self._failure(code))
+            return HostOutcome("interrupted")
+        return HostOutcome("failed", self._failure(code))
 
     def stop(self) -> None:
         """End the host and all its processes. Does nothing where they have ended."""

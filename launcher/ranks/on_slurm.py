@@ -74,7 +74,7 @@ class Submission:
 
 
 @dataclass
-class Task:
+class SlurmTask:
     """The program of every task of a job, on its node.
 
     arguments: command-line arguments of the job.
@@ -117,7 +117,7 @@ class Task:
         resumes = "train.resume=auto"
         arguments = tuple(x for x in self.arguments if not x.startswith("train.resume="))
         return submitit.helpers.DelayedSubmission(
-            Task((*arguments, resumes), self.goes_on, self.grace_s)
+            SlurmTask((*arguments, resumes), self.goes_on, self.grace_s)
         )
 
     def _has_ended(self) -> bool:
@@ -213,7 +213,7 @@ def last_lines(job: Any) -> str:
     return "\n".join(own[-_LAST_LINES:])
 
 
-def summary_of(job: Any) -> str:
+def slurm_summary(job: Any) -> str:
     """Return the summary that a job printed when it was done, '' where it was not done."""
     try:
         said: str = job.paths.stdout.read_text(encoding="utf-8")
@@ -276,10 +276,10 @@ def _size(request: Request, faults: list[Fault]) -> tuple[int, int]:
     return nodes, ranks
 
 
-def _task(submission: Submission) -> Task:
+def _task(submission: Submission) -> SlurmTask:
     """Return the task of a submission."""
     checkpoint = submission.request.checkpoint
-    return Task(submission.arguments, checkpoint.every is not None, checkpoint.grace_s)
+    return SlurmTask(submission.arguments, checkpoint.every is not None, checkpoint.grace_s)
 
 
 def _parameters(submission: Submission) -> dict[str, Any]:

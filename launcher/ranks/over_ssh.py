@@ -23,7 +23,7 @@ from rich.console import Console
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.ranks.host_agent import Found, Start, Wanted, order_of
+from whale_train.launcher.ranks.host_agent import HostReport, RankRequest, Start, order_of
 from whale_train.launcher.ranks.job_key import SECRET
 from whale_train.launcher.ranks.ranks_on import ranks_on
 from whale_train.launcher.ranks.stop_signals import StopSignals
@@ -95,16 +95,16 @@ def _attempt(
 # --- Before anything starts ----------------------------------------------------------------------
 
 
-def _look(request: Request, hosts: Sequence[str], python: str) -> list[Found]:
+def _look(request: Request, hosts: Sequence[str], python: str) -> list[HostReport]:
     """Return the report of every host. Raises ConfigError with all that hosts lack."""
     wanted = order_of(_wanted(request))
     with ThreadPoolExecutor(len(hosts)) as pool:
         looks = list(pool.map(lambda host: _looked(host, wanted, python), hosts))
     faults: list[Fault] = []
-    reports: list[Found] = []
+    reports: list[HostReport] = []
     first = ""
     for number, (host, look) in enumerate(zip(hosts, looks, strict=True)):
-        if isinstance(look, Found):
+        if isinstance(look, HostReport):
             reports.append(look)
             first = first or host
             wrong = _lacks(look, first, reports[0])
@@ -118,15 +118,15 @@ def _look(request: Request, hosts: Sequence[str], python: str) -> list[Found]:
     return reports
 
 
-def _wanted(request: Request) -> Wanted:
+def _wanted(request: Request) -> RankRequest:
     """Return the paths and modules that ranks read on their hosts, beside the run directory."""
     folder, target = request.model.pretrained, request.model.target
     given = [getattr(request.data, "path", None), folder if folder and os.sep in folder else None]
     paths = tuple(str(Path(path).absolute()) for path in given if path is not None)
-    return Wanted(paths, (target.rpartition(".")[0],))
+    return RankRequest(paths, (target.rpartition(".")[0],))
 
 
-def _lacks(look: Found, other_host: str, other: Found) -> list[tuple[str, str]]:
+def _lacks(look: HostReport, other_host: str, other: HostReport) -> list[tuple[str, str]]:
     """Return the rule and the remedy of everything that a host lacks.
 
     look: the report of the host.
@@ -141,7 +141,7 @@ def _lacks(look: Found, other_host: str, other: Found) -> list[tuple[str, str]]:
     return wrong
 
 
-def _looked(host: str, wanted: str, python: str) -> Found | tuple[str, str]:
+def _looked(host: str, wanted: str, python: str) -> HostReport | tuple[str, str]:
     """Return the report of a host, or the rule and the remedy of the reason why it cannot be used.
 
     wanted: the line that orders the host's agent to look.
@@ -160,7 +160,7 @@ def _looked(host: str, wanted: str, python: str) -> Found | tuple[str, str]:
         return f"did not answer within {_LOOK_S:g} s", "look for what keeps it busy"
     if done.returncode == 0:
         content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return Found(**{**content, "missing": tuple(content["missing"])})
+        return HostReport(**{**content, "missing": tuple(content["missing"])})
     said = (done.stderr.strip().splitlines() or ["it does not say why"])[-1]
     if done.returncode == _UNREACHABLE:
         return f"cannot be reached ({said})", f"`ssh {host} true` has to do without a password"

@@ -53,14 +53,16 @@ def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
     write_text(run_dir / "plan.json", resolved.plan.to_json())
 
 
-def write_plans(run_dir: Path, found: Mapping[str, object]) -> list[Path]:
+def write_plans(run_dir: Path, resolved_by_name: Mapping[str, object]) -> list[Path]:
     """Write the plan of each strategy of a comparison that has one, and return the files.
 
-    found: the resolved request or the error of each strategy, by name.
+    resolved_by_name: the resolved request or the error of each strategy, by name.
     """
     write_environment(run_dir)
     plans = {
-        name: resolved.plan for name, resolved in found.items() if isinstance(resolved, Resolved)
+        name: resolved.plan
+        for name, resolved in resolved_by_name.items()
+        if isinstance(resolved, Resolved)
     }
     (run_dir / PLANS).mkdir(exist_ok=True)
     paths = []

@@ -15,22 +15,22 @@ from whale_train.quantities import in_bytes, in_rate, in_seconds
 from whale_train.strategies.plan.plan import Plan
 
 
-def comparison_view(found: Mapping[str, Resolved | RequestError]) -> RenderableType:
+def comparison_view(compared: Mapping[str, Resolved | RequestError]) -> RenderableType:
     """Return a table of strategies, and the faults of those without a plan below it.
 
     The table has one line for each strategy, in the given order, with the fastest marked. Memory is
     that of the heaviest rank, with its part of the device's memory. The table fits 60 columns and
     more.
 
-    found: the resolved request or the error of each strategy, by name.
+    compared: the resolved request or the error of each strategy, by name.
     """
-    plans = {name: x.plan for name, x in found.items() if isinstance(x, Resolved)}
+    plans = {name: x.plan for name, x in compared.items() if isinstance(x, Resolved)}
     best = min((p.predicted.step_time_s for p in plans.values()), default=0.0)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("strategy", overflow="fold")
     for name in ("ranks", "step", "samples/s", "memory", "of its device"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, resolved in found.items():
+    for name, resolved in compared.items():
         if not isinstance(resolved, Resolved):
             continue
         plan = resolved.plan
@@ -46,17 +46,17 @@ def comparison_view(found: Mapping[str, Resolved | RequestError]) -> RenderableT
         )
         table.add_row(*(Text(cell, style="bold green" if fastest else "") for cell in cells))
     parts: list[RenderableType] = [table] if plans else []
-    for name, error in found.items():
+    for name, error in compared.items():
         if isinstance(error, RequestError):
             parts.append(Text(f"{name} cannot be:", style="red"))
             parts += [Padding(Text(str(fault)), (0, 0, 0, 2)) for fault in error.faults]
     return Portable(Group(*parts))
 
 
-def refuse_all(found: Mapping[str, Resolved | RequestError]) -> None:
+def refuse_all(compared: Mapping[str, Resolved | RequestError]) -> None:
     """Raise PlanError, with the faults of each strategy, where none of them has a plan."""
-    refused = {name: x.faults for name, x in found.items() if isinstance(x, RequestError)}
-    if len(refused) == len(found):
+    refused = {name: x.faults for name, x in compared.items() if isinstance(x, RequestError)}
+    if len(refused) == len(compared):
         raise PlanError(
             replace(fault, key=f"strategy={name}: {fault.key}")
             for name, faults in refused.items()

@@ -13,14 +13,14 @@ from whale_train.rehearsal import KindOfRank, Rehearsal
 _MOST_FAULTS = 12
 
 
-def rehearsal_view(found: Rehearsal) -> RenderableType:
+def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     """Return the view of a whole rehearsal. It fits 60 columns and more."""
     memory = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     memory.add_column("ranks")
     memory.add_column("hold")
     for name in ("peak", "plan", "off by"):
         memory.add_column(name, justify="right", no_wrap=True)
-    for kind in found.kinds:
+    for kind in rehearsal.kinds:
         ranks = f"{fold_numbers(kind.ranks)} ({len(kind.ranks)})"
         held = ", ".join(kind.task_graphs)
         if kind.error:
@@ -28,20 +28,20 @@ def rehearsal_view(found: Rehearsal) -> RenderableType:
             continue
         off = kind.peak / kind.planned - 1 if kind.planned else 0.0
         memory.add_row(ranks, held, in_bytes(kind.peak), in_bytes(kind.planned), f"{off:+.1%}")
-    lines: list[RenderableType] = [Text("rehearsed", style="bold"), memory, _traffic(found)]
+    lines: list[RenderableType] = [Text("rehearsed", style="bold"), memory, _traffic(rehearsal)]
     kernels: Counter[str] = Counter()
-    for kind in found.kinds:
+    for kind in rehearsal.kinds:
         kernels.update(kind.kernels)
     if kernels:
         said = ", ".join(f"{count} x {name}" for name, count in kernels.most_common())
         lines.append(Text(f"attention: {said}"))
     reads: Counter[str] = Counter()
-    for kind in found.kinds:
+    for kind in rehearsal.kinds:
         reads |= Counter(kind.reads)
     for place, count in reads.items():
         times = f"{count} times " if count > 1 else ""
         lines.append(Text(f"the model reads a value on the host {times}a step: {place}"))
-    lines += wrong(found)
+    lines += wrong(rehearsal)
     return Group(*lines)
 
 
@@ -64,12 +64,12 @@ def _traffic(rehearsal: Rehearsal) -> RenderableType:
     return table
 
 
-def wrong(found: Rehearsal) -> list[RenderableType]:
+def wrong(rehearsal: Rehearsal) -> list[RenderableType]:
     """Return the failures of ranks with their places, then the disagreements between ranks."""
-    lines = [line for kind in found.kinds if kind.error for line in _failed(kind)]
-    lines += [Text(fault, style="red") for fault in found.faults[:_MOST_FAULTS]]
-    if len(found.faults) > _MOST_FAULTS:
-        left = len(found.faults) - _MOST_FAULTS
+    lines = [line for kind in rehearsal.kinds if kind.error for line in _failed(kind)]
+    lines += [Text(fault, style="red") for fault in rehearsal.faults[:_MOST_FAULTS]]
+    if len(rehearsal.faults) > _MOST_FAULTS:
+        left = len(rehearsal.faults) - _MOST_FAULTS
         lines.append(Text(f"and {left} more of the kind, in rehearsal.json"))
     return list(lines)
 
@@ -80,19 +80,19 @@ def _failed(kind: KindOfRank) -> list[Text]:
     return [Text(f"{ranks}: {kind.error}", style="red"), Text(f"  {kind.place}")]
 
 
-def verdict(found: Rehearsal) -> str:
+def verdict(rehearsal: Rehearsal) -> str:
     """Return the line that says if a run would go through."""
-    ranks = sum(len(kind.ranks) for kind in found.kinds)
-    kinds = len(found.kinds)
+    ranks = sum(len(kind.ranks) for kind in rehearsal.kinds)
+    kinds = len(rehearsal.kinds)
     of = f"{ranks:,} rank{'s' if ranks > 1 else ''} of {kinds} kind{'s' if kinds > 1 else ''}"
-    took = f"rehearsed in {in_seconds(found.seconds)}"
-    if found.is_clean:
-        reads = any(kind.reads for kind in found.kinds)
+    took = f"rehearsed in {in_seconds(rehearsal.seconds)}"
+    if rehearsal.is_clean:
+        reads = any(kind.reads for kind in rehearsal.kinds)
         reading = "only the model reads values" if reads else "read nothing"
         return f"{of} run and agree; {reading} on the host; {took}"
-    failed = sum(len(kind.ranks) for kind in found.kinds if kind.error)
+    failed = sum(len(kind.ranks) for kind in rehearsal.kinds if kind.error)
     parts = [f"{failed:,} would fail"] if failed else []
-    if found.faults:
-        count = len(found.faults)
+    if rehearsal.faults:
+        count = len(rehearsal.faults)
         parts.append(f"they disagree in {count} place{'s' if count > 1 else ''}")
     return f"of {of}, {' and '.join(parts)}; {took}"

@@ -1,6 +1,6 @@
-"""Show a verification: the largest differences, and the verdict.
+"""Show a verified: the largest differences, and the verdict.
 
-This file owns wording and layout. launcher/modes/verification.py owns every figure.
+This file owns wording and layout. launcher/modes/verified.py owns every figure.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from whale_train.launcher.ui.terminal import Portable
 _ROWS = 8  # for parameters; verify.json has all of them
 
 
-def verification_view(found: Verification) -> RenderableType:
+def verification_view(verified: Verification) -> RenderableType:
     """Return the table of the largest differences, notes about them, and the verdict where all is
     equal.
 
     Where it is not, `verdict_line` is the error of the run.
     """
-    shown = [_largest(found, "loss"), _largest(found, "gradient norm")]
-    of_parameters = [x for x in found.differences if x.path]
+    shown = [_largest(verified, "loss"), _largest(verified, "gradient norm")]
+    of_parameters = [x for x in verified.differences if x.path]
     # Initial values that are rounded to half precision need not be shown.
     shown += [x for x in of_parameters if x.what != "initial value" or not x.within][:_ROWS]
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
@@ -33,66 +33,66 @@ def verification_view(found: Verification) -> RenderableType:
     for row in shown:
         style = "" if row.within else "red"
         table.add_row(*(Text(cell, style=style) for cell in _cells(row)))
-    notes = [Text(note, style="dim") for note in _notes(found)]
-    if found.equal:
-        notes.append(Text(verdict_line(found), style="bold green"))
+    notes = [Text(note, style="dim") for note in _notes(verified)]
+    if verified.equal:
+        notes.append(Text(verdict_line(verified), style="bold green"))
     return Portable(Group(table, *notes))
 
 
-def rounded_line(found: Verification) -> str:
+def rounded_line(verified: Verification) -> str:
     """Return the line that announces the runs which measure rounding."""
     return (
-        f"not within {found.tolerance:g} of one process; running that {ROUNDED_RUNS} times more "
+        f"not within {verified.tolerance:g} of one process; running that {ROUNDED_RUNS} times more "
         "with weights rounded otherwise, to see what rounding does"
     )
 
 
-def verdict_line(found: Verification) -> str:
+def verdict_line(verified: Verification) -> str:
     """Return the verdict: `equal: ...`, or `different: ...` with the worst parameter and the step
     at which losses part."""
-    what = f"{_counted(found.steps, 'step')} on {_counted(found.ranks, 'rank')}"
-    if found.equal:
-        said = f"equal: {what} computed what one process does, within {found.tolerance:g} "
-        if found.stretched <= 1:
-            return f"{said}({found.precision})"
+    what = f"{_counted(verified.steps, 'step')} on {_counted(verified.ranks, 'rank')}"
+    if verified.equal:
+        said = f"equal: {what} computed what one process does, within {verified.tolerance:g} "
+        if verified.stretched <= 1:
+            return f"{said}({verified.precision})"
         return (
-            f"{said}({found.precision}) or {MARGIN:g} times what rounding does to this model, "
-            f"{found.tolerance * found.stretched:.1e} at most"
+            f"{said}({verified.precision}) or {MARGIN:g} times what rounding does to this model, "
+            f"{verified.tolerance * verified.stretched:.1e} at most"
         )
-    return f"different: {what} did not compute what one process does: {'; '.join(_reasons(found))}"
+    return (
+        f"different: {what} did not compute what one process does: {'; '.join(_reasons(verified))}"
+    )
 
 
-def _reasons(verification: Verification) -> Iterator[str]:
+def _reasons(verified: Verification) -> Iterator[str]:
     """Yield the reasons of a verification that failed, the cause first."""
-    if verification.skipped[0] != verification.skipped[1]:
-        plan, alone = (", ".join(map(str, steps)) or "none" for steps in verification.skipped)
+    if verified.skipped[0] != verified.skipped[1]:
+        plan, alone = (", ".join(map(str, steps)) or "none" for steps in verified.skipped)
         yield f"fp16 overflowed in other steps ({plan}; on one process {alone})"
-    if verification.not_finite is not None:
+    if verified.not_finite is not None:
         yield (
-            f"the loss or gradient norm of step {verification.not_finite} is no number on either "
+            f"the loss or gradient norm of step {verified.not_finite} is no number on either "
             "side, which compares with nothing"
         )
-    elif verification.no_gradient:
+    elif verified.no_gradient:
         yield "no gradient but 0 reached any parameter on one process, so nothing was compared"
         return
-    if verification.worst is not None:
-        worst = verification.worst
+    if verified.worst is not None:
+        worst = verified.worst
         yield f"the {worst.what} of {worst.path} is off by {_share(worst)}"
-    if verification.parted is not None:
-        yield (
-            f"the losses part at step {verification.parted.step} (by {_share(verification.parted)})"
-        )
-    elif verification.not_finite is None:
+    if verified.parted is not None:
+        yield (f"the losses part at step {verified.parted.step} (by {_share(verified.parted)})")
+    elif verified.not_finite is None:
         yield "the losses agree"
-    norms = [x for x in verification.differences if x.what == "gradient norm" and not x.within]
-    if norms and verification.worst is None:
+    norms = [x for x in verified.differences if x.what == "gradient norm" and not x.within]
+    if norms and verified.worst is None:
         first = min(norms, key=lambda x: x.step or 0)
         yield f"the gradient norms part at step {first.step} (by {_share(first)})"
 
 
-def _largest(verification: Verification, what: str) -> Difference:
+def _largest(verified: Verification, what: str) -> Difference:
     """Return the largest difference of the kind `what`: differences are ordered worst first."""
-    return next(x for x in verification.differences if x.what == what)
+    return next(x for x in verified.differences if x.what == what)
 
 
 def _cells(row: Difference) -> tuple[str, ...]:
@@ -106,38 +106,37 @@ def _cells(row: Difference) -> tuple[str, ...]:
     )
 
 
-def _notes(verification: Verification) -> Iterator[str]:
+def _notes(verified: Verification) -> Iterator[str]:
     """Yield the notes below the table of differences."""
-    kinds = {x.path: x.what for x in verification.differences if x.path}
+    kinds = {x.path: x.what for x in verified.differences if x.path}
     constants = sum(what in ("buffer", "frozen parameter") for what in kinds.values())
-    updates = "first and last update" if verification.steps > 1 else "update"
+    updates = "first and last update" if verified.steps > 1 else "update"
     said = f"{_counted(len(kinds) - constants, 'parameter')} by initial value, first gradient and "
     said += updates
     if constants:
         said += f", {_counted(constants, 'buffer')} or frozen by value"
     yield f"{said}; all in verify.json"
-    if verification.rounding:
-        moved = max(verification.rounding.values())
+    if verified.rounding:
+        moved = max(verified.rounding.values())
         yield (
             f"rounding alone, in {ROUNDED_RUNS} runs of one process with weights rounded "
             f"otherwise, comes to {_percent(moved)} of the tolerance"
         )
-    if verification.skipped[1]:
+    if verified.skipped[1]:
         yield (
-            f"{_counted(len(verification.skipped[1]), 'step')} overflowed in fp16 and changed "
-            "nothing"
+            f"{_counted(len(verified.skipped[1]), 'step')} overflowed in fp16 and changed nothing"
         )
-    if verification.undecided:
+    if verified.undecided:
         yield (
-            f"{verification.undecided:,} of {verification.elements:,} elements have gradients so "
+            f"{verified.undecided:,} of {verified.elements:,} elements have gradients so "
             "small that their error decides the direction of an optimizer's step"
         )
-    if verification.dropout_off:
+    if verified.dropout_off:
         yield "dropout was off: its masks differ from plan to plan"
-    if verification.drew_random:
+    if verified.drew_random:
         yield "the model drew random numbers of its own, which differ from plan to plan"
-    if verification.shared:
-        yield f"not compared, as both sides share it: {'; '.join(verification.shared)}"
+    if verified.shared:
+        yield f"not compared, as both sides share it: {'; '.join(verified.shared)}"
 
 
 def _share(difference: Difference) -> str:

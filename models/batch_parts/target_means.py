@@ -1,8 +1,8 @@
 """Losses that are means over their targets, as a model calls torch for them.
 
-A part of a batch computes its term of such a mean as a sum times a factor (`scaled`). Checkpoints
-runs parts of a forward again in the backward, where no factor is known. `RecomputedLosses` gives the
-losses that are called there the factors of their first call.
+A part of a batch computes its term of such a mean as a sum times a factor (`scaled`).
+Checkpointing runs parts of a forward again in the backward, where no factor is known.
+`RecomputedLosses` gives the losses that are called there the factors of their first call.
 """
 
 from collections.abc import Callable, Mapping, Sequence

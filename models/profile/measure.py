@@ -34,7 +34,7 @@ from whale_train.models.options import ModelOptions
 from whale_train.models.profile.block_folding import CannotUnfold, Fold, folded, folds_of, unfold
 from whale_train.models.profile.counters import AHEAD, counters
 from whale_train.models.profile.python_draws import PythonDraws
-from whale_train.models.profile.repeated_calls import RecordedCall, first_difference, recorded
+from whale_train.models.profile.repeated_calls import RecordedCall, first_difference, record_calls
 from whale_train.models.profile.sparse_gradients import SparseCalls, may_be_sparse
 from whale_train.models.profile.unseen_losses import SeenLosses
 from whale_train.models.seeded_draws import private_seed
@@ -182,11 +182,11 @@ def _exported_graph(
     calls: list[list[RecordedCall] | None] = []
     losses = SeenLosses()
     with losses:
-        moved_counters = counters(module.model, lambda: calls.append(recorded(run)))
+        moved_counters = counters(module.model, lambda: calls.append(record_calls(run)))
     for ahead in AHEAD if moved_counters and calls[0] is not None else ():
         for counter in moved_counters:
             counter.set(module.model, ahead)
-        calls.append(recorded(run))
+        calls.append(record_calls(run))
         _refuse_other_parameters(module.model, trained, name)
     for counter in moved_counters:
         counter.set(module.model, 1)
@@ -201,7 +201,7 @@ def _exported_graph(
     if unseen is not None:
         where = module_path(unseen) or "its forward"
         return None, ANY, f"{where} calls {unseen.name} past torch.nn.functional"
-    calls.append(recorded(run))
+    calls.append(record_calls(run))
     changes = (first_difference(calls[0], other) for other in calls[1:])
     changed = next((change for change in changes if change), "")
     if changed:

@@ -73,7 +73,7 @@ def _plain(leaves: list[Any]) -> Iterator[Any]:
             yield leaf
 
 
-def recorded(run: Callable[[], object]) -> list[RecordedCall] | None:
+def record_calls(run: Callable[[], object]) -> list[RecordedCall] | None:
     """Return the operations of one call of `run`, without gradients; None where it raises."""
     recorder = _Recorder()
     try:

@@ -74,7 +74,7 @@ class Ranks:
     nodes: tuple[int, ...]
 
 
-def calibrate(
+def measure_devices(
     run_dir: Path,
     ranks: Ranks,
     device: torch.device,

@@ -18,22 +18,22 @@ Runs = Sequence[Sequence[float]]  # seconds, by probe and run
 
 
 class KernelTimes:
-    """Times of operations on one device, in the chains of probes (`listed`) and in `blocks`.
+    """Times of operations on one device, in the chains of probes (`probes`) and in `blocks`.
 
     Every pass runs all of them, so that a disturbance of the machine for a while does not fall on a
     single kind.
     """
 
-    def __init__(self, listed: Sequence[Probe], blocks: Sequence[ProbedBlock]) -> None:
-        self._listed, self._blocks = listed, (SMALLEST, *blocks)
-        self._forward: list[list[float]] = [[] for _ in listed]
-        self._backward: list[list[float]] = [[] for _ in listed]
+    def __init__(self, probes: Sequence[Probe], blocks: Sequence[ProbedBlock]) -> None:
+        self._probes, self._blocks = probes, (SMALLEST, *blocks)
+        self._forward: list[list[float]] = [[] for _ in probes]
+        self._backward: list[list[float]] = [[] for _ in probes]
         self._in_blocks: list[list[list[Measured]]] = [[] for _ in self._blocks]
 
     def take(self, device: torch.device, precision: str, together: Callable[[], object]) -> None:
         """Measure one pass. `together` waits for the other ranks, before each probe and each
         block."""
-        for number, probe in enumerate(self._listed):
+        for number, probe in enumerate(self._probes):
             together()
             ahead, back = _timed(probe, device, precision)
             self._forward[number] += ahead
@@ -49,7 +49,7 @@ class KernelTimes:
         seconds of this rank's runs to those of the slowest rank in every run.
         """
         by_kind: dict[KernelKind, list[Measured]] = {}
-        taken = zip(self._listed, slowest(self._forward), slowest(self._backward), strict=True)
+        taken = zip(self._probes, slowest(self._forward), slowest(self._backward), strict=True)
         for probe, ahead, back in taken:
             measured = Measured(probe, undisturbed(ahead), undisturbed(back))
             by_kind.setdefault(probe.kind, []).append(measured)

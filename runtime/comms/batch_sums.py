@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime.comms.layout_collectives import all_reduced, linear
+from whale_train.runtime.comms.layout_collectives import all_reduced, apply_linear_map
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,22 @@ class BatchShare:
     part: float
 
 
-def batch_sum(x: Tensor, degree: int, mine: BatchShare) -> Tensor:
+def batch_sum(x: Tensor, degree: int, share: BatchShare) -> Tensor:
     """Return the figure `x` for the whole batch, given `x` for this rank's samples. The shape
     stays.
 
     The result is n^degree times the sum over copies of their x / n_r^degree, where n counts the
     batch's samples and n_r a copy's (degree 0: `x` is a sum; -1: a mean). Integers are added as
-    they are and have no gradient; `degree` must be 0 for them. All copies of `mine.group` call it
+    they are and have no gradient; `degree` must be 0 for them. All copies of `share.group` call it
     in the same order. The gradient is the sum of the copies' gradients, as each of them computes
     its loss from the sum.
     """
     if not x.is_floating_point():
         assert degree == 0, "a mean of whole numbers is none"
-        return all_reduced(x, mine.group)
-    weight = mine.part**-degree
-    weighted = partial(_weighted, weight=weight, group=mine.group)
-    return linear(x, weighted, partial(_shared_out, weight=weight, group=mine.group))
+        return all_reduced(x, share.group)
+    weight = share.part**-degree
+    weighted = partial(_weighted, weight=weight, group=share.group)
+    return apply_linear_map(x, weighted, partial(_shared_out, weight=weight, group=share.group))
 
 
 def _weighted(x: Tensor, weight: float, group: dist.ProcessGroup) -> Tensor:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from whale_train.runtime.comms.layout_collectives import ShardGroup, linear
+from whale_train.runtime.comms.layout_collectives import ShardGroup, apply_linear_map
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def dispatch(rows: Tensor, where: Exchange) -> Tensor:
 
     `rows`, [rows, width], are this rank's, sorted by expert. Differentiable.
     """
-    return linear(rows, lambda x: _to_experts(x, where), lambda x: _to_owners(x, where))
+    return apply_linear_map(rows, lambda x: _to_experts(x, where), lambda x: _to_owners(x, where))
 
 
 def combine(rows: Tensor, where: Exchange) -> Tensor:
@@ -104,7 +104,7 @@ def combine(rows: Tensor, where: Exchange) -> Tensor:
     `rows`, [rows received, width], are the outputs of the local experts. Rows without an expert are
     zeros. Differentiable.
     """
-    return linear(rows, lambda x: _to_owners(x, where), lambda x: _to_experts(x, where))
+    return apply_linear_map(rows, lambda x: _to_owners(x, where), lambda x: _to_experts(x, where))
 
 
 @dataclass

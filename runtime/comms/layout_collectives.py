@@ -21,8 +21,9 @@ laid end to end, each piece sharded: a fused QKV weight is sharded by heads with
 unequal parts with a piece for each. An `outer` of 0 is derived from the tensor's shape.
 
 Every member of a group calls the same casts in the same order, on tensors that agree in dtype and
-in every other dimension. A cast over a group of one returns its argument. The result of `enter`
-shares the memory of its argument: autograd refuses to have it changed in place.
+in every other dimension. A cast over a group of one returns its argument. The result of
+`copy_to_parallel_region` shares the memory of its argument: autograd refuses to have it changed in
+place.
 """
 
 import math
@@ -78,7 +79,7 @@ class ShardGroup:
         return min(self.sizes) == max(self.sizes)
 
 
-def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_parallel_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x`, a replicated operand of sharded work; its gradient is the sum of the members'
     gradients.
 
@@ -86,7 +87,7 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if group.size() == 1:
         return x
-    return linear(x, _view, partial(all_reduced, group=group))
+    return apply_linear_map(x, _view, partial(all_reduced, group=group))
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -94,7 +95,7 @@ def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     sum."""
     if group.size() == 1:
         return x
-    return linear(x, partial(all_reduced, group=group), _unchanged)
+    return apply_linear_map(x, partial(all_reduced, group=group), _unchanged)
 
 
 def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
@@ -109,7 +110,7 @@ def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return linear(x, partial(_all_gather, place=place), partial(_my_slice, place=place))
+    return apply_linear_map(x, partial(_all_gather, place=place), partial(_my_slice, place=place))
 
 
 def slice_(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
@@ -121,10 +122,10 @@ def slice_(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return linear(x, partial(_my_slice, place=place), partial(_all_gather, place=place))
+    return apply_linear_map(x, partial(_my_slice, place=place), partial(_all_gather, place=place))
 
 
-def once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def replicate_to_partial(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x` on the group's first rank and zeros elsewhere, so that the sum over the group is
     `x`.
 
@@ -132,10 +133,10 @@ def once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if group.size() == 1 or group.rank() == 0:
         return x
-    return linear(x, torch.zeros_like, _unchanged)
+    return apply_linear_map(x, torch.zeros_like, _unchanged)
 
 
-def repeated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def keep_first_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x`, which is equal on all members, for work that every member repeats.
 
     The members sum its gradients elsewhere, so only the first member passes on its own; the others
@@ -143,7 +144,7 @@ def repeated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if group.size() == 1 or group.rank() == 0:
         return x
-    return linear(x, _view, torch.zeros_like)
+    return apply_linear_map(x, _view, torch.zeros_like)
 
 
 def all_gather_reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
@@ -159,7 +160,7 @@ def all_gather_reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: in
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return linear(x, partial(_all_gather, place=place), partial(_sum_slice, place=place))
+    return apply_linear_map(x, partial(_all_gather, place=place), partial(_sum_slice, place=place))
 
 
 def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
@@ -170,7 +171,7 @@ def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> T
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return linear(x, partial(_sum_slice, place=place), partial(_all_gather, place=place))
+    return apply_linear_map(x, partial(_sum_slice, place=place), partial(_all_gather, place=place))
 
 
 def reshard(
@@ -189,7 +190,7 @@ def reshard(
     want = _ShardedDim(dim % x.dim(), outer, shards)
     if have.dim == want.dim:
         return slice_(gather(x, from_dim, from_outer, source), dim, outer, shards)
-    return linear(
+    return apply_linear_map(
         x, partial(_exchanged, have=have, want=want), partial(_exchanged, have=want, want=have)
     )
 
@@ -250,7 +251,7 @@ class _Cast(torch.autograd.Function):
         return ctx.adjoint(grads[0]), None, None
 
 
-def linear(x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:
+def apply_linear_map(x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:
     """Return `forward(x)`, a linear map over a group, whose gradient is mapped by `adjoint`."""
     result: Tensor = _Cast.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
     return result
@@ -282,8 +283,8 @@ class _ShardedDim:
     def unfolded(self, x: Tensor, held: int, extent: int) -> tuple[int, ...]:
         """Return the shape of `x` with `extent` of the sharded factor instead of the `held` that it
         has."""
-        repeated = self.repetitions(x, held) * extent
-        return (*x.shape[: self.dim], repeated, *x.shape[self.dim + 1 :])
+        width = self.repetitions(x, held) * extent
+        return (*x.shape[: self.dim], width, *x.shape[self.dim + 1 :])
 
     def ranges(self, member: int) -> list[tuple[int, int]]:
         """Return the (start, length) of a member's part of each piece, within one repetition."""

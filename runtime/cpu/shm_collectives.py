@@ -85,10 +85,10 @@ class SharedMemoryGroup(NamedGroup):
 
         return self._begin(sent.reshape(-1), take)
 
-    def all_gather_single(self, output: Tensor, mine: Tensor, options: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
         """Begin to gather the members' tensors, of one size, into `output`, [members * n] in
         all."""
-        return self.allgather([list(output.view(self.size(), -1))], [mine], options)
+        return self.allgather([list(output.view(self.size(), -1))], [tensor], options)
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any
@@ -113,14 +113,14 @@ class SharedMemoryGroup(NamedGroup):
     def alltoall_base(
         self,
         output: Tensor,
-        mine: Tensor,
+        tensor: Tensor,
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
         options: Any = None,
     ) -> dist.Work:
         """Begin to exchange rows: `input_sizes` go to the members, and `output_sizes` come from
         them. Without sizes, parts are equal."""
-        sent = _elements(mine, input_sizes, self.size())
+        sent = _elements(tensor, input_sizes, self.size())
         all_sent = torch.empty(self.size(), self.size(), dtype=torch.int64)
         self.all_gather_single(all_sent, torch.tensor(sent)).wait()
         whole = output.view(-1)
@@ -136,8 +136,8 @@ class SharedMemoryGroup(NamedGroup):
                     first = to[member] + low - (end - size)
                     whole[first : first + high - low] = parts[member, low - start : high - start]
 
-        padded = mine.new_zeros(int(all_sent.sum(1).max()))  # all members put as much
-        padded[: mine.numel()] = mine.view(-1)
+        padded = tensor.new_zeros(int(all_sent.sum(1).max()))  # all members put as much
+        padded[: tensor.numel()] = tensor.view(-1)
         return self._begin(padded, take)
 
     # The names of these two up to torch 2.12.
@@ -230,8 +230,10 @@ class _Slots:
 
 
 def _elements(tensor: Tensor, sizes: Sequence[int], members: int) -> list[int]:
-    """Return how many elements of `tensor` belong to each member: `sizes` of its rows, or equal
-    parts where that is empty."""
+    """Return the number of elements of `tensor` that belong to each member.
+
+    They are those of `sizes` rows, or equal parts where `sizes` is empty.
+    """
     if not sizes:
         return [tensor.numel() // members] * members
     row_elements = tensor.numel() // max(tensor.shape[0], 1)

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from whale_train.runtime.cpu.named_group import NamedGroup
 from whale_train.runtime.emulate.delayed_work import LateSend, LateWork
-from whale_train.runtime.emulate.emulated_links import EmulatedLinks, Transfer, moved_bytes
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks, Transfer, wire_bytes
 from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.emulate.worker_thread import InTurn
 
@@ -66,7 +66,7 @@ class PacedGroup(NamedGroup):
             link = self._links.among((self._ranks[self.rank()], self._ranks[arguments[1]]))
         if link is None:
             return None
-        transfer = link.transfer(moved_bytes(operation, arguments, self.size()))
+        transfer = link.transfer(wire_bytes(operation, arguments, self.size()))
         if transfer is None or not transfer.nominal_s:
             return None
         return None if transfer.nominal_s < _SHORTEST_S and link.is_free() else transfer

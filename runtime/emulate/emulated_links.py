@@ -69,7 +69,7 @@ class EmulatedLinks:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         group.allreduce([fastest], options).wait()
-        self.full_bytes_s = moved_bytes("allreduce", ([tensor],), group.size()) / fastest.item()
+        self.full_bytes_s = wire_bytes("allreduce", ([tensor],), group.size()) / fastest.item()
 
 
 class EmulatedLink:
@@ -118,7 +118,7 @@ class Transfer:
     native_s: float
 
 
-def moved_bytes(operation: str, arguments: Sequence[Any], members: int) -> float:
+def wire_bytes(operation: str, arguments: Sequence[Any], members: int) -> float:
     """Return the bytes that each member moves over its link in an operation; 0 for one that moves
     nothing.
 

@@ -15,12 +15,12 @@ from whale_train.runtime.comms.expert_rows import combine, dispatch, exchange
 from whale_train.runtime.comms.layout_collectives import (
     ShardGroup,
     all_gather_reduce_scatter,
-    enter,
+    copy_to_parallel_region,
     gather,
-    once,
+    keep_first_gradient,
     reduce,
     reduce_scatter,
-    repeated,
+    replicate_to_partial,
     reshard,
     slice_,
 )
@@ -166,8 +166,11 @@ _TWO_STEPS = {
     "repeated_once": ("repeated", "once"),
 }
 _WITHOUT_CUT: Mapping[str, Callable[..., Tensor]] = {
-    "enter": enter, "reduce": reduce, "once": once, "repeated": repeated,
-}  # fmt: skip
+    "enter": copy_to_parallel_region,
+    "reduce": reduce,
+    "once": replicate_to_partial,
+    "repeated": keep_first_gradient,
+}
 CUTTING = ("slice", "reduce_scatter", "reduce_slice", "repeated_slice", "reshard", DISPATCH)
 
 

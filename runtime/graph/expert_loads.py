@@ -36,7 +36,7 @@ class MixtureLoad:
         return self.slots - sum(self.rows)
 
 
-def written(mixtures: Sequence[MixtureLoad]) -> dict[str, Any]:
+def load_metrics(mixtures: Sequence[MixtureLoad]) -> dict[str, Any]:
     """Return the entries of `metrics.jsonl` for the mixtures of a step.
 
     Each entry is a list in the model's order: imbalance, number of idle experts, dropped slots. The

@@ -183,7 +183,7 @@ class _Writer:
         if degree is None:
             return made
         assert self.place.share is not None
-        exchanged = partial(batch_sum, degree=degree, mine=self.place.share)
+        exchanged = partial(batch_sum, degree=degree, share=self.place.share)
         return self.out.call(exchanged, [made], "batch_sum")
 
     def count_rows(self, node: fx.Node) -> None:

@@ -19,13 +19,14 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.base.autocast import autocast, autocast_dtype
-from whale_train.runtime.comms.layout_collectives import enter
+from whale_train.runtime.comms.layout_collectives import copy_to_parallel_region
 from whale_train.runtime.kernels.matmul import ProductForm, ProductNode, as_rows, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 
 
 def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGradients) -> None:
-    """Replace each `enter` in `graph` that only products read, and these products, by one function.
+    """Replace each `copy_to_parallel_region` in `graph` that only products read, and these
+    products, by one function.
 
     The products' weights and biases must be placeholders among `parameters`. `owner` computes the
     gradients of these weights and biases.
@@ -46,11 +47,14 @@ def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGrad
 
 
 def _entered_group(graph: fx.GraphModule, node: fx.Node) -> dist.ProcessGroup | None:
-    """Return the group of an `enter` node, or None for other nodes and for groups of one rank."""
+    """Return the group of a `copy_to_parallel_region` node.
+
+    Return None for other nodes, and for groups of one rank.
+    """
     if node.op != "call_module":
         return None
     called = getattr(graph.get_submodule(str(node.target)), "function", None)
-    if not isinstance(called, partial) or called.func is not enter:
+    if not isinstance(called, partial) or called.func is not copy_to_parallel_region:
         return None
     group: dist.ProcessGroup = called.keywords["group"]
     return group if group.size() > 1 else None
@@ -63,7 +67,8 @@ def _join(
     group: dist.ProcessGroup,
     owner: WeightGradients,
 ) -> None:
-    """Replace the `enter` node `node` and the `products` that read it by one call of `_Joined`."""
+    """Replace `node`, a `copy_to_parallel_region`, and the `products` that read it by one call of
+    `_Joined`."""
     name = f"products_{node.name}"
     graph.add_module(name, _Joined([product.kind for product in products], group, owner))
     operands = [x for product in products for x in (product.weight, product.bias)]

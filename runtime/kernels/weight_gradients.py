@@ -32,7 +32,7 @@ _Make = Callable[[Tensor | None], Tensor]
 _Addition = tuple[nn.Parameter, _Make]
 
 
-class Wanted(NamedTuple):
+class GradientRequest(NamedTuple):
     """Gradient that a backward may have to compute.
 
     operand: the weight or bias, or None where the operation has none.
@@ -95,7 +95,7 @@ class WeightGradients:
             self._adds = False
 
     def left(self, key: Key) -> Mapping[nn.Parameter, int]:
-        """Return how many gradients `accumulate(key)` will add to each weight."""
+        """Return the number of gradients `accumulate(key)` will add to each weight."""
         return Counter(parameter for parameter, _ in self._left[key])
 
     @torch.no_grad()  # or autograd would keep the operands of each gradient for a second backward
@@ -123,7 +123,7 @@ class WeightGradients:
             additions = ()
         return {parameter for parameter, _ in additions}
 
-    def gradients(self, wanted: Sequence[Wanted]) -> list[Tensor | None]:
+    def gradients(self, wanted: Sequence[GradientRequest]) -> list[Tensor | None]:
         """Return the gradients that a backward hands to autograd, one for each of `wanted`.
 
         An entry is None where autograd needs no gradient, or where `take` has handled it.
@@ -167,7 +167,7 @@ def of_product(
     needed: Sequence[bool],
     grad: Tensor,
     x: Tensor,
-) -> tuple[Wanted, Wanted]:
+) -> tuple[GradientRequest, GradientRequest]:
     """Return the gradients of a product's weight and bias, as a backward may want them.
 
     `operands` are the weight and the bias, and `needed` says which of them autograd needs. `x` [..,
@@ -175,8 +175,8 @@ def of_product(
     """
     weight, bias = operands
     return (
-        Wanted(weight, needed[0], lambda known: kind.of_weight(grad, x, known)),
-        Wanted(bias, needed[1], lambda known: kind.of_bias(grad, known)),
+        GradientRequest(weight, needed[0], lambda known: kind.of_weight(grad, x, known)),
+        GradientRequest(bias, needed[1], lambda known: kind.of_bias(grad, known)),
     )
 
 
@@ -259,7 +259,7 @@ class _Lookup(torch.autograd.Function):
         def make(known: Tensor | None) -> Tensor:
             return of_table(grad, indices, rows, padding, known)
 
-        wanted = [Wanted(ctx.weight, ctx.needs_input_grad[0], make)]
+        wanted = [GradientRequest(ctx.weight, ctx.needs_input_grad[0], make)]
         return *ctx.owned.owner.gradients(wanted), None, None
 
 

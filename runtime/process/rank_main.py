@@ -30,7 +30,7 @@ from whale_train.models.weights.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.assembly.shared_init import build_shared, let_go, seed_python
 from whale_train.runtime.base.trace import Trace
-from whale_train.runtime.calibrate.calibrate import Ranks, calibrate
+from whale_train.runtime.calibrate.calibrate import Ranks, measure_devices
 from whale_train.runtime.comms.process_groups import (
     file_rendezvous,
     join,
@@ -54,14 +54,14 @@ from whale_train.runtime.record.timeline import merge, write_events
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState
-from whale_train.runtime.state.parts import Part
+from whale_train.runtime.state.parts import SavedPart
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
-from whale_train.runtime.train.recorder import verify
+from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.grammar.form import needs_graph
 from whale_train.strategies.memory.malloc_headroom import has_room
@@ -173,7 +173,7 @@ def measure(
         tuple(planned_rank.node for planned_rank in planned),
     )
     has_others = has_others and len(set(ranks.nodes)) == 1  # plans for one host count with it
-    calibrate(run_dir, ranks, device, precision, optimizer, alone if has_others else None)
+    measure_devices(run_dir, ranks, device, precision, optimizer, alone if has_others else None)
 
 
 def _joined(
@@ -233,8 +233,8 @@ def train_as_planned(
     carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
         arguments = (run_dir, request, plan, program, batches, metrics, state, rank)
-        summary, files = verify(*arguments, rounding=_rounding(run_dir))
-        carrier.gather(run_dir, Part(rank, files))
+        summary, files = record_verification(*arguments, rounding=_rounding(run_dir))
+        carrier.gather(run_dir, SavedPart(rank, files))
     else:
         random = RandomStates(program.shared_random)
         resumed, started = None, time.monotonic()
@@ -258,10 +258,10 @@ def train_as_planned(
             *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
         )
         if profiler is not None:
-            carrier.gather(run_dir, Part(rank, tuple(profiler.files)))
+            carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
         summary["resumed_s"] = None if resumed is None else resumed_s
         if trace is not None:
-            timelines = carrier.gather(run_dir, Part(rank, (write_events(trace, run_dir),)))
+            timelines = carrier.gather(run_dir, SavedPart(rank, (write_events(trace, run_dir),)))
             if rank == 0:
                 merge(run_dir, timelines)
         if request.checkpoint.final and summary["stopped_after"] is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from whale_train.disk import writing
-from whale_train.runtime.graph.expert_loads import MixtureLoad, written
+from whale_train.runtime.graph.expert_loads import MixtureLoad, load_metrics
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Metrics:
             "tokens_per_s": tokens / step.seconds,
             **flops_reached(self._model_flops, samples / step.seconds, self._peak_flops_s),
             "peak_memory_bytes": peak_memory_bytes(self._device),
-            **({"experts": written(step.experts)} if step.experts else {}),
+            **({"experts": load_metrics(step.experts)} if step.experts else {}),
             **step.evaluation,
         }
         # JSON has no NaN: a loss that is no number is null.

@@ -7,13 +7,13 @@ from typing import Any
 
 from whale_train.checkpoints.checkpoint_files import FileRecord
 from whale_train.runtime.base.trace import Trace
-from whale_train.runtime.state.tensor_files import write_text
+from whale_train.runtime.state.tensor_files import record_text
 
 
 def write_events(trace: Trace, run_dir: Path) -> FileRecord:
     """Write the events of a rank to `run_dir/trace/rank_N.json`; return the file's record."""
     text = json.dumps({"traceEvents": trace.events})
-    return write_text(run_dir, f"trace/rank_{trace.rank}.json", text)
+    return record_text(run_dir, f"trace/rank_{trace.rank}.json", text)
 
 
 def merge(run_dir: Path, files: Iterable[FileRecord]) -> None:

@@ -24,7 +24,7 @@ from whale_train.data.open import open_dataset
 from whale_train.machine.parents import end_with_parent
 from whale_train.models.export.export import on_meta
 from whale_train.models.profile.folded_export import export_by_folding
-from whale_train.rehearsal import FILE, KindOfRank, Rehearsal, Traffic
+from whale_train.rehearsal import FILE, GroupTraffic, KindOfRank, Rehearsal
 from whale_train.runtime.failures.failure import record_host_failure
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting
 from whale_train.runtime.rehearse.kinds import kinds_of, peers
@@ -115,7 +115,7 @@ def _described(plan: Plan, rehearsed: Rehearsed, ranks: tuple[int, ...]) -> Kind
     )
 
 
-def _traffic(record: Record) -> Iterable[Traffic]:
+def _traffic(record: Record) -> Iterable[GroupTraffic]:
     """Yield the traffic of a record by group and kind of collective, then that of its messages."""
     sizes_of: dict[tuple[str, str], list[int]] = {}
     for group, operations in record.collectives.items():
@@ -125,7 +125,7 @@ def _traffic(record: Record) -> Iterable[Traffic]:
         for asked in operations:
             sizes_of.setdefault(("messages", asked.kind), []).append(asked.num_bytes)
     for (group, kind), sizes in sizes_of.items():
-        yield Traffic(group, kind, len(sizes), sum(sizes))
+        yield GroupTraffic(group, kind, len(sizes), sum(sizes))
 
 
 def model_of(request: Request, plan: Plan) -> Model:

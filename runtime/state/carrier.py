@@ -17,7 +17,7 @@ from torch import distributed as dist
 from whale_train.checkpoints.checkpoint_files import MANIFEST, FileRecord, Manifest
 from whale_train.disk import writing
 from whale_train.machine.hosts import Host
-from whale_train.runtime.state.parts import Part, gathered, hand_over
+from whale_train.runtime.state.parts import SavedPart, gathered, hand_over
 
 FETCHED = ".fetched"  # folder of copied checkpoints, in the run directory of a host
 _PIECE_BYTES = 2**24  # sent at a time
@@ -48,7 +48,7 @@ class Carrier:
         """Return True where this rank's host has a run directory of its own."""
         return self._rank in self._strangers
 
-    def hand_over(self, folder: Path, part: Part) -> None:
+    def hand_over(self, folder: Path, part: SavedPart) -> None:
         """Give rank 0 this rank's part of `folder`.
 
         Files are moved to rank 0 where it does not see them.
@@ -64,7 +64,7 @@ class Carrier:
             with suppress(OSError):  # not empty: other ranks of the host have files in it
                 path.rmdir()
 
-    def gathered(self, folder: Path, own: Part) -> list[FileRecord]:
+    def gathered(self, folder: Path, own: SavedPart) -> list[FileRecord]:
         """Return the records of all ranks' files, once all are in `folder`. Rank 0 calls it.
 
         Rank 0's part `own` comes first. Raises OSError where a file is missing.
@@ -73,7 +73,7 @@ class Carrier:
             hand_over(folder, self._received(folder, rank))
         return gathered(folder, own, self._ranks, self._timeout_s)
 
-    def gather(self, folder: Path, own: Part) -> list[FileRecord]:
+    def gather(self, folder: Path, own: SavedPart) -> list[FileRecord]:
         """Give rank 0 the part `own` of each rank, and return the records of all files on rank 0.
 
         Other ranks get an empty list. A collective. Raises OSError where a part did not arrive.
@@ -122,17 +122,17 @@ class Carrier:
             dist.barrier(self._group)
             shutil.rmtree(self._run_dir / FETCHED, ignore_errors=True)
 
-    def _received(self, folder: Path, rank: int) -> Part:
+    def _received(self, folder: Path, rank: int) -> SavedPart:
         """Return the part of `rank`, with its files in `folder`, or with an error."""
         try:
             said: list[Any] = [None]
             dist.recv_object_list(said, rank, self._group)
-            part = Part.from_json(said[0])
+            part = SavedPart.from_json(said[0])
             errors = [self._receive_file(folder / x.path, x.bytes, rank) for x in part.files]
         except RuntimeError as error:  # it has ended
-            return Part(rank, error=f"its files did not arrive ({str(error).splitlines()[0]})")
+            return SavedPart(rank, error=f"its files did not arrive ({str(error).splitlines()[0]})")
         failed = next(filter(None, errors), "")
-        return Part(rank, error=failed) if failed else part
+        return SavedPart(rank, error=failed) if failed else part
 
     def _send_file(self, path: Path, size: int, target: int) -> None:
         """Send `size` bytes of the file `path` to rank `target`."""

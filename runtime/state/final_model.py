@@ -25,7 +25,7 @@ from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import write_blocks, written
 from whale_train.runtime.state.saver import owned
-from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
+from whale_train.runtime.state.tensor_files import TensorReader, record_json, write_tensors
 
 _FILE_BYTES = 5 * 10**9
 # Files that transformers saves beside weights and config.
@@ -132,7 +132,7 @@ def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
     if len(files) > 1:
         total = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        write_json(folder, "model.safetensors.index.json", index)
+        record_json(folder, "model.safetensors.index.json", index)
 
 
 def _write_adapters(parts: Path, folder: Path, model: nn.Module) -> None:

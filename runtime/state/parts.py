@@ -20,7 +20,7 @@ _AFTER_OWN_S = 2.0  # rank 0's wait for the others where it has failed itself
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """Files of one rank.
 
     rank: the rank.
@@ -36,28 +36,28 @@ class Part:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Part":
+    def from_json(cls, text: str) -> "SavedPart":
         content = json.loads(text)
         files = tuple(FileRecord(**file) for file in content["files"])
         return cls(content["rank"], files, content["error"])
 
 
-def written(folder: Path, rank: int, write: Callable[[], Iterable[FileRecord]]) -> Part:
+def written(folder: Path, rank: int, write: Callable[[], Iterable[FileRecord]]) -> SavedPart:
     """Return the part of `rank`, whose files `write` writes to `folder`.
 
     Where `write` raises, the part has the error, and the rank's files are removed: on a full disk
     there would be no room to report it.
     """
     try:
-        return Part(rank, tuple(write()))
+        return SavedPart(rank, tuple(write()))
     except Exception as error:  # any exception: rank 0 waits for a report
         for path in folder.glob(f"*/rank_{rank}[_.]*"):
             path.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) else None
-        return Part(rank, error=why or f"{type(error).__name__}: {error}")
+        return SavedPart(rank, error=why or f"{type(error).__name__}: {error}")
 
 
-def hand_over(folder: Path, part: Part) -> None:
+def hand_over(folder: Path, part: SavedPart) -> None:
     """Report a rank's part to rank 0, by a file that appears whole or not at all.
 
     Where not even that file can be written, rank 0 waits until its timeout.
@@ -69,7 +69,7 @@ def hand_over(folder: Path, part: Part) -> None:
         partial.replace(folder / f".part_{part.rank}")
 
 
-def gathered(folder: Path, own: Part, ranks: int, timeout_s: float) -> list[FileRecord]:
+def gathered(folder: Path, own: SavedPart, ranks: int, timeout_s: float) -> list[FileRecord]:
     """Return the records of the files of all `ranks` ranks, rank 0's part `own` first.
 
     Waits until all have written. Raises OSError where a rank could not write, or reported nothing
@@ -84,10 +84,10 @@ def gathered(folder: Path, own: Part, ranks: int, timeout_s: float) -> list[File
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if path.exists():
-            parts.append(Part.from_json(path.read_text(encoding="utf-8")))
+            parts.append(SavedPart.from_json(path.read_text(encoding="utf-8")))
             path.unlink()
         else:
-            parts.append(Part(rank, error=f"had not written its part after {timeout_s:g} s"))
+            parts.append(SavedPart(rank, error=f"had not written its part after {timeout_s:g} s"))
     for part in parts:
         if part.error:
             raise OSError(f"rank {part.rank}: {part.error}")

@@ -33,9 +33,9 @@ from whale_train.checkpoints.checkpoint_state import STATE
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import LocalBlock, RankState
-from whale_train.runtime.state.parts import Part, write_blocks, written
+from whale_train.runtime.state.parts import SavedPart, write_blocks, written
 from whale_train.runtime.state.random_states import RandomStates
-from whale_train.runtime.state.tensor_files import write_json, write_text
+from whale_train.runtime.state.tensor_files import record_json, record_text
 from whale_train.runtime.state.votes import CheckpointRequest, RequestConsensus
 
 _COPIED = ("plan.json", "request.json")
@@ -146,7 +146,7 @@ class Saver:
         self, folder: Path, blocks: list[LocalBlock], random: dict[str, Any]
     ) -> Iterator[FileRecord]:
         yield from write_blocks(folder, blocks, self._rank)
-        yield write_json(folder, f"random/rank_{self._rank}.json", random)
+        yield record_json(folder, f"random/rank_{self._rank}.json", random)
 
     def _finish(
         self,
@@ -155,7 +155,7 @@ class Saver:
         checkpoint: Path,
         scalars: dict[str, Any],
         started: float,
-        own: Part,
+        own: SavedPart,
     ) -> None:
         """Make a checkpoint of the ranks' files in `folder`, and append its line to the file SAVED.
 
@@ -165,9 +165,9 @@ class Saver:
         line: dict[str, Any] = {"step": step, "path": str(checkpoint)}
         try:
             files = self._carrier.gathered(folder, own)
-            files.append(write_json(folder, STATE, {"step": step, **scalars, "data": self._data}))
+            files.append(record_json(folder, STATE, {"step": step, **scalars, "data": self._data}))
             files += [
-                write_text(
+                record_text(
                     folder,
                     name,
                     (self._run_dir / name).read_text(encoding="utf-8"),
@@ -175,7 +175,7 @@ class Saver:
                 for name in _COPIED
             ]
             manifest = Manifest(step, time.monotonic() - started, tuple(files))
-            write_text(folder, MANIFEST, manifest.to_json())
+            record_text(folder, MANIFEST, manifest.to_json())
             if checkpoint.exists():  # left by an earlier run of the same steps
                 shutil.rmtree(checkpoint)
             folder.rename(checkpoint)

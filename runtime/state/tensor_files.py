@@ -108,12 +108,12 @@ def write_tensors(
     return FileRecord(path, file.size, file.crc32)
 
 
-def write_json(folder: Path, path: str, content: Any) -> FileRecord:
+def record_json(folder: Path, path: str, content: Any) -> FileRecord:
     """Write plain data as JSON, and return the record of the file."""
-    return write_text(folder, path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return record_text(folder, path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def write_text(folder: Path, path: str, text: str) -> FileRecord:
+def record_text(folder: Path, path: str, text: str) -> FileRecord:
     """Write `text` to a file, and return its record."""
     content = text.encode()
     file = _Counted(folder / path, len(content))

@@ -69,7 +69,7 @@ class RankBatches:
         self._first_step, self._first_sample = step, samples
 
     def seen(self, step: int) -> int:
-        """Return how many samples the run has seen after `step` steps.
+        """Return the number of samples the run has seen after `step` steps.
 
         The count goes on past `num_samples`, where the data is read again.
         """

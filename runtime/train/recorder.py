@@ -31,7 +31,7 @@ from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.record.metrics import Metrics
 from whale_train.runtime.state.blocks import placement
 from whale_train.runtime.state.held import RankState, paths_of
-from whale_train.runtime.state.tensor_files import write_json, write_tensors
+from whale_train.runtime.state.tensor_files import record_json, write_tensors
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.rounded_weights import RoundedWeights
@@ -39,7 +39,7 @@ from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.plan.plan import Plan
 
 
-def verify(
+def record_verification(
     run_dir: Path,
     request: Request,
     plan: Plan,
@@ -98,7 +98,7 @@ def verify(
     path = f"verify/rank_{rank}"
     files = (
         write_tensors(run_dir, f"{path}.safetensors", described, tensors.values()),
-        write_json(run_dir, f"{path}.json", said),
+        record_json(run_dir, f"{path}.json", said),
     )
     return {"final_loss": loop.final_loss, "steps": request.verify.steps}, files
 

@@ -14,7 +14,7 @@ FILE = "rehearsal.json"
 
 
 @dataclass(frozen=True)
-class Traffic:
+class GroupTraffic:
     """The operations of one kind that a rank asks for, on one group, in a step.
 
     group: the name of the group.
@@ -55,7 +55,7 @@ class KindOfRank:
     place: str
     peak_bytes: Mapping[str, int]
     planned_bytes: Mapping[str, float]
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[GroupTraffic, ...]
     kernels: Mapping[str, int]
     reads: Mapping[str, int]
     operations: int

@@ -149,7 +149,7 @@ class Works:
         before = operation.inputs[0] if operation.inputs else ""
         turned = self._transposed.get(before, False)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
-        if kind_of(operation) is KernelKind.ATTENTION:
+        if kernel_kind(operation) is KernelKind.ATTENTION:
             turned = True  # its result lies as projections want it, the heads of a token together
         elif _short(operation) in _TURNING:
             turned = not turned
@@ -170,7 +170,7 @@ class Works:
 
     def _work(self, operation: Operation, part: PartOfValue, added_to: Container[str]) -> Work:
         gradient = operation.name in self.with_gradient
-        kind = kind_of(operation)
+        kind = kernel_kind(operation)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
         if is_view or (kind is KernelKind.RANDOM and not operation.random):
             if gradient and _takes_part(operation):
@@ -244,7 +244,7 @@ class Works:
         shapes = (
             self.graph[name].shape
             for name in operation.inputs
-            if kind_of(operation) in _WITH_BIAS and self._is_weight(name)
+            if kernel_kind(operation) in _WITH_BIAS and self._is_weight(name)
         )
         return any(shape is not None and len(shape) == 1 for shape in shapes)
 
@@ -268,7 +268,7 @@ class Works:
         return Traffic(0.0, num_bytes) if follows else Traffic(num_bytes)
 
 
-def kind_of(operation: Operation) -> KernelKind:
+def kernel_kind(operation: Operation) -> KernelKind:
     """Return the kind of `operation`, by what limits its speed. An unknown operation counts as
     elementwise."""
     return _KINDS.get(_short(operation), KernelKind.POINTWISE)

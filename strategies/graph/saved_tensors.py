@@ -21,7 +21,7 @@ from whale_train.strategies.graph.operation_graph import (
 )
 
 
-def whole(name: str) -> float:
+def whole_value(name: str) -> float:
     """Return 1.0, the part of a value on a rank that holds all of it."""
     return 1.0
 
@@ -44,7 +44,7 @@ class View:
     """
 
     graph: OperationGraph
-    part_of: Callable[[str], float] = whole
+    part_of: Callable[[str], float] = whole_value
     halves: frozenset[str] = frozenset()
     casts: bool = False
     joined: frozenset[str] = frozenset()

@@ -63,7 +63,7 @@ class Calibration:
     def to_mapping(self) -> dict[str, Any]:
         """Return the content of the calibration's file, with the checksum of the figures."""
         mapping = asdict(self)
-        return {**mapping, CHECKSUM: checksum(mapping)}
+        return {**mapping, CHECKSUM: calibration_checksum(mapping)}
 
     @classmethod
     def from_mapping(cls, mapping: Any) -> "Calibration":
@@ -93,13 +93,13 @@ class Calibration:
             _count(fields["ranks"], "ranks", 1), kernels,
             *(_link(fields[x], x) for x in ("link", "shared_memory")),
         )  # fmt: skip
-        if written != _UNSAID and written != checksum(fields):
+        if written != _UNSAID and written != calibration_checksum(fields):
             rule = f"its {CHECKSUM} is not that of its figures"
             raise ValueError(f"{rule}: damaged, or edited, and then without that line")
         return calibration
 
 
-def checksum(mapping: Mapping[str, Any]) -> str:
+def calibration_checksum(mapping: Mapping[str, Any]) -> str:
     """Return the checksum of a calibration's figures, which does not depend on the order of the
     keys."""
     content = {key: value for key, value in mapping.items() if key != CHECKSUM}

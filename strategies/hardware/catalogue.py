@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from whale_train.strategies.hardware.cluster import CPU_PROCESS, Device, Host, Link, Reached
+from whale_train.strategies.hardware.cluster import CPU_PROCESS, Device, HostFigures, Link, Reached
 
 _PEAKS = (
     # NVIDIA Tesla P100 GPU Accelerator (PCIe) datasheet. No tensor cores: fp16 runs on the fp32
@@ -134,12 +134,12 @@ _BY_NAME = {link.name: link for link in _LINKS}
 
 _HOSTS = (
     # NVIDIA DGX A100 640GB datasheet; two AMD EPYC 7742, of 8 channels of DDR4-3200 each.
-    Host("dgx_a100", 2e12, 2 * 204.8e9, _BY_NAME["pcie4_x16"]),
+    HostFigures("dgx_a100", 2e12, 2 * 204.8e9, _BY_NAME["pcie4_x16"]),
     # NVIDIA DGX H100/H200 datasheet; two Intel Xeon Platinum 8480C, of 8 channels of DDR5-4800
     # each.
-    Host("dgx_h200", 2e12, 2 * 307.2e9, _BY_NAME["pcie5_x16"]),
+    HostFigures("dgx_h200", 2e12, 2 * 307.2e9, _BY_NAME["pcie5_x16"]),
 )
 
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
 LINKS: Mapping[str, Link] = MappingProxyType(_BY_NAME)
-HOSTS: Mapping[str, Host] = MappingProxyType({host.name: host for host in _HOSTS})
+HOSTS: Mapping[str, HostFigures] = MappingProxyType({host.name: host for host in _HOSTS})

@@ -126,7 +126,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFigures:
     """A machine that holds devices.
 
     memory_bytes: bytes of its memory.
@@ -152,7 +152,7 @@ class Node:
 
     devices: tuple[Device, ...]
     link: Link
-    host: Host | None = None
+    host: HostFigures | None = None
     at: str = ""
 
 

@@ -17,7 +17,7 @@ from whale_train.strategies.hardware.cluster import (
     CPU_PROCESS,
     Cluster,
     Device,
-    Host,
+    HostFigures,
     HostShare,
     Link,
     Node,
@@ -49,7 +49,7 @@ _EXAMPLES = {
     "latency_s": "1e-5",
 }
 
-_Entry = TypeVar("_Entry", Device, Link, Host)
+_Entry = TypeVar("_Entry", Device, Link, HostFigures)
 _Value = TypeVar("_Value")
 
 
@@ -76,7 +76,7 @@ class _NodeEntry:
     count: int
     devices: tuple[Device, ...]
     link: Link
-    host: Host | None = None
+    host: HostFigures | None = None
 
 
 def read_inventory(
@@ -224,7 +224,7 @@ def _link(value: object, key: str, faults: list[Fault]) -> Link | None:
     return _named_or_inline(value, key, "link", LINKS, _inline_link, faults)
 
 
-def _host(value: object, key: str, faults: list[Fault]) -> Host | None:
+def _host(value: object, key: str, faults: list[Fault]) -> HostFigures | None:
     return _named_or_inline(value, key, "host", HOSTS, _inline_host, faults)
 
 
@@ -262,7 +262,7 @@ def _inline_device(value: object, key: str, faults: list[Fault]) -> Device | Non
     return Device(name, flops, memory, bandwidth, reserved_bytes=reserved)
 
 
-def _inline_host(value: object, key: str, faults: list[Fault]) -> Host | None:
+def _inline_host(value: object, key: str, faults: list[Fault]) -> HostFigures | None:
     required = ("memory_bytes", "memory_bandwidth_bytes_s", "link")
     fields = _mapping(value, key, "a host", required, ("name",), faults)
     memory = _field(fields, key, "memory_bytes", _positive, faults)
@@ -271,7 +271,7 @@ def _inline_host(value: object, key: str, faults: list[Fault]) -> Host | None:
     name = _field(fields, key, "name", _name, faults)
     if memory is None or bandwidth is None or link is None:
         return None
-    return Host(name or "host", memory, bandwidth, link)
+    return HostFigures(name or "host", memory, bandwidth, link)
 
 
 def _flops(value: object, key: str, faults: list[Fault]) -> dict[str, float] | None:

@@ -38,7 +38,7 @@ def row_loss(call: Call, position: int) -> Answer:
     return _loss(call, call.argument(position, "reduction", 1), one)
 
 
-def target_mean(call: Call) -> Answer:
+def typed_target_mean(call: Call) -> Answer:
     """Type a cross-entropy or a negative log-likelihood. Where it is a mean over targets, the
     runtime makes it one over the targets of the whole batch."""
     logits, targets = call.state(0), call.state(1)

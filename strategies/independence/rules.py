@@ -100,7 +100,7 @@ _FAMILIES: tuple[tuple[StateRule, str], ...] = (
     (products.lookup, "embedding"),
     (products.renormed, "embedding_renorm"),
     # Losses
-    (losses.target_mean, "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"),
+    (losses.typed_target_mean, "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"),
     (partial(losses.elementwise_loss, position=2),
      "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"),
     (partial(losses.elementwise_loss, position=3),
@@ -167,7 +167,7 @@ def _names(family: str) -> list[str]:
     return names
 
 
-RULES: dict[str, StateRule] = {name: rule for rule, listed in _FAMILIES for name in _names(listed)}
+RULES: dict[str, StateRule] = {name: rule for rule, family in _FAMILIES for name in _names(family)}
 
 
 def rule_of(target: str) -> StateRule | None:

@@ -181,10 +181,10 @@ def register_rule(target: str, rule: Rule) -> None:
     """Add a layout rule for an operation of your own (`my_library.my_op.default`).
 
     Call it in the module that defines the model: that is imported before anything is planned. The
-    rule reads a `RuleInput` and returns a `RuleResult`, or None where the operation cannot work on parts,
-    as the rules in `strategies/layouts/rules/` do. At run time the operation is called as it is, on
-    this rank's part of the inputs that the rule asked for. Raises ValueError for an operation that
-    has a rule.
+    rule reads a `RuleInput` and returns a `RuleResult`, or None where the operation cannot work on
+    parts, as the rules in `strategies/layouts/rules/` do. At run time the operation is called as it
+    is, on this rank's part of the inputs that the rule asked for. Raises ValueError for an
+    operation that has a rule.
     """
     if target in RULES:
         raise ValueError(f"{target} has a layout rule")

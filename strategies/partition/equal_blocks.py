@@ -84,19 +84,19 @@ class CanonicalSlices:
         rows.append((part.flops, part.activation_bytes, part.entering_bytes, part.block_bytes))
         return self._number(tuple(rows))
 
-    def renamed(self, found: Sharded, of: Slice, to: Slice, axes: Mapping[str, str]) -> Sharded:
-        """Return the layouts `found` of slice `of` with the names of slice `to`, which is equal but
-        for names. `axes` are new names for axes that are not named after weights, by their old
+    def renamed(self, sharded: Sharded, of: Slice, to: Slice, axes: Mapping[str, str]) -> Sharded:
+        """Return the layouts `sharded` of slice `of` with the names of slice `to`, which is equal
+        but for names. `axes` are new names for axes that are not named after weights, by their old
         ones."""
         if of.operations == to.operations and not axes:
-            return found
+            return sharded
         names = dict(zip((*of.operations, *of.takes), (*to.operations, *to.takes), strict=True))
         paths = {
             self.paths[self.graph[a].path]: self.paths[self.graph[b].path]
             for a, b in names.items()
             if self.graph[a].target in HELD
         }
-        return _Renaming(names, {**paths, **axes}).sharded(found)
+        return _Renaming(names, {**paths, **axes}).sharded(sharded)
 
     # --- One operation ---
 

@@ -26,7 +26,7 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.boundary_search import Trial, shift_boundaries
 from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.refusals import refuse_model, refuse_own_losses, refuse_pieces
-from whale_train.strategies.resolver.write import PlanDecisions, simulated_step, written
+from whale_train.strategies.resolver.write import PlanDecisions, build_plan, simulated_step
 from whale_train.strategies.schedule.apportion import even_shares
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
 from whale_train.strategies.schedule.orders import schedule
@@ -175,7 +175,7 @@ def _considered(
         explained = [*decisions, *_explained_devices(job), *_explained_shares(job, decided.batches)]
         explained += [*cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
         explained += offload_decisions(job.form.keeper, look.found.kept, job.cluster)
-        return written(job, decided, step.prediction(), explained)
+        return build_plan(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:
         there = replace(job, cluster=others)

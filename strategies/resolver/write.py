@@ -73,7 +73,7 @@ class PlanDecisions:
         return self.room.memory.of_batches(self.batches)
 
 
-def written(
+def build_plan(
     job: PlanningContext,
     decided: PlanDecisions,
     predicted: Prediction,

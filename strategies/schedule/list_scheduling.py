@@ -245,7 +245,7 @@ class _Progress:
     busy: bool = False
 
 
-def simulated(pipeline: ScheduledPipeline) -> "Simulation":
+def simulated_orders(pipeline: ScheduledPipeline) -> "Simulation":
     """Return the simulation of the positions under the rules of `list_scheduling.py`.
 
     The textbook's 1F1B is patient: it takes a forward and a backward in turns, whoever waits.

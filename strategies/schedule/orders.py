@@ -21,7 +21,7 @@ from whale_train.strategies.schedule.list_scheduling import (
     ChunkLinks,
     ScheduledPipeline,
     least_spacing,
-    simulated,
+    simulated_orders,
 )
 
 
@@ -52,7 +52,7 @@ def schedule(
     ValueError for an unknown name and for arguments that do not describe a pipeline.
     """
     pipeline = ScheduledPipeline(name, positions, owners, edges, micro_batches, durations, transits)
-    simulation = simulated(pipeline)
+    simulation = simulated_orders(pipeline)
     return tuple(
         tuple(_with_communication(computations, position, owners, simulation.links))
         for position, computations in enumerate(simulation.computations)
@@ -71,7 +71,7 @@ def makespan(
     """Return the time at which the last position is done, in the unit of `durations`. The arguments
     and the errors are those of `schedule`."""
     pipeline = ScheduledPipeline(name, positions, owners, edges, micro_batches, durations, transits)
-    return simulated(pipeline).clock
+    return simulated_orders(pipeline).clock
 
 
 def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> list[int]:

@@ -31,7 +31,7 @@ from whale_train.strategies.search.floor import floor_s
 from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
-from whale_train.strategies.search.written import with_cut, written
+from whale_train.strategies.search.written import to_strategy_file, with_cut
 from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 from whale_train.strategies.stages.analysis import ModelAnalysis
 
@@ -51,7 +51,7 @@ _LITTLE = 0.2  # if they are short of at most this part of a device's memory
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Outcome of a search.
 
     strategy: the fastest strategy simulated.
@@ -81,7 +81,7 @@ def search(
     can_offload: bool = True,
     use_all: bool = False,
     clock: Callable[[], float] = monotonic,
-) -> Found:
+) -> SearchResult:
     """Return the fastest strategy simulated for `training` on the devices that `asked` allows.
 
     asked: the request. With a `time_limit_s` above 0, candidates are simulated until that many
@@ -191,7 +191,7 @@ class _Search:
         self.best_s, self.estimated, self.work, self.resolved = inf, 0, 0, 0
         self.floor_s = inf
 
-    def run(self) -> Found | None:
+    def run(self) -> SearchResult | None:
         """Run the search; return the fastest strategy, or None where nothing fits."""
         limit = self.asked.time_limit_s
         end = self.clock() + limit if limit else inf
@@ -369,7 +369,7 @@ class _Search:
 
     # --- The answer ---
 
-    def found(self) -> Found:
+    def found(self) -> SearchResult:
         """Return the fastest strategy, with a file that resolves to it, and the reasons for it."""
         fastest_first = sorted(self.simulated, key=lambda trial: (trial[0] * _SAME, trial[1]))
         best = fastest_first[0]
@@ -383,7 +383,7 @@ class _Search:
             candidate, seconds, self.families, self.space, self.asked, self.training, self.findings,
             counts=(self.resolved, self.estimated), floor_s=self.floor_s,
         )  # fmt: skip
-        return Found(
+        return SearchResult(
             self.read(mapping),
             mapping,
             considered,
@@ -416,7 +416,7 @@ class _Search:
 
     def written(self, candidate: Candidate) -> Mapping[str, Any]:
         """Return the strategy file of a candidate."""
-        return written(candidate, self.devices_of(candidate), self.asked.balance)
+        return to_strategy_file(candidate, self.devices_of(candidate), self.asked.balance)
 
     def devices_of(self, candidate: Candidate) -> Mapping[str, Any]:
         """Return the `devices` entry of a candidate's strategy file, or nothing if it needs none.

@@ -8,7 +8,9 @@ from whale_train.strategies.estimate.candidates import Candidate
 from whale_train.strategies.partition.pipeline_partition import Sequenced, is_inside
 
 
-def written(candidate: Candidate, devices: Mapping[str, Any], balance: str) -> Mapping[str, Any]:
+def to_strategy_file(
+    candidate: Candidate, devices: Mapping[str, Any], balance: str
+) -> Mapping[str, Any]:
     """Return the content of the strategy file of a candidate.
 
     `devices` is the file's `devices` key with its value, or nothing.

@@ -14,7 +14,7 @@ from whale_train.strategies.graph.operation_graph import (
     OperationGraph,
     block_of,
 )
-from whale_train.strategies.graph.saved_tensors import View, whole
+from whale_train.strategies.graph.saved_tensors import View, whole_value
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
@@ -329,7 +329,7 @@ def _part_of(
     chunk's shard group has, relative to its own samples. Values inside a split part are of all
     samples of the group, which has `gathered` times as many."""
     if chunk.sharded is None:
-        return whole
+        return whole_value
     layouts, beside = chunk.sharded.assignment.layouts, chunk.beside
     if beside is None:
         return lambda name: fraction(layouts.get(name), axes, member)

@@ -184,7 +184,7 @@ def _dense(
     )
     typed = replace(typed, patterns={x: how for x, how in typed.patterns.items() if x in named})
     if not typed.weights:
-        rule = f"finds nothing to cut over {members} devices in {span(part.modules)}"
+        rule = f"finds nothing to cut over {members} devices in {module_span(part.modules)}"
         remedy = "use fewer devices, other modules, or patterns for their weights"
         raise PlanError([Fault(key, value, rule, remedy)])
     try:
@@ -226,13 +226,13 @@ def _experts(
         rule = f"are experts, which cannot be split beside copies of the rest: {refusal}"
         raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
     if experts is None and split.dim == "experts":
-        rule = f"finds no stacks of at least {form.shards} experts in {span(part.modules)}"
+        rule = f"finds no stacks of at least {form.shards} experts in {module_span(part.modules)}"
         remedy = "use fewer devices, or a replicate around the list"
         if job.findings.experts is None:
             rule = f"finds no experts of a mixture in {job.profile.name}"
             remedy = "use strategy=dp, or a model that has one, as moe_gpt"
         elif any(path in shared for path in job.findings.experts.sharded.weights):
-            rule = f"finds experts in {span(part.modules)} that another stage holds as well"
+            rule = f"finds experts in {module_span(part.modules)} that another stage holds as well"
             remedy = "use one stage, or model.share_layers=false"
         raise PlanError([Fault(key, value, rule, remedy)])
     return experts
@@ -286,7 +286,7 @@ def _head_of(
         rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
         faults.append(Fault(key, value, rule, remedy))
     if not heads:
-        where = profile.name if job.chunk_count == 1 else span(part.modules)
+        where = profile.name if job.chunk_count == 1 else module_span(part.modules)
         rule = f"finds no output projection in {where}"
         if "head" not in split.modules and split.modules != ("*",):
             rule, remedy = (
@@ -322,7 +322,7 @@ def _profile_of(job: PlanningContext, part: Slice) -> ModelProfile:
     return replace(job.profile, graph=OperationGraph((*taken, *rest)), parameters=held)
 
 
-def span(modules: Sequence[str]) -> str:
+def module_span(modules: Sequence[str]) -> str:
     """Return the text `a ... b` that names a run of modules in messages."""
     named = [module or "(the model)" for module in modules]
     return named[0] if len(named) == 1 else f"{named[0]} ... {named[-1]}" if named else "nothing"

@@ -26,7 +26,7 @@ from whale_train.strategies.partition.pipeline_partition import (
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import ModelAnalysis
-from whale_train.strategies.stages.beside_copies import named_weights, span, split_parts
+from whale_train.strategies.stages.beside_copies import module_span, named_weights, split_parts
 from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_idle_patterns, sharded
 from whale_train.strategies.tensor_parallel.choose import Sharded
@@ -183,7 +183,7 @@ def _explained(job: PlanningContext, places: tuple[int, ...], moved: bool) -> It
         asked = stages[chunk % len(stages)]
         yield Decision(
             f"{asked.path}.modules",
-            f"{span(modules)} ({100 * work:.0f}% of the work)",
+            f"{module_span(modules)} ({100 * work:.0f}% of the work)",
             "",
             "as the strategy says" if asked.modules else f"chunk {chunk} of {count}: {why}",
         )
@@ -303,7 +303,7 @@ def _refuse_whole(
     """Raise PlanError for a stage in which nothing can be sharded over its devices."""
     form = job.form.stages[stage]
     assert form.split is not None
-    rule = f"finds nothing to cut over {form.shards} devices in {span(part.modules)}"
+    rule = f"finds nothing to cut over {form.shards} devices in {module_span(part.modules)}"
     if any(path in shared for path in part.weights):
         rule += ", beside what another stage holds as well"
     remedy = "use fewer devices, patterns for its weights, or another primitive"

@@ -21,7 +21,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.weights.kept_tensors import kept_tensors, saved_names
 from whale_train.runtime.state.held import LocalBlock
 from whale_train.runtime.state.parts import write_blocks
-from whale_train.runtime.state.tensor_files import write_json, write_text
+from whale_train.runtime.state.tensor_files import record_json, record_text
 
 STEP = 4
 
@@ -89,9 +89,9 @@ def write_checkpoint(
     data = side.resolved.data
     said: dict[str, Any] = {"step": STEP, "samples": 8 * STEP, "loss_scale": None}
     said |= {"num_samples": side.resolved.num_samples, "data": data and data.to_plain()}
-    files.append(write_json(path, "state.json", said | dict(state or {})))
-    files.append(write_text(path, "plan.json", side.resolved.plan.to_json()))
-    files.append(write_text(path, "request.json", side.request.to_json()))
+    files.append(record_json(path, "state.json", said | dict(state or {})))
+    files.append(record_text(path, "plan.json", side.resolved.plan.to_json()))
+    files.append(record_text(path, "request.json", side.request.to_json()))
     (path / MANIFEST).write_text(Manifest(STEP, 0.1, tuple(files)).to_json())
     return path
 

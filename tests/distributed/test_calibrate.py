@@ -23,7 +23,7 @@ from whale_train.runtime.calibrate.block_probes import (
     blocks_for,
     run_block,
 )
-from whale_train.runtime.calibrate.calibrate import RESULT, Ranks, calibrate
+from whale_train.runtime.calibrate.calibrate import RESULT, Ranks, measure_devices
 from whale_train.runtime.calibrate.probes import Measured, Probe, probes
 from whale_train.runtime.calibrate.roofline_fit import KernelTimes, fitted
 from whale_train.runtime.calibrate.timing import moment, seconds, undisturbed
@@ -228,7 +228,7 @@ def measured(folder: str) -> tuple[list[int], list[int]]:
     make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
     torch.set_num_threads(1)
     ranks = Ranks(("cpu_process",) * 2, (0, 0))
-    calibrate(Path(folder), ranks, CPU, "fp32", make, 2, few, [ProbedBlock(64, 16, 32)])
+    measure_devices(Path(folder), ranks, CPU, "fp32", make, 2, few, [ProbedBlock(64, 16, 32)])
     return [engine.skipped_steps for engine in engines], threads
 
 

@@ -35,7 +35,7 @@ def two_layers(sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     x.requires_grad_()
     mine = shard(first, 1, 1, sizes, rank).requires_grad_()
     rows = shard(second, 0, 1, sizes, rank).requires_grad_()
-    partial = (casts.enter(x, shards.group) @ mine).tanh() @ rows
+    partial = (casts.copy_to_parallel_region(x, shards.group) @ mine).tanh() @ rows
     before = partial.detach().clone()
     y = casts.reduce(partial, shards.group) + x[:, :5]
     assert torch.equal(partial, before)
@@ -154,7 +154,7 @@ def test_several_pieces(dim: int, outer: int, pieces: tuple[tuple[int, ...], ...
 def added_once() -> tuple[Tensor, Tensor]:
     bias = torch.arange(3.0, requires_grad=True)
     partial = torch.full((2, 3), dist.get_rank() + 1.0)
-    y = casts.reduce(partial + casts.once(bias, dist.group.WORLD), dist.group.WORLD)
+    y = casts.reduce(partial + casts.replicate_to_partial(bias, dist.group.WORLD), dist.group.WORLD)
     (y * torch.tensor([[1.0], [2.0]])).sum().backward()
     return y.detach(), bias.grad
 
@@ -296,7 +296,7 @@ def gradients_of_others() -> tuple[Tensor, Tensor]:
     """`enter` beside a plain use of what comes out: their gradients are one tensor."""
     rank = dist.get_rank()
     a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    ((casts.enter(a, dist.group.WORLD) + b) * (rank + 1.0)).sum().backward()
+    ((casts.copy_to_parallel_region(a, dist.group.WORLD) + b) * (rank + 1.0)).sum().backward()
     return a.grad, b.grad
 
 
@@ -308,7 +308,7 @@ def test_enter_leaves_a_shared_gradient_alone() -> None:
 
 def changed_in_place() -> None:
     x = torch.ones(3, requires_grad=True)
-    casts.enter(x * 2, dist.group.WORLD).relu_()
+    casts.copy_to_parallel_region(x * 2, dist.group.WORLD).relu_()
 
 
 def test_enter_refuses_to_be_changed_in_place() -> None:
@@ -320,7 +320,7 @@ def alone() -> bool:
     shards, x = shard_group((4,)), torch.ones(4)
     group = shards.group
     results = [
-        casts.enter(x, group),
+        casts.copy_to_parallel_region(x, group),
         casts.reduce(x, group),
         casts.gather(x, 0, 1, shards),
         casts.slice_(x, 0, 1, shards),

@@ -20,7 +20,7 @@ from whale_train.config import ConfigError
 from whale_train.launcher.resume import find_checkpoint
 from whale_train.runtime.state.held import LocalBlock
 from whale_train.runtime.state.saver import write_blocks
-from whale_train.runtime.state.tensor_files import TensorReader, write_text
+from whale_train.runtime.state.tensor_files import TensorReader, record_text
 
 WHOLE = {
     "weight": torch.arange(70, dtype=torch.float32).view(7, 10),
@@ -49,7 +49,7 @@ def saved(folder: Path, step: int) -> Path:
                 if name != "weight"
             ]
         files += list(write_blocks(made, blocks, rank))
-    files.append(write_text(made, "state.json", '{"step": 3}\n'))
+    files.append(record_text(made, "state.json", '{"step": 3}\n'))
     (made / "manifest.json").write_text(Manifest(step, 0.1, tuple(files)).to_json())
     return made
 

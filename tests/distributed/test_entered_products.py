@@ -9,7 +9,7 @@ from tests.distributed.harness import run_ranks
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.runtime.comms.layout_collectives import enter
+from whale_train.runtime.comms.layout_collectives import copy_to_parallel_region
 from whale_train.runtime.kernels.column_parallel import join_products
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 
@@ -40,7 +40,7 @@ def mine(whole: list[Tensor], rank: int) -> list[nn.Parameter]:
 class Entering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.function = partial(enter, group=dist.group.WORLD)
+        self.function = partial(copy_to_parallel_region, group=dist.group.WORLD)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from whale_train.runtime.emulate import emulated_group as paced_group
 from whale_train.runtime.emulate.delayed_work import LateWork
 from whale_train.runtime.emulate.emulated_group import PacedGroup
-from whale_train.runtime.emulate.emulated_links import EmulatedLinks, moved_bytes
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks, wire_bytes
 from whale_train.runtime.emulate.worker_thread import InTurn
 from whale_train.runtime.failures.timeout_frames import find_wait
 from whale_train.runtime.failures.timeouts import Wait
@@ -54,8 +54,8 @@ def values(*counts: int) -> list[Tensor]:
     ],
 )
 def test_what_an_operation_moves(operation: str, arguments: tuple[Any, ...], elements: int) -> None:
-    assert moved_bytes(operation, arguments, 4) == 4 * elements
-    assert moved_bytes(operation, arguments, 1) == 0
+    assert wire_bytes(operation, arguments, 4) == 4 * elements
+    assert wire_bytes(operation, arguments, 1) == 0
 
 
 def slow_links(clock: Any = perf_counter) -> EmulatedLinks:

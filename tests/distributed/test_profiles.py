@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from whale_train.launcher.planning.profile_cache import keep, kept
+from whale_train.launcher.planning.profile_cache import keep_profile, kept_profile
 from whale_train.models.options import HUGGING_FACE, ModelOptions
 from whale_train.models.profile.cache_key import profile_key
 from whale_train.models.profile.measure import profile_model
@@ -61,9 +61,9 @@ def test_what_is_kept_is_what_was_measured(
     profile = profile_model(options, name, fields, by_folding=True)
     assert profile.graph is not None
     assert profile_key(options, fields, by_folding=True) == key  # measuring changes nothing
-    keep(key, profile)
-    assert kept(key) == profile
-    assert kept(key) == profile_model(options, name, fields, by_folding=True)
+    keep_profile(key, profile)
+    assert kept_profile(key) == profile
+    assert kept_profile(key) == profile_model(options, name, fields, by_folding=True)
 
 
 class MeanOfWords(nn.Module):

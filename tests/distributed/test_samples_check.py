@@ -15,7 +15,7 @@ from whale_train.launcher.planning.compare_samples import _batches
 from whale_train.models.batch_parts.compare_parts import Comparison, compare_parts
 from whale_train.models.batch_parts.fixed_draws import FixedDraws
 from whale_train.models.options import ModelOptions
-from whale_train.models.profile.repeated_calls import first_difference, recorded
+from whale_train.models.profile.repeated_calls import first_difference, record_calls
 
 PARTS = (8, 4)
 
@@ -135,7 +135,7 @@ def test_what_changes_from_call_to_call_is_said() -> None:
     def run() -> Tensor:
         return x * next(calls)
 
-    one, two, three = (recorded(run) for _ in range(3))
+    one, two, three = (record_calls(run) for _ in range(3))
     assert first_difference(one, two) == ""
     assert first_difference(two, three) == "it gives mul 1.0 at first, and 2.0 when called again"
-    assert first_difference(two, recorded(run)) == ""  # it raises: there is nothing to compare
+    assert first_difference(two, record_calls(run)) == ""  # it raises: there is nothing to compare

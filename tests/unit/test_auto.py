@@ -22,7 +22,7 @@ from whale_train.strategies.hardware.calibration import Calibration, on_cores
 from whale_train.strategies.hardware.cluster import (
     Cluster,
     Device,
-    Host,
+    HostFigures,
     HostShare,
     Kernel,
     Link,
@@ -32,7 +32,7 @@ from whale_train.strategies.hardware.cluster import (
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider, resolve
-from whale_train.strategies.search.search import Found, search
+from whale_train.strategies.search.search import SearchResult, search
 from whale_train.strategies.search.space import space_of
 from whale_train.strategies.stages.analysis import ModelAnalysis
 
@@ -46,7 +46,7 @@ def cluster(*nodes: Sequence[Device]) -> Cluster:
     return Cluster("mine", tuple(Node(tuple(devices), INSIDE) for devices in nodes), NETWORK)
 
 
-def used_by(found: Found, there: int) -> int:
+def used_by(found: SearchResult, there: int) -> int:
     """How many of the devices that are there the strategy uses."""
     devices = found.written.get("devices")
     return there if devices is None else sum(devices.values())
@@ -54,7 +54,7 @@ def used_by(found: Found, there: int) -> int:
 
 def found_for(
     profile: ModelProfile, devices: Cluster, train: Training, asked: Any = AUTO, **keys: Any
-) -> Found:
+) -> SearchResult:
     return search(asked, devices, ModelAnalysis(profile, train.precision), train, **keys)
 
 
@@ -215,7 +215,9 @@ def test_hosts_hold_what_the_search_offloads(known: float) -> None:
     """Each of two, whose memory is faster here than the devices', has room for so much of all."""
     devices, train = cluster([FAST] * 2, [SLOW] * 2), training(16)
     elements = sum(parameter.elements for parameter in gpt().parameters)
-    host = Host("host", known * host_bytes(3, ("optimizer",), train) * elements, 2e11, INSIDE)
+    host = HostFigures(
+        "host", known * host_bytes(3, ("optimizer",), train) * elements, 2e11, INSIDE
+    )
     share = HostShare(1e11, 1e11)
     nodes = tuple(
         Node(tuple(replace(each, host=share) for each in node.devices), node.link, host)

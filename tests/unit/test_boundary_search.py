@@ -14,7 +14,7 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
 from whale_train.quantities import in_seconds
-from whale_train.strategies.hardware.cluster import Cluster, Device, Host, HostShare, Node
+from whale_train.strategies.hardware.cluster import Cluster, Device, HostFigures, HostShare, Node
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.boundary_search import Boundaries, Trial, shift_boundaries
@@ -164,7 +164,7 @@ def test_a_stage_has_no_more_than_its_host_has_room_for() -> None:
         """With room on the host of the wide devices for so many blocks."""
         nodes = []
         for device, room in ((NARROW, 6.0), (WIDE, blocks)):
-            host = Host("host", room * block, 1e11, LINK)
+            host = HostFigures("host", room * block, 1e11, LINK)
             share = HostShare(host.memory_bandwidth_bytes_s / 2, LINK.bandwidth_bytes_s)
             nodes.append(Node((replace(device, host=share),) * 2, LINK, host=host))
         return resolve(

@@ -14,7 +14,11 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import ConfigError
 from whale_train.launcher.modes.calibrate import announced, at_once, kept_of, show
-from whale_train.launcher.planning.devices.calibrations import folder, keep, kept
+from whale_train.launcher.planning.devices.calibrations import (
+    calibrations_folder,
+    keep_calibration,
+    with_kept_calibrations,
+)
 from whale_train.runtime.calibrate.roofline_fit import UNBOUND
 from whale_train.strategies.cost.collectives import (
     all_reduce_time_s,
@@ -50,43 +54,43 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_is_found() -> None:
-    assert kept() == []
-    path = keep(MEASURED)
-    assert path == folder() / "cpu_process-1-threads.yaml"
-    assert kept() == [MEASURED]
+    assert with_kept_calibrations() == []
+    path = keep_calibration(MEASURED)
+    assert path == calibrations_folder() / "cpu_process-1-threads.yaml"
+    assert with_kept_calibrations() == [MEASURED]
     alone = Calibration("h200_sxm_141gb", 0, 1, KERNELS)
-    assert keep(alone).name == "h200_sxm_141gb.yaml"
-    assert kept() == [MEASURED, alone]
+    assert keep_calibration(alone).name == "h200_sxm_141gb.yaml"
+    assert with_kept_calibrations() == [MEASURED, alone]
 
 
 def test_a_rate_that_nothing_reached_is_kept() -> None:
     kernel = Kernel(Roofline(1e-6, UNBOUND, 2e9), Roofline(2e-6, UNBOUND, 1e9))
     measured = replace(MEASURED, kernels={"fp32": {str(KernelKind.PRODUCT): kernel}})
-    keep(measured)
-    assert kept() == [measured]
+    keep_calibration(measured)
+    assert with_kept_calibrations() == [measured]
 
 
 def test_another_precision_joins_the_first() -> None:
-    keep(MEASURED)
+    keep_calibration(MEASURED)
     faster = {"bf16": {str(KernelKind.PRODUCT): Kernel(BACKWARD, FORWARD)}}
-    keep(Calibration("cpu_process", 1, 4, faster, LINK, None))
-    (found,) = kept()
+    keep_calibration(Calibration("cpu_process", 1, 4, faster, LINK, None))
+    (found,) = with_kept_calibrations()
     assert found.kernels == {**KERNELS, **faster}
     assert (found.ranks, found.shared_memory) == (4, None)
 
 
 @pytest.mark.parametrize("text", ["[]", "{device: cpu_process}", "a: b: c", ""])
 def test_a_file_that_is_no_calibration_is_named(text: str) -> None:
-    folder().mkdir(parents=True)
-    (folder() / "odd.yaml").write_text(text)
+    calibrations_folder().mkdir(parents=True)
+    (calibrations_folder() / "odd.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"odd\.yaml is no calibration"):
-        kept()
+        with_kept_calibrations()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file")
     with pytest.raises(ConfigError, match=r"\$WHALE_TRAIN_CALIBRATIONS"):
-        keep(MEASURED)
+        keep_calibration(MEASURED)
 
 
 def test_a_cluster_has_what_was_measured_of_it() -> None:
@@ -150,7 +154,11 @@ def test_what_ranks_and_one_alone_measured_is_kept_and_shown(tmp_path: Path) -> 
     content = {"devices": written, "network": network}
     (tmp_path / "calibration.json").write_text(json.dumps(content))
     found = kept_of(tmp_path)
-    assert [calibration for calibration, _ in found.devices] == kept() == [MEASURED, alone]
+    assert (
+        [calibration for calibration, _ in found.devices]
+        == with_kept_calibrations()
+        == [MEASURED, alone]
+    )
     console = Console(file=StringIO(), width=60)
     show(found, console)
     assert isinstance(console.file, StringIO)
@@ -218,5 +226,5 @@ def test_parameters_are_gathered_by_module() -> None:
 
 
 def test_the_file_is_for_people_to_read() -> None:
-    written = yaml.safe_load(keep(MEASURED).read_text())
+    written = yaml.safe_load(keep_calibration(MEASURED).read_text())
     assert written["kernels"]["fp32"]["product"]["forward"]["flops_s"] == 1e9

@@ -37,7 +37,7 @@ def test_a_damaged_calibration_is_none_or_the_same(
                 content = b"[" * 5000
         path.write_bytes(content)
         try:
-            found, refused = calibrations.kept(), set[str]()
+            found, refused = calibrations.with_kept_calibrations(), set[str]()
         except ConfigError as error:
             found, refused = [], {fault.key for fault in error.faults}
         refused_by_path = refused == {str(path)}
@@ -55,8 +55,8 @@ def test_a_damaged_profile_is_measured_again(
     monkeypatch.setenv("WHALE_TRAIN_CACHE", str(tmp_path))
     profile = gpt()
     written = profile_to_json(profile)
-    profile_cache.keep("key", profile)
-    assert profile_cache.kept("key") == profile
+    profile_cache.keep_profile("key", profile)
+    assert profile_cache.kept_profile("key") == profile
     path = tmp_path / "profiles/key.json"
     assert path.read_text(encoding="utf-8") == written
     for seed in range(part * 30, part * 30 + 30):
@@ -66,7 +66,7 @@ def test_a_damaged_profile_is_measured_again(
             text = as_json(damaged(json.loads(written.partition("\n")[2]), random))
             content = f"{sha256(text.encode()).hexdigest()}\n{text}".encode()
         path.write_bytes(content)
-        found = profile_cache.kept("key")
+        found = profile_cache.kept_profile("key")
         if not seed % 2:
             assert found is None or content == written.encode(), seed
         said = capsys.readouterr().err

@@ -20,7 +20,7 @@ from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.compose.command_line import composed
 from whale_train.launcher.planning.architectures import faults_of
 from whale_train.launcher.planning.devices.devices_here import (
-    Place,
+    HostPlacement,
     assign_devices,
     explain_device_figures,
     joined_cluster,
@@ -105,7 +105,7 @@ def test_an_inventory_that_is_here_is_used(cards: Sequence[Card], nodes: Any) ->
         place = where(request(f"launcher={kind}"), cluster, there)
         assert (place.device, place.emulated) == ("cuda", False)
         assert place.cluster.devices == cluster.devices
-    assert where(request("launcher=emulate"), cluster, there) == Place(cluster, "cpu", True)
+    assert where(request("launcher=emulate"), cluster, there) == HostPlacement(cluster, "cpu", True)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_gpus_that_do_not_fit_are_refused(cards: Sequence[Card], nodes: Any, sai
     for kind in ("auto", "local"):
         assert refused(cluster, there, f"launcher={kind}") == [said]
     for override in ("launcher=emulate", "mode=plan"):
-        assert where(request(override), cluster, there) == Place(cluster, "cpu", True)
+        assert where(request(override), cluster, there) == HostPlacement(cluster, "cpu", True)
 
 
 def refused(cluster: Cluster, there: Sequence[Host], *overrides: str) -> list[str]:
@@ -155,7 +155,7 @@ def refused(cluster: Cluster, there: Sequence[Host], *overrides: str) -> list[st
 
 def test_where_there_is_no_gpu_processes_stand_for_them() -> None:
     there, cluster = [machine()], inventory((2, "t4_16gb"))
-    assert where(request(), cluster, there) == Place(cluster, "cpu", True)
+    assert where(request(), cluster, there) == HostPlacement(cluster, "cpu", True)
     assert refused(cluster, there, "launcher=local") == [
         "launcher=local needs the devices of hardware=mine, and this machine has no GPU; use "
         "launcher=emulate, or hardware=local"
@@ -165,10 +165,10 @@ def test_where_there_is_no_gpu_processes_stand_for_them() -> None:
 def test_processes_are_wanted_as_they_are() -> None:
     cluster = inventory((2, "cpu_process"))
     there = [machine(*FOUR_T4)]
-    assert where(request("launcher=local"), cluster, there) == Place(cluster, "cpu", False)
+    assert where(request("launcher=local"), cluster, there) == HostPlacement(cluster, "cpu", False)
 
 
-def planned(place: Place, there: Sequence[Host], used: Cluster | None = None) -> Plan:
+def planned(place: HostPlacement, there: Sequence[Host], used: Cluster | None = None) -> Plan:
     used = used or place.cluster
     return assign_devices(resolve(shipped("dp"), used, gpt(), training(48)), used, there)
 
@@ -256,7 +256,7 @@ def test_nodes_are_emulated_on_hosts_with_as_many_ranks() -> None:
     assert [(node.at, len(node.devices)) for node in place.cluster.nodes] == [
         *(("pear", 2), ("apple", 3))
     ]
-    assert where(request(), cluster, started(pear=[[]] * 5)) == Place(cluster, "cpu", True)
+    assert where(request(), cluster, started(pear=[[]] * 5)) == HostPlacement(cluster, "cpu", True)
 
 
 def test_processes_have_the_memory_of_their_hosts() -> None:

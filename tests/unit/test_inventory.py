@@ -9,7 +9,7 @@ import yaml
 from whale_train.errors import Fault
 from whale_train.strategies.hardware.calibration import Calibration, calibrated
 from whale_train.strategies.hardware.catalogue import DEVICES, HOSTS
-from whale_train.strategies.hardware.cluster import Cluster, Device, Host, HostShare, Link
+from whale_train.strategies.hardware.cluster import Cluster, Device, HostFigures, HostShare, Link
 from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
 
 CONF = Path(__file__).parents[2] / "conf" / "hardware"
@@ -149,7 +149,7 @@ def test_what_is_known_of_hosts() -> None:
     host = {"memory_bytes": "1e12", "memory_bandwidth_bytes_s": 3e11, "link": link}
     nodes = [node(count=2, host=host), node(device="h200_sxm_141gb", host="dgx_h200"), node()]
     cluster = read({"nodes": nodes, "network": "ethernet_50g"})
-    inline = Host("host", 1e12, 3e11, Link("20 GB/s", 2e10, 0.0))
+    inline = HostFigures("host", 1e12, 3e11, Link("20 GB/s", 2e10, 0.0))
     assert [each.host for each in cluster.nodes] == [inline, inline, HOSTS["dgx_h200"], None]
     # Its memory serves two devices, each of which has a link of its own.
     assert cluster.nodes[1].devices[0].host == HostShare(1.5e11, 2e10)

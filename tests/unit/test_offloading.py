@@ -8,7 +8,7 @@ from tests.unit.plan_requests import mixed, shipped, strategy_of, training
 
 from whale_train.errors import PlanError
 from whale_train.quantities import in_bytes
-from whale_train.strategies.hardware.cluster import Cluster, Device, Host, Link, Node
+from whale_train.strategies.hardware.cluster import Cluster, Device, HostFigures, Link, Node
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.resolver.resolve import resolve
 
@@ -51,7 +51,7 @@ def test_how_much_hosts_keep(graph: object, whats: str, each: int) -> None:
 def hosted(*memory_bytes: float | None) -> Cluster:
     """Two devices on each of so many hosts, of whose memory so much is known."""
     device = Device("chip", {"fp32": 1e12}, 16e9, 1e11)
-    hosts = [None if m is None else Host("host", m, 1e11, LINK) for m in memory_bytes]
+    hosts = [None if m is None else HostFigures("host", m, 1e11, LINK) for m in memory_bytes]
     return Cluster("mine", tuple(Node((device,) * 2, LINK, host) for host in hosts), LINK)
 
 

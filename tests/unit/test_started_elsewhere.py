@@ -10,7 +10,7 @@ import pytest
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.compose.command_line import composed, rewritten
-from whale_train.launcher.ranks.on_slurm import Submission, minutes, summary_of
+from whale_train.launcher.ranks.on_slurm import Submission, minutes, slurm_summary
 from whale_train.launcher.ranks.rank_env import starter_of
 from whale_train.launcher.ranks.ranks_on import ranks_on
 from whale_train.machine.hosts import Seen
@@ -112,11 +112,11 @@ def test_times_are_slurms(written: str, expected: int) -> None:
 def test_how_a_job_ended_is_what_it_said_last(tmp_path: Path) -> None:
     out = tmp_path / "out"
     job = SimpleNamespace(paths=SimpleNamespace(stdout=out))
-    assert summary_of(job) == ""  # it never began
+    assert slurm_summary(job) == ""  # it never began
     out.write_text("submitit INFO - x\nstep 1/1  loss 1\n")
-    assert summary_of(job) == ""
+    assert slurm_summary(job) == ""
     out.write_text("step 1/1\ndone: 1 steps\nthe trained model: m\nsubmitit INFO - y\n")
-    assert summary_of(job) == "done: 1 steps\nthe trained model: m"
+    assert slurm_summary(job) == "done: 1 steps\nthe trained model: m"
 
 
 @pytest.mark.parametrize(

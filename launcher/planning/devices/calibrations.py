@@ -17,7 +17,7 @@ REMEDY = "measure again with whale-train mode=calibrate, or remove it"
 VARIABLE = "WHALE_TRAIN_CALIBRATIONS"
 
 
-def folder() -> Path:
+def calibrations_folder() -> Path:
     """Return the folder of calibrations: $WHALE_TRAIN_CALIBRATIONS, or in the user's
     configuration."""
     given = os.environ.get(VARIABLE)
@@ -27,10 +27,10 @@ def folder() -> Path:
     return root / "whale-train" / "calibrations"
 
 
-def kept() -> list[Calibration]:
+def with_kept_calibrations() -> list[Calibration]:
     """Return all calibrations, by name. Raises ConfigError for a file that is none."""
     calibrations, faults = [], []
-    for path in sorted(folder().glob("*.yaml")):
+    for path in sorted(calibrations_folder().glob("*.yaml")):
         try:
             calibrations.append(Calibration.from_mapping(load_yaml(path)))
         except ConfigError as error:
@@ -43,13 +43,13 @@ def kept() -> list[Calibration]:
     return calibrations
 
 
-def keep(calibration: Calibration) -> Path:
+def keep_calibration(calibration: Calibration) -> Path:
     """Write a calibration, and return its file.
 
     It replaces that of the same device. The old figures of other precisions stay, and those of
     links where they were not measured again. Raises ConfigError where the file cannot be written.
     """
-    path = folder() / f"{calibration.name}.yaml"
+    path = calibrations_folder() / f"{calibration.name}.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():

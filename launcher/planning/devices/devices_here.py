@@ -21,7 +21,7 @@ _UNKNOWN_NETWORK = LINKS["ethernet_10g"]
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlacement:
     """The devices that a plan's ranks run on.
 
     cluster: the devices of the plan. The nodes are in the order of the hosts.
@@ -69,7 +69,7 @@ def processes_joined(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
     return replace(cluster, nodes=tuple(nodes), network=_UNKNOWN_NETWORK)
 
 
-def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
+def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> HostPlacement:
     """Return the devices that the ranks run on.
 
     request: the request, whose launcher may ask for emulation.
@@ -81,20 +81,20 @@ def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
     """
     kind, in_earnest = request.launcher.kind, request.mode == "train"
     if cluster.on_cpu:
-        return Place(cluster, "cpu", False)
+        return HostPlacement(cluster, "cpu", False)
     has_gpus = any(host.cards for host in hosts)
     if kind == "emulate" or (kind != "local" and not has_gpus):
-        return Place(_on_hosts_emulated(cluster, hosts), "cpu", True)
+        return HostPlacement(_on_hosts_emulated(cluster, hosts), "cpu", True)
     if not has_gpus:
         rule = f"needs the devices of hardware={cluster.name}, and this machine has no GPU"
         cluster_or_faults: Cluster | list[Fault] = [Fault("launcher", "local", rule, _REMEDY)]
     else:
         cluster_or_faults = _on_hosts(cluster, hosts)
     if isinstance(cluster_or_faults, Cluster):
-        return Place(cluster_or_faults, "cuda", False)
+        return HostPlacement(cluster_or_faults, "cuda", False)
     if in_earnest:
         raise ConfigError(cluster_or_faults)
-    return Place(cluster, "cpu", True)
+    return HostPlacement(cluster, "cpu", True)
 
 
 def assign_devices(plan: Plan, used: Cluster, hosts: Sequence[Host]) -> Plan:

@@ -10,9 +10,9 @@ from typing import Any
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.planning.devices.calibrations import kept
+from whale_train.launcher.planning.devices.calibrations import with_kept_calibrations
 from whale_train.launcher.planning.devices.devices_here import (
-    Place,
+    HostPlacement,
     joined_cluster,
     processes_joined,
     where,
@@ -31,7 +31,7 @@ def this_host_of(request: Request) -> tuple[Host, ...]:
     return (this_host(visible_gpus() if looks else ()),)
 
 
-def place_of(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> Place | None:
+def place_of(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> HostPlacement | None:
     """Return the devices that the ranks run on, or None after adding to `faults`.
 
     They are the inventory's devices, or, for `hardware=local`, those of the hosts.
@@ -82,10 +82,10 @@ def _as_measured(cluster: Cluster, request: Request, hosts: Sequence[Host]) -> C
     cores = sum(host.cores for host in hosts)
     threads = partial(threads_of, request, cores)
     if cluster.on_cpu:
-        processes = on_cores(cluster, kept(), cores, threads)
+        processes = on_cores(cluster, with_kept_calibrations(), cores, threads)
         one_host = len(cluster.nodes) == 1
         return processes if one_host else replace(processes, shared_memory=None, fewer={})
-    return calibrated(cluster, kept(), threads(len(cluster.devices)))
+    return calibrated(cluster, with_kept_calibrations(), threads(len(cluster.devices)))
 
 
 def threads_of(request: Request, cores: int, ranks: int) -> int:
