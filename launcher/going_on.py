@@ -36,9 +36,9 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 def refuse_other_run(saved: Request, state: CheckpointState, request: Request, named: str) -> None:
     """Raise ConfigError where a checkpoint's run had other data or another optimizer.
 
-    It is raised where `request` asks for data in another order, for an optimizer with another
-    state, or for layers with shared weights where the checkpoint's layers have weights of their
-    own.
+    It is raised where `request` asks for an optimizer with another state, for layers with shared
+    weights where the checkpoint's layers have weights of their own, or, under
+    `train.resume_data=same`, for other data or data in another order.
 
     saved: the request of the checkpoint's run.
     state: the checkpoint's state.
@@ -182,9 +182,10 @@ def compared_model(
     Returns notes for the plan: on moments that begin at zero, on moments in the checkpoint that are
     not used, and on counts of updates that ZeRO makes one.
 
-    Raises ConfigError where the checkpoint lacks a tensor of the model, has one that the model
-    lacks, or has one of another shape or kind of number, and where the plan's engines cannot begin
-    with moments for some parameters alone.
+    Raises ConfigError where the checkpoint cannot be read, lacks a tensor of the model, has one
+    that the model lacks, or has one of another shape or kind of number; where it has some moments
+    of a parameter and not all, or in another shape; and where the plan's engines cannot begin with
+    moments for some parameters alone.
     """
     from whale_train.models.export.export import model_on_meta  # which imports torch
     from whale_train.models.loss_module import LossModule

@@ -328,8 +328,8 @@ def build_model(options: ModelOptions) -> nn.Module:
 
     Seed torch, or enter `torch.device("meta")`, first. Raises ConfigError when the class cannot be
     had (see `load_class`), when its constructor raises or makes too many modules and parameters,
-    when a function gives no module though it says so, and for parameters without a shape or of
-    complex numbers.
+    when a function gives no module though it says so, for parameters without a shape or of complex
+    numbers, and when layers are to be shared and no two are alike.
     """
     made = load_class(options)
     key, value, remedy = "model._target_", options.target, "correct its arguments or its code"

@@ -148,7 +148,7 @@ class JobProcess:
         plan.
 
         Ranks that wait for the plan are told where it is refused, here or inside the context.
-        Raises NeverMet where the ranks did not meet, and ConfigError or PlanError.
+        Raises RendezvousTimeout where the ranks did not meet, and ConfigError or PlanError.
         """
         hosts = None if self._place is None else self._hosts(poll, console)
         try:
@@ -172,8 +172,8 @@ class JobProcess:
     def _hosts(self, poll: Callable[[], None], console: Console) -> tuple[Host, ...]:
         """Return the hosts on which ranks were started, once they have met.
 
-        Prints the hosts that do not share the run directory. Raises NeverMet where the ranks end
-        before.
+        Prints the hosts that do not share the run directory. Raises RendezvousTimeout where the
+        ranks end before.
         """
         while not (self._run_dir / HOSTS).exists():
             if self._process.has_ended:

@@ -81,7 +81,7 @@ def _failed(kind: KindOfRank) -> list[Text]:
 
 
 def verdict(rehearsal: Rehearsal) -> str:
-    """Return the line that says if a run would go through."""
+    """Return the line that says whether a run would go through."""
     ranks = sum(len(kind.ranks) for kind in rehearsal.kinds)
     kinds = len(rehearsal.kinds)
     of = f"{ranks:,} rank{'s' if ranks > 1 else ''} of {kinds} kind{'s' if kinds > 1 else ''}"

@@ -1,6 +1,6 @@
-"""Show a verified: the largest differences, and the verdict.
+"""Show a verification: the largest differences, and the verdict.
 
-This file owns wording and layout. launcher/modes/verified.py owns every figure.
+This file owns wording and layout. launcher/modes/verification.py owns every figure.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 The host builds the whole model once, as one process would with the same seed, and moves it into
 files mapped into memory; the ranks it forks inherit the mappings. A rank that reads only its shard
-touches only those pages, so its own memory stays near its shard. A file is deleted when its last
-reader has released it.
+touches only those pages, so its own memory stays near its shard. A file loses its name as soon as
+it is mapped, and its memory is free when its last reader has released it.
 """
 
 import os

@@ -20,10 +20,15 @@ Shards may be uneven and empty. A sharded dimension is `outer` repetitions of on
 laid end to end, each piece sharded: a fused QKV weight is sharded by heads with outer = 3, one of
 unequal parts with a piece for each. An `outer` of 0 is derived from the tensor's shape.
 
+The function of `enter` is `copy_to_parallel_region`, of `gather_enter` `all_gather_reduce_scatter`,
+of `once` `replicate_to_partial` and of `repeated` `keep_first_gradient`; the others have the names
+of their casts.
+
 Every member of a group calls the same casts in the same order, on tensors that agree in dtype and
-in every other dimension. A cast over a group of one returns its argument. The result of
-`copy_to_parallel_region` shares the memory of its argument: autograd refuses to have it changed in
-place.
+in every other dimension. A cast over a group of one returns its argument. The results of
+`copy_to_parallel_region` and `keep_first_gradient` share the memory of their argument: autograd
+refuses to have them changed in place. The first member gets the very argument of
+`replicate_to_partial` and `keep_first_gradient`.
 """
 
 import math

@@ -95,9 +95,10 @@ class FailureExchange:
         """Start a thread that ends this process after a failure of another rank, or after the end
         of the store.
 
-        After a failure the thread says that `rank` is alive. It ends the process, with status 1,
-        five seconds after a failure and ten after the end of the store: a rank that waits for one
-        that does not come may notice no failure for long. Returns a function that stops the watch.
+        After a failure the thread says that `rank` is alive. Five seconds after a failure, and ten
+        after the end of the store, it settles the cause (`settle`) and ends the process, with
+        status 1: a rank that waits for one that does not come may notice no failure for long.
+        Returns a function that stops the watch.
         """
         over = threading.Event()
         # A connection of its own: a thread that waits for a key keeps the store to itself.

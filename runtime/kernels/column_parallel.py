@@ -28,8 +28,9 @@ def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGrad
     """Replace each `copy_to_parallel_region` in `graph` that only products read, and these
     products, by one function.
 
-    The products' weights and biases must be placeholders among `parameters`. `owner` computes the
-    gradients of these weights and biases.
+    Replaced are only those whose products all have weights and biases among the placeholders
+    `parameters`, and whose group has several ranks. `owner` computes the gradients of these weights
+    and biases.
     """
     for node in list(graph.graph.nodes):
         group = _entered_group(graph, node)

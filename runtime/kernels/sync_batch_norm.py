@@ -36,7 +36,8 @@ def global_batch_norm(
 
     With `training` the statistics are those of the group's whole batch, and the running ones are
     updated in place (the variance unbiased, by the whole count). Every member calls it, and runs
-    its backward. Raises RuntimeError when the whole batch has one value per channel.
+    its backward. Raises RuntimeError when a batch of several members has one value per channel (a
+    device-side assertion on CUDA); one member alone raises torch's ValueError.
     """
     if not training or group.size() == 1:
         return functional.batch_norm(
@@ -199,7 +200,7 @@ def synchronise_batch_norm(
 ) -> list[str]:
     """Replace every batch norm inside `module` by a `GlobalBatchNorm`, and return the paths.
 
-    `agreement` is called where forwards may reach other batch norms on other ranks. Raises
+    `agreement` is to be given where forwards may reach other batch norms on other ranks. Raises
     ConfigError for a batch norm that cannot be replaced: a subclass whose forward does more, or
     `module` itself.
     """

@@ -201,7 +201,7 @@ class _OwnedProduct(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """Function of one product; the backward returns the input's gradient alone to autograd.
+    """Function of one product; its backward computes the input's gradient itself.
 
     The gradients of weight and bias go to the owner, which returns those that autograd must add.
     """

@@ -116,9 +116,11 @@ def targets_graph(
     with, in order. It runs on `device` (the CPU if not said); `tensors` are the tensors that
     training does not change and that the graph may read, by path in the model.
 
-    Returns None when a parameter has a part in a target that is a class. Where targets are
-    probabilities, rows are counted, whatever computes the probabilities. Raises KeyError for a
-    tensor that the graph reads, that is not given, and that has no values in `source`.
+    Returns None when a parameter has a part in a target that is a class, or in a class weight.
+    Where targets are probabilities, rows are counted, whatever computes the probabilities.
+
+    Raises KeyError for a tensor that the graph reads, that is not given, and that has no values in
+    `source`.
     """
     place = device or torch.device("cpu")
     trained = {

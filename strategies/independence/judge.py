@@ -225,7 +225,7 @@ def _undecided(call: Call) -> State:
     """Return the state of an operation that no rule decides.
 
     It is unknown, unless two dimensions of the result follow the batch: these hold something of
-        every two samples, so that samples meet.
+    every two samples, so that samples meet.
     """
     operation = call.operation
     if len(batch_dims(operation.shape or ())) > 1:

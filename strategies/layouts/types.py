@@ -52,8 +52,8 @@ class PartialByRow(PartialSum):
     rows: str
 
 
-# Kinds of casts between Routed rows and shards by expert: rows are sent to the experts, numbers of
-# rows are exchanged, and rows are sent back.
+# Kinds of casts between DispatchedRows and shards by expert: rows are sent to the experts, numbers
+# of rows are exchanged, and rows are sent back.
 DISPATCH, EXCHANGE, COMBINE = "dispatch", "exchange", "combine"
 
 

@@ -206,8 +206,9 @@ class _Parts:
         return operation.target == "aten.sym_size.int" or operation.target in _NUMBERS
 
     def _refuse_meetings(self) -> None:
-        """Raise SplitRefused where a part would normalise, or change in place, the samples of all
-        members instead of those of a copy."""
+        """Raise SplitRefused where a part would normalise over the samples of all members instead
+        of a copy's, and where one side of the parts' border changes a value of the other in place.
+        """
         for operation in self._listed:
             name, changed = operation.name, written_value(operation)
             if changed and (name in self.inside) != (changed in self.inside):

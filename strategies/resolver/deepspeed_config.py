@@ -95,8 +95,9 @@ def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> 
 
 
 def for_processes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config for a rank that is a CPU process and stands for a GPU, with the settings that
-    `on_cpu` would have given it: overlap with streams and pinned memory are a GPU's."""
+    """Return a config for a rank that is a CPU process and stands for a GPU, without overlap by
+    streams and without pinned memory, which are a GPU's. ZeRO 3's prefetch stays as a GPU has
+    it."""
     zero = {**config["zero_optimization"], "overlap_comm": False}
     for key in ("offload_optimizer", "offload_param"):
         if key in zero:

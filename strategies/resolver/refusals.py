@@ -59,8 +59,8 @@ def _refuse_partitions(job: PlanningContext, faults: list[Fault]) -> None:
 
 
 def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
-    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes the parameters that it
-    calls for unused."""
+    """Add a fault for a reentrant checkpoint: DistributedDataParallel believes that the parameters
+    which are read inside of it are unused."""
     if "autograd function CheckpointFunction" in profile.export_error:
         rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
         remedy = "use use_reentrant=False, or strategy=zero1"

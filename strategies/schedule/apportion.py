@@ -43,8 +43,8 @@ def apportion_by_time(
     priced once.
 
     Around a share, a time is a line: a fixed part, and one that grows with the samples. From equal
-        shares on, each round takes the shares whose lines end together; the best of a few rounds is
-        returned.
+    shares on, each round takes the shares whose lines end together; the best of a few rounds is
+    returned.
     """
     count = len(times)
     if balance == "even" or count < 2:

@@ -228,7 +228,8 @@ class MemberMemory:
 
     def _on_their_way(self, order: Sequence[Instruction]) -> float:
         """Return the bytes of a sample's values and gradients that are received ahead of their use
-        or have not left yet: for each end of a chunk, as many as one micro-batch has."""
+        or have not left yet. They are those of one micro-batch at the end of a chunk that has most:
+        the values it takes, twice (their gradients as well), or the values it gives."""
         if not any(x.kind in (Kind.SEND, Kind.RECEIVE) for x in order):
             return 0.0
         size = self._view.num_bytes
