@@ -321,7 +321,10 @@ def resolve_each(
             if strategy is None or wrong:
                 raise ConfigError(wrong)
             if strategy.is_auto:
-                strategy = search(strategy, cluster, findings, training).strategy
+                can_offload = _can_offload(request)
+                strategy = search(
+                    strategy, cluster, findings, training, can_offload=can_offload
+                ).strategy
             plan, _ = resolve_and_simulate(strategy, cluster, findings, training)
             used = cluster.chosen(strategy.devices)
             plans[name] = Resolved(*(plan, used, profile, device, emulated, dataset.num_samples))

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from whale_train.errors import LaunchError
 from whale_train.machine.hosts import read_hosts
 from whale_train.runtime.base.job_key import JobKey
 from whale_train.runtime.failures.failure import (
@@ -54,14 +55,16 @@ class FailureExchange:
     def heard(self) -> dict[int, RankError]:
         """Return the failures that were published so far, by rank.
 
-        Raises LaunchError for one that was not signed by a rank of this job.
+        One that no rank of this job signed is nobody's, and left out.
         """
         errors = {}
         with suppress(dist.DistError):
             for rank in range(self._world_size):
                 if self._store.check([f"failed/{rank}"]):
-                    said = self._key.checked(self._store.get(f"failed/{rank}"), f"rank {rank}")
-                    errors[rank] = RankError.from_json(said)
+                    message = self._store.get(f"failed/{rank}")
+                    with suppress(LaunchError):
+                        said = self._key.checked(message, f"rank {rank}")
+                        errors[rank] = RankError.from_json(said)
         return errors
 
     def living(self) -> set[int]:

@@ -14,6 +14,9 @@ from typing import Any
 from whale_train.strategies.plan.group_names import WORLD, group_name, plan_path
 from whale_train.strategies.plan.plan import Plan
 
+# Our own folders in which a rank waits for others: shared memory, casts and messages, slow links.
+_TRANSPORTS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("cpu", "comms", "emulate"))
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -112,10 +115,9 @@ def is_waiting(stack: Sequence[StackCall]) -> bool:
     if not stack:
         return False
     innermost = stack[0]
-    ours = str(Path(__file__).parent)
     # Backward waits for DistributedDataParallel's reductions inside of the autograd engine.
     return innermost.function == "_engine_run_backward" or any(
-        part in innermost.file for part in ("/torch/distributed/", "/deepspeed/", ours)
+        part in innermost.file for part in ("/torch/distributed/", "/deepspeed/", *_TRANSPORTS)
     )
 
 

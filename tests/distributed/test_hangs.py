@@ -16,6 +16,7 @@ from tests.distributed.test_faults import command, processes_of, wait_for_steps
 from tests.pairs import IS_FULL
 
 from whale_train.launcher.ranks.host_process import RunFailure, describe_failure
+from whale_train.runtime.cpu import shm_collectives
 from whale_train.runtime.failures.failure import RankEnd, RankError, failure_among, first_failure
 from whale_train.runtime.failures.timeouts import (
     StackCall,
@@ -316,6 +317,8 @@ def test_the_main_thread_s_stack_is_read_from_a_dump() -> None:
     assert read_stack("a line of the log\n") == ()
     assert is_waiting(WAITING)
     assert is_waiting((StackCall("/site/torch/autograd/graph.py", 1, "_engine_run_backward"),))
+    shared_memory = str(Path(shm_collectives.__file__))
+    assert is_waiting((StackCall(shared_memory, 1, "_take"),))
     assert not is_waiting(BUSY)
     assert not is_waiting(())
 

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from whale_train.errors import LaunchError
 from whale_train.machine.hosts import HOSTS, Seen, hosts_to_json, joined
 from whale_train.runtime.base.job_key import KEY, JobKey
+from whale_train.runtime.failures.exchange import FailureExchange
+from whale_train.runtime.failures.failure import RankError
 from whale_train.runtime.process.job_folder import JobFolder
 from whale_train.runtime.process.job_message import FILES, Job, opened, sealed
 
@@ -50,6 +53,15 @@ def test_a_key_that_is_none_signs_nothing(key: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(KEY)
     with pytest.raises(LaunchError, match="is not a key"):
         JobKey.from_environment()
+
+
+def test_a_failure_that_nobody_of_the_job_signed_is_left_out() -> None:
+    store = HashStore()
+    error = RankError(1, 0.0, "ValueError", "told by a stranger", False, None, "")
+    FailureExchange(store, THEIRS, 2).tell(error)
+    assert FailureExchange(store, OURS, 2).heard() == {}
+    FailureExchange(store, OURS, 2).tell(replace(error, rank=0))
+    assert FailureExchange(store, OURS, 2).heard() == {0: replace(error, rank=0)}
 
 
 def test_a_plan_of_thousands_of_ranks_fits_into_a_store(tmp_path: Path) -> None:
