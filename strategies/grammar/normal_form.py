@@ -171,7 +171,8 @@ def _is_beside_copies(
         return False
     if body.degree and split.degree and body.degree % split.degree:
         rule = f"does not divide {body.path}.degree={body.degree}, though nodes of a list share "
-        remedy = f"use {' or '.join(str(x) for x in _divisors(body.degree))}"
+        divisors = " or ".join(str(number) for number in _divisors(body.degree))
+        remedy = f"use {divisors}" if divisors else "give the copies more devices"
         faults.append(Fault(key, value, f"{rule}their devices", remedy))
         return False
     return True

@@ -169,21 +169,24 @@ def refuse_learned_targets(
     assert profile.graph is not None
     trained = {p.path for p in profile.parameters}
     for operation in profile.graph:
-        if operation.target in _MEANS_OVER_TARGETS and not _are_probabilities(
-            profile.graph, operation
-        ):
+        if _is_mean_over_classes(profile.graph, operation):
             made = profile.graph.ancestors(set(operation.inputs[1:]))
             if not trained.isdisjoint(profile.graph[name].path for name in made):
                 rule = f"counts targets before it runs, and those of {operation.name} are computed"
                 faults.append(Fault(key, value, f"{rule} from parameters", remedy))
 
 
-def _are_probabilities(graph: OperationGraph, loss: Operation) -> bool:
-    """Return True if the targets of a loss are probabilities, whose mean is over rows."""
-    return "float" in graph[loss.inputs[1]].dtype
+def _is_mean_over_classes(graph: OperationGraph, operation: Operation) -> bool:
+    """Return True if `operation` is a loss that is a mean over the classes of its targets: not one
+    of probabilities, whose mean is over rows, and not a sum or the losses themselves."""
+    if operation.target not in _LOSSES_OF_TARGETS or "float" in graph[operation.inputs[1]].dtype:
+        return False
+    reduction = operation.args[3] if len(operation.args) > 3 else _MEAN
+    return reduction == _MEAN
 
 
-_MEANS_OVER_TARGETS = (
+_MEAN = 1  # of torch's reductions
+_LOSSES_OF_TARGETS = (
     "aten.cross_entropy_loss.default",
     *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
 )

@@ -217,9 +217,9 @@ def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> It
     assert form.split is not None
     split = _split_of(job, chunks)
     members = [
-        sum(stop - start for start, stop in of_member)
-        for copy in decided.batches.members
-        for of_member in zip(*copy[stage], strict=True)
+        sum(stop - start for start, stop in _own_samples(job, rank, decided.batches))
+        for group in whole.replicas
+        for rank in group
     ]
     body = replace(
         whole,
@@ -378,8 +378,8 @@ def _rank(
     config = _config(job, keeper if several or (keeper and keeper.offloads) else None, largest)
     of_experts = _config(job, _keeper_beside(job, stage, decided.chunks), largest)
     rest, *beside = job.task_graphs[stage]
-    if not task_graphs[rest].zero:  # a rest without weights has nothing to partition
-        config = None
+    # What has nothing to train has nothing to partition.
+    config = config if task_graphs[rest].zero else None
     return RankPlan(
         rank=rank,
         node=job.cluster.node_of[rank],
@@ -388,7 +388,10 @@ def _rank(
         micro_batch_size=largest,
         micro_batches=len(samples),
         memory_bytes=decided.memory[rank],
-        deepspeed={str(rest): config, **{str(number): of_experts for number in beside}},
+        deepspeed={
+            str(rest): config,
+            **{str(n): of_experts if task_graphs[n].zero else None for n in beside},
+        },
         samples=samples,
     )
 

@@ -120,7 +120,7 @@ def refuse_memory(room: MemoryBudget, times: ChunkTimes, micro_batches: int, wor
         fault = _no_room_for_one(room)
     for stage, caps in room.caps(1).items() if fault is None else ():
         most = most_shared(job.strategy.balance, [max(cap, 0) for cap in caps])
-        if fault is None and most < room.memory.units(stage):
+        if fault is None and 0 < most < room.memory.units(stage):
             fault = _no_room_beside(room, stage, most)
     if fault is None and shares and min(samples) >= 1:
         try:

@@ -60,16 +60,29 @@ def split_parts(
         named = named_weights(job, part, shared, split)
         if split.modules != ("*",) and copied:
             _refuse_named_twice(job, split, body, named & copied)
+            if named and named <= copied:
+                rule = f"names weights alone that are tied to ones of {body.path}.modules"
+                key, value = f"{split.path}.modules", ", ".join(split.modules)
+                raise PlanError([Fault(key, value, rule, "name them in one node")])
         named -= copied  # a tied weight that both name is a copy
         parts = _experts(job, stage, part, shared, split, named)
         if parts is not None and split.patterns:
             rule = "says how weights of modules are cut, and these are experts"
             raise PlanError([Fault(f"{split.path}.patterns", "", rule, "leave it out")])
-        if parts is None and (not named or _is_head(job, split, body)):
+        if parts is not None:
+            all_parts.append(parts)
+        elif not named or _is_head(job, split, body):
             profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
-            heads.append(_head_of(job, part, shared, split, profile))
-            parts = _head_parts(job, stage, part, split, heads[-1])
-        all_parts.append(parts or _dense(job, stage, part, split, named))
+            head = _head_of(job, part, shared, split, profile)
+            _refuse_copied_head(split, body, head, copied)
+            free = {head.weight, *_added_to_classes(job, part, head)} - copied - shared.keys()
+            all_parts.append(_head_parts(job, stage, part, split, head, free))
+            if beside := _beside_head(job, stage, part, shared, split, free | copied):
+                all_parts.append(beside)
+            else:
+                heads.append(head)
+        else:
+            all_parts.append(_dense(job, stage, part, split, named))
     split = splits[0]
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     remedy = "use a split of the whole stage"
@@ -83,6 +96,45 @@ def split_parts(
         remedy = f"name each module in one split, or {remedy}"
         raise PlanError([Fault(key, "", rule, remedy)]) from None
     return BesideCopies(joined, heads[0] if len(splits) == 1 and heads else None)
+
+
+def _beside_head(
+    job: PlanningContext,
+    stage: int,
+    part: Slice,
+    shared: Mapping[str, tuple[int, ...]],
+    split: Split,
+    taken: Set[str],
+) -> SplitParts | None:
+    """Return the part that a split names besides a head, in weights that are not `taken`: experts,
+    or other modules. Return None where it names nothing else that can be cut. Raises PlanError."""
+    modules = tuple(glob for glob in split.modules if glob not in ("head", "*"))
+    if not modules:
+        return None
+    others = replace(split, modules=modules)
+    named = named_weights(job, part, shared, others) - taken
+    if not named:
+        return None
+    experts = _experts(job, stage, part, shared, others, named)
+    if experts is not None:
+        return experts
+    try:
+        return _dense(job, stage, part, others, named)
+    except NothingToCutError:
+        return None
+
+
+class NothingToCutError(PlanError):
+    """A split names no weight that can be cut over the stage's devices."""
+
+
+def _refuse_copied_head(split: Split, body: Replicate, head: Head, copied: Set[str]) -> None:
+    """Raise PlanError where the weight of a head that a split names is named by the copies beside
+    it, perhaps by another name of a tied weight."""
+    if head.weight in copied:
+        key, value = f"{split.path}.modules", ", ".join(split.modules)
+        rule = f"is {head.module or 'the output'}, whose weight {body.path}.modules names as well"
+        raise PlanError([Fault(key, value, rule, "name each module in one node")])
 
 
 def _refuse_named_twice(
@@ -126,10 +178,14 @@ def _is_head(job: PlanningContext, split: Split, body: Replicate) -> bool:
 
 
 def _head_parts(
-    job: PlanningContext, stage: int, part: Slice, split: Split, head: Head
+    job: PlanningContext, stage: int, part: Slice, split: Split, head: Head, free: Set[str]
 ) -> SplitParts:
     """Return the head over a stage's devices, cut by its classes unless the split says otherwise.
-    Parameters that are added to the classes (a bias) are cut with them. Raises PlanError."""
+
+    free: paths of the head's weight and of the parameters that are cut with it (a bias).
+
+    Raises PlanError.
+    """
     members = job.form.stages[stage].shards
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     if head.classes < members:
@@ -138,7 +194,7 @@ def _head_parts(
     if not split.patterns:
         pattern = "vocabulary" if _is_table(job, part, head.weight) else "column"
         split = replace(split, dim="auto", patterns=((head.weight, pattern),))
-    return _dense(job, stage, part, split, {head.weight, *_added_to_classes(job, part, head)}, head)
+    return _dense(job, stage, part, split, free, head)
 
 
 def _is_table(job: PlanningContext, part: Slice, weight: str) -> bool:
@@ -186,7 +242,7 @@ def _dense(
     if not typed.weights:
         rule = f"finds nothing to cut over {members} devices in {module_span(part.modules)}"
         remedy = "use fewer devices, other modules, or patterns for their weights"
-        raise PlanError([Fault(key, value, rule, remedy)])
+        raise NothingToCutError([Fault(key, value, rule, remedy)])
     try:
         return job.findings.once(
             ("dense parts", what, typed.groups),

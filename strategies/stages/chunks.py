@@ -262,7 +262,7 @@ def _chunk(
     split = form.split
     if form.body is not None:
         named = tuple((split.modules, split.dim, split.patterns) for split in form.splits)
-        key: Hashable = (interval, form.shards, named, form.body.modules, held_elsewhere)
+        key: Hashable = (stage, interval, form.shards, named, form.body.modules, held_elsewhere)
         beside = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
         parts = beside.parts
         return StageChunk(stage, part, key, parts.sharded, parts.operations, beside.head)
@@ -328,7 +328,7 @@ def _axes(
             caps = [count] * members
             if chunk.shares_samples and chunk.stage in caps_of:
                 finest = max(units.values())
-                caps = [cap * count // finest for cap in caps_of[chunk.stage]]
+                caps = [-(-cap * count // finest) for cap in caps_of[chunk.stage]]
             shares = apportion(job.strategy.balance, count, speeds, caps, 1)
             if shares is None:
                 asked = job.form.stages[chunk.stage]

@@ -24,6 +24,15 @@ KEPT = {
     "zero2": (*TWO, GRAPH.format(copies="{zero: 2}")),
     "zero3": (*TWO, GRAPH.format(copies="{zero: 3}")),
     "accumulated": (*TWO, GRAPH.format(copies="{}"), "train.accumulate=2"),
+    "copies of a stage": (
+        *("hardware=cpu", "hardware.devices=5", "train.precision=fp32"),
+        "strategy.graph={pipeline: {micro_batches: 4, stages: [{stage: {of: {replicate: {degree: "
+        "1}}}}, {stage: {of: [{replicate: {degree: 4}}, {split: {degree: 2, modules: head}}]}}]}}",
+    ),
+    "other modules": (
+        *("hardware=cpu", "hardware.devices=2"),
+        "strategy.graph=[{replicate: {zero: 1}}, {split: {modules: [inner, head]}}]",
+    ),
     "two copies": (
         *("hardware=cpu", "hardware.devices=4"),
         "strategy.graph={replicate: {degree: 2, of: [{replicate: {zero: 1, degree: 2}}, "
@@ -39,13 +48,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-CASES = [
-    (model, kept)
-    for model in MODELS
-    for kept in KEPT
-    # A batch norm over the global batch has one micro-batch.
-    if (model, kept) != ("Tied", "accumulated")
-]
+# A batch norm over the global batch has one micro-batch; a head alone makes no two stages, and has
+# no other modules; a tied head's table would be in both stages.
+NOT = {
+    *(("Tied", kept) for kept in ("accumulated", "copies of a stage")),
+    *(("Late", kept) for kept in ("copies of a stage",)),
+    *(("Alone", kept) for kept in ("copies of a stage", "other modules")),
+}
+CASES = [(model, kept) for model in MODELS for kept in KEPT if (model, kept) not in NOT]
 
 
 @pytest.mark.parametrize(("model", "kept"), covering(CASES, lambda row: row))
@@ -56,7 +66,8 @@ def test_it_is_the_same(model: str, kept: str, path: Path, jobs: Jobs) -> None:
     ]
     split = jobs.run([*common, *KEPT[kept]])
     (*_, head) = split.plan["task_graphs"]
-    assert head["name"] == "head"
+    names = {"other modules": "split", "copies of a stage": "stage_1.head"}
+    assert head["name"] == names.get(kept, "head")
     assert {"head.weight", "embedding.weight"} & set(head["shards"])
     one = jobs.run([*common, "hardware=cpu", "hardware.devices=1", "strategy=single"])
     assert_equal(split, one, 2e-5, 2e-4)

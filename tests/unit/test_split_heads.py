@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.unit.operation_graphs import (
+    Sketch,
     classifier,
     gpt,
     two_heads,
@@ -12,6 +13,7 @@ from tests.unit.operation_graphs import (
 )
 from tests.unit.plan_requests import strategy_of
 from tests.unit.plan_requests import training as plain_training
+from tests.unit.test_frozen import frozen
 
 from whale_train.errors import PlanError
 from whale_train.strategies.graph.operation_graph import ModelProfile
@@ -182,3 +184,101 @@ def test_a_split_without_modules_has_what_named_copies_leave() -> None:
 def test_what_copies_may_not_name(copied: str, split: str, fault: str) -> None:
     graph = [{"replicate": {"modules": copied}}, {"split": {"modules": split}}]
     assert faults_of(graph, two_heads(), 2) == [fault]
+
+
+def chain(*, tied: bool = False) -> ModelProfile:
+    """A trunk, two layers and a head; or whose bias is `tied` to a scale before the trunk."""
+    s = Sketch()
+    for path, shape in (
+        *(("first.scale", "10"), ("trunk.weight", "8 10"), ("up.weight", "16 8")),
+        *(("down.weight", "8 16"), ("head.weight", "10 8"), ("second.scale", "10")),
+    ):
+        s.parameter(path, shape)
+    s.input("features", "B 10", "float32")
+    s.input("labels", "B")
+    s.call("scaled", "mul.Tensor", "features", "first_scale", shape="B 10")
+    s.call("hidden", "linear.default", "scaled", "trunk_weight", shape="B 8", module="trunk")
+    s.call("up", "linear.default", "hidden", "up_weight", shape="B 16", module="up")
+    s.call("down", "linear.default", "up", "down_weight", shape="B 8", module="down")
+    s.call("logits", "linear.default", "down", "head_weight", shape="B 10", module="head")
+    s.call("biased", "add.Tensor", "logits", "second_scale", shape="B 10")
+    s.call("loss", "cross_entropy_loss.default", "biased", "labels", shape="")
+    return s.profile("chain", "loss", tied={"second.scale": "first.scale"} if tied else {})
+
+
+@pytest.mark.parametrize(
+    ("modules", "cut"),
+    [
+        (["up", "down", "head"], {"up.weight", "down.weight", "head.weight", "second.scale"}),
+        ("*d*", {"head.weight", "second.scale", "down.weight"}),
+        ("head", {"head.weight", "second.scale"}),
+    ],
+)
+def test_what_is_named_beside_a_head_is_split_as_well(modules: Any, cut: set[str]) -> None:
+    plan = planned(["replicate", {"split": {"modules": modules}}], chain(), devices=2)
+    _, split = plan.task_graphs
+    assert set(split.parameters) == cut
+    assert split.name == ("head" if modules == "head" else "split")
+
+
+def test_a_bias_that_another_stage_holds_stays_whole() -> None:
+    stages = [{"stage": {"of": {"replicate": {"degree": 1}}}}, {"stage": {"of": HYBRID}}]
+    plan = planned({"pipeline": {"stages": stages}}, chain(tied=True), devices=3)
+    (head,) = (t for t in plan.task_graphs if t.name == "stage_1.head")
+    assert set(head.parameters) == {"head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("copied", "split", "module"),
+    [("head", "head", "head"), ("*ea*", "head", "head")],
+)
+def test_a_head_that_copies_name_is_not_split(copied: str, split: str, module: str) -> None:
+    graph = [{"replicate": {"modules": copied}}, {"split": {"modules": split}}]
+    (fault,) = faults_of(graph, chain(), 2)
+    assert fault.endswith("name each module in one node")
+
+
+def test_a_head_tied_to_a_copied_table_is_a_copy() -> None:
+    graph = [{"replicate": {"modules": "token"}}, {"split": {"modules": "head"}}]
+    (fault,) = faults_of(graph, gpt(tied=True), 2)
+    assert fault == (
+        "strategy.graph[1].split.modules=head names weights alone that are tied to ones of "
+        "strategy.graph[0].replicate.modules; name them in one node"
+    )
+
+
+def test_copies_of_a_stage_may_be_lists() -> None:
+    inner = [{"replicate": {"degree": 4}}, {"split": {"degree": 2, "modules": "head"}}]
+    stages = [{"stage": {"of": "replicate"}}, {"stage": {"of": inner}}]
+    graph = {"pipeline": {"stages": stages, "micro_batches": 4}}
+    plan = planned(graph, chain(), devices=5)
+    rest, head = plan.task_graphs[1:]
+    assert (rest.replicas, head.replicas) == (((1,), (2,), (3,), (4,)), ((1, 2), (3, 4)))
+    assert sum(rest.shares) == sum(head.shares) == plan.global_batch
+    assert rest.shares == tuple(
+        sum(stop - start for start, stop in plan.ranks[rank].samples) for rank in (1, 2, 3, 4)
+    )
+
+
+def test_a_split_of_frozen_weights_is_no_deepspeeds() -> None:
+    profile = frozen(chain(), "up.weight", "down.weight")
+    list_ = [{"replicate": {"zero": 1, "degree": 2}}, {"split": {"modules": ["up", "down"]}}]
+    plan = planned({"replicate": {"degree": 2, "of": list_}}, profile, devices=4)
+    assert plan.task_graphs[1].zero == 0
+    assert all(rank.deepspeed["1"] is None for rank in plan.ranks)
+
+
+def test_losses_that_are_no_means_count_no_targets() -> None:
+    """Whose targets a projection chooses, and whose mean is the model's own."""
+    s = Sketch()
+    for path in ("trunk.weight", "head.weight"):
+        s.parameter(path, "8 8")
+    s.input("features", "B 8", "float32")
+    s.call("hidden", "linear.default", "features", "trunk_weight", shape="B 8", module="trunk")
+    s.call("targets", "argmax.default", "hidden", -1, shape="B", dtype="int64")
+    s.call("logits", "linear.default", "hidden", "head_weight", shape="B 8", module="head")
+    s.call("each", "cross_entropy_loss.default", "logits", "targets", None, 0, shape="B")
+    s.call("loss", "mean.default", "each", shape="")
+    profile = s.profile("own_mean", "loss")
+    graph = ["replicate", {"split": {"modules": "trunk"}}]
+    assert planned(graph, profile, devices=2).world_size == 2
