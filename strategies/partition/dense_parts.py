@@ -56,6 +56,7 @@ def dense_parts(
     gives: Sequence[str],
     states: Mapping[str, State],
     typed: Sharded,
+    together: Collection[str] = (),
 ) -> SplitParts:
     """Return the parts of `operations` that a split of all of them lays over the group.
 
@@ -64,10 +65,11 @@ def dense_parts(
     gives: names of the values that other stages take.
     states: ways in which the graph's values hold samples, by name.
     typed: layouts of the split.
+    together: names of further operations that have to run on the samples of all members.
 
     Raises SplitRefused where the parts cannot be told apart from the rest.
     """
-    return _Parts(graph, operations, gives, states, typed).found()
+    return _Parts(graph, operations, gives, states, typed, together).found()
 
 
 def number_of(graph: OperationGraph, name: str) -> Size | None:
@@ -116,6 +118,7 @@ class _Parts:
     gives: Sequence[str]
     states: Mapping[str, State]
     typed: Sharded
+    together: Collection[str]
 
     def found(self) -> SplitParts:
         """Return the parts with the layouts of their values. Raises SplitRefused."""
@@ -133,7 +136,8 @@ class _Parts:
     def inside(self) -> frozenset[str]:
         """Return the operations that run on the samples of all members.
 
-        These are the operations on samples whose values `typed` cuts. Of the others, they are those
+        These are the operations on samples whose values `typed` cuts, and those `together`. Of the
+        others, they are those
         that read from inside, or give to it, a value without rows for each sample: such a value
         cannot pass between the samples of all members and those of one. Numbers made of numbers
         inside are inside too.
@@ -142,7 +146,7 @@ class _Parts:
         for operation in self._listed:
             name = operation.name
             cut = laid.layouts.get(name, R) != R or name in laid.becomes
-            if cut and name in self._samples:
+            if (cut or name in self.together) and name in self._samples:
                 inside.add(name)
         before = -1
         while before < len(inside):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import ModelProfile, Operation, OperationGraph
 from whale_train.strategies.independence.judge import LossReduction, classify_loss
+from whale_train.strategies.independence.learned_targets import learned_means
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.stages.analysis import ModelAnalysis
@@ -166,30 +167,9 @@ def refuse_learned_targets(
     """Add faults for means over classes whose targets are computed from parameters, for a plan
     whose steps have several pieces. Targets that are probabilities are allowed. `key` and `value`
     are the setting that cuts the steps, `remedy` the way out."""
-    assert profile.graph is not None
-    trained = {p.path for p in profile.parameters}
-    for operation in profile.graph:
-        if _is_mean_over_classes(profile.graph, operation):
-            made = profile.graph.ancestors(set(operation.inputs[1:]))
-            if not trained.isdisjoint(profile.graph[name].path for name in made):
-                rule = f"counts targets before it runs, and those of {operation.name} are computed"
-                faults.append(Fault(key, value, f"{rule} from parameters", remedy))
-
-
-def _is_mean_over_classes(graph: OperationGraph, operation: Operation) -> bool:
-    """Return True if `operation` is a loss that is a mean over the classes of its targets: not one
-    of probabilities, whose mean is over rows, and not a sum or the losses themselves."""
-    if operation.target not in _LOSSES_OF_TARGETS or "float" in graph[operation.inputs[1]].dtype:
-        return False
-    reduction = operation.args[3] if len(operation.args) > 3 else _MEAN
-    return reduction == _MEAN
-
-
-_MEAN = 1  # of torch's reductions
-_LOSSES_OF_TARGETS = (
-    "aten.cross_entropy_loss.default",
-    *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
-)
+    for name in learned_means(profile):
+        rule = f"counts targets before it runs, and those of {name} are computed from parameters"
+        faults.append(Fault(key, value, rule, remedy))
 
 
 def where_samples_meet(graph: OperationGraph) -> Operation | None:

@@ -11,6 +11,7 @@ from whale_train.strategies.graph.operation_graph import (
     OperationGraph,
     Size,
 )
+from whale_train.strategies.independence.learned_targets import learned_means
 from whale_train.strategies.independence.states import PerSample
 from whale_train.strategies.layouts.propagation import RULES
 from whale_train.strategies.layouts.rules.reductions import embedding
@@ -235,6 +236,9 @@ def _dense(
         named = named - {head.weight for head in job.findings.heads}
     named = frozenset(named)
     what = (part.operations, part.gives, named, split)
+    # Targets that nobody can count beforehand are those of one loss of all samples.
+    alone = len(job.form.stages[stage].splits) == 1
+    together = learned_means(job.profile) if alone else ()
     typed = job.findings.sharded(
         ("dense", what), members, lambda: sharded(job, part, named, split, members)
     )
@@ -247,7 +251,7 @@ def _dense(
         return job.findings.once(
             ("dense parts", what, typed.groups),
             lambda: dense_parts(
-                job.graph, part.operations, part.gives, job.findings.sample_states, typed
+                job.graph, part.operations, part.gives, job.findings.sample_states, typed, together
             ),
         )
     except SplitRefused as refusal:
@@ -311,14 +315,14 @@ def _routed(
 
 def _not_by_sample(job: PlanningContext, names: Sequence[str]) -> str:
     """Return the first of the values `names` that does not have the batch as its first dimension,
-    with as many rows of each sample next to each other; "" where all have. The loss, a number that
-    crosses to no other stage, is allowed."""
-    states = job.findings.sample_states
+    with as many rows of each sample next to each other; "" where all have. The loss crosses to no
+    other stage, and is allowed."""
+    states, loss = job.findings.sample_states, job.graph.operations[-1].inputs[0]
 
     def is_by_sample(name: str) -> bool:
         shape = job.graph[name].shape
         of_samples = states[name] == PerSample(0) and shape is not None and not shape[0].fixed
-        return shape == () or of_samples or (shape or ("",))[0] == Size(0, 1)
+        return name == loss or of_samples or (shape or ("",))[0] == Size(0, 1)
 
     return next((name for name in names if not is_by_sample(name)), "")
 

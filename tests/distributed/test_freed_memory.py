@@ -26,7 +26,7 @@ BLOCKS = 200
 HELD = f"""
 import ctypes
 import os
-from whale_train.runtime.cpu.malloc_trim import give_back
+from whale_train.runtime.cpu.malloc_trim import trim_heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -54,7 +54,7 @@ print(resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc's malloc")
 @pytest.mark.parametrize(
     ("first", "least", "most"),
-    [("", 0.9, 1.1), ("give_back()", 0.0, 0.05)],
+    [("", 0.9, 1.1), ("trim_heap()", 0.0, 0.05)],
     ids=["kept", "given_back"],
 )
 def test_what_is_freed_between_what_stays(first: str, least: float, most: float) -> None:
