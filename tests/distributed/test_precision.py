@@ -142,21 +142,31 @@ def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, stra
     """A step skipped is a step of no training: what follows is what a run begun with the scale
     that holds computes, from the batch that is next."""
     devices = 1 if strategy == "single" else 2
-    case = Case("own", strategy, devices, "momentum", UNEVEN if devices > 1 else (), HUGE)
+    case = Case(
+        "own",
+        strategy,
+        devices,
+        "momentum",
+        UNEVEN if devices > 1 else (),
+        (*HUGE[:-1], "train.steps=12"),
+    )
     found = run(case)
     lines = found.lines
     skipped = sum(line["grad_norm"] is None for line in lines)
-    assert 1 <= skipped <= 8
+    # The engine that runs a head averages over the copies what all samples of the head gave: of two
+    # copies twice as much, which overflows a halving longer.
+    longer = int(strategy == "hybrid_split_dp")
+    assert 1 <= skipped <= 8 + longer
     assert [line["grad_norm"] is None for line in lines] == [True] * skipped + [False] * (
-        10 - skipped
+        12 - skipped
     )
     assert [line.get("skipped", False) for line in lines] == [True] * skipped + [False] * (
-        10 - skipped
+        12 - skipped
     )
     expected = [2.0 ** (25 - number) for number in range(skipped)]
     assert [line["loss_scale"] for line in lines] == [
         *expected,
-        *[2.0 ** (25 - skipped)] * (10 - skipped),
+        *[2.0 ** (25 - skipped)] * (12 - skipped),
     ]
     assert all(np.isfinite(line["loss"]) for line in lines)
 
@@ -164,9 +174,10 @@ def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, stra
     first = [line["loss"] for line in lines]
     for number in range(3, skipped + 1):
         assert first[number] == pytest.approx(first[number - 3], rel=1e-6)
-    assert first[-1] != pytest.approx(first[(10 - 1) % 3], rel=1e-4)
+    assert first[-1] != pytest.approx(first[(12 - 1) % 3], rel=1e-4)
 
-    reference = replace(case, strategy="single", devices=1, speeds=())
+    begun = ("train.precision=fp16", f"train.loss_scale={2 ** (25 + longer)}", "train.steps=12")
+    reference = replace(case, strategy="single", devices=1, speeds=(), extra=begun)
     expected_run = run(reference)
     assert sum(line["grad_norm"] is None for line in expected_run.lines) == skipped
     wanted = expected_run.values
