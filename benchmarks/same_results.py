@@ -44,6 +44,7 @@ CLUSTERS = {
     "v100_512": ["hardware=v100_512", "train.global_batch=1024", "train.precision=fp16"],
 }
 # (model, devices, further overrides)
+PARTS = ("plans", "losses")
 _SHORT = ("train.steps=4", "train.global_batch=8", "checkpoint.final=false")
 JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "dp": ("gpt", 2, ("strategy=dp", "train.accumulate=2")),
@@ -55,10 +56,10 @@ JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "experts_dp": ("moe_gpt", 2, ("strategy=experts_dp",)),
     "split": ("gpt", 2, ("strategy=split", "train.precision=bf16")),
     "split_sequence": ("bert", 2, ("strategy=split_sequence",)),
-    "split_dp": ("moe_gpt", 4, ("strategy=split_dp",)),
+    "split_dp": ("moe_gpt", 4, ("strategy=split_dp", "strategy.graph.replicate.of.split.degree=2")),
     "pipeline": ("gpt", 2, ("strategy=pipeline", "optimizer=lamb")),
     "zero_bubble": ("gpt", 2, ("strategy=zero_bubble",)),
-    "zero1_pipeline": ("bert", 4, ("strategy=zero1_pipeline",)),
+    "zero1_pipeline": ("bert", 4, ("strategy=zero1_pipeline", "train.global_batch=16")),
 }
 # How a comparison says why there is no plan, up to the next line that is not indented.
 _REFUSAL = r"^{} cannot be:\n((?:  [^\n]*\n)+)"
@@ -74,17 +75,21 @@ def main() -> int:
     writes.add_argument("folder", type=Path)
     writes.add_argument("--command", default=str(Path(sys.executable).with_name("whale-train")))
     writes.add_argument("--without", nargs="*", default=[], help="strategies to leave out")
+    writes.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     compares = verbs.add_parser("compare", help="print what differs between two such folders")
     compares.add_argument("folders", type=Path, nargs=2)
     options = parser.parse_args()
     if options.verb == "compare":
         return compare(*options.folders)
-    write(options.folder, options.command, set(options.without))
+    if "plans" in options.parts:
+        write_plans(options.folder, options.command, set(options.without))
+    if "losses" in options.parts:
+        write_losses(options.folder, options.command)
     return 0
 
 
-def write(folder: Path, command: str, without: set[str]) -> None:
-    """Write every plan and every job's losses into `folder`, as the program `command` makes them.
+def write_plans(folder: Path, command: str, without: set[str]) -> None:
+    """Write every plan into `folder`, as the program `command` makes it, or why there is none.
 
     Strategies in `without` are left out.
     """
@@ -104,9 +109,14 @@ def write(folder: Path, command: str, without: set[str]) -> None:
                     why = {"refused": " ".join(refusal[1].split())}
                 text = plan.read_text() if plan.exists() else json.dumps(why)
                 (target / f"{name}.json").write_text(text)
-            shutil.rmtree(run)
+            shutil.rmtree(run, ignore_errors=True)
             console.print(f"{model} on {cluster}: {len(names)} strategies")
-    (folder / "losses").mkdir(exist_ok=True)
+
+
+def write_losses(folder: Path, command: str) -> None:
+    """Leave the losses and gradient norms of every job in `folder`."""
+    console = Console(soft_wrap=True)
+    (folder / "losses").mkdir(parents=True, exist_ok=True)
     for name, (model, devices, overrides) in JOBS.items():
         where = ["hardware=cpu", f"hardware.devices={devices}"]
         run, said, _ = answer(command, [*MODELS[model], *where, *_SHORT, *overrides])
@@ -114,7 +124,7 @@ def write(folder: Path, command: str, without: set[str]) -> None:
         steps = metrics.read_text().splitlines() if metrics.exists() else []
         kept = [{key: json.loads(x)[key] for key in ("loss", "grad_norm")} for x in steps]
         (folder / "losses" / f"{name}.json").write_text(json.dumps(kept or {"failed": said}))
-        shutil.rmtree(run)
+        shutil.rmtree(run, ignore_errors=True)
         console.print(f"losses of {name}: {len(kept)} steps")
 
 
