@@ -57,8 +57,8 @@ JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "split": ("gpt", 2, ("strategy=split", "train.precision=bf16")),
     "split_sequence": ("bert", 2, ("strategy=split_sequence",)),
     "split_dp": ("moe_gpt", 4, ("strategy=split_dp", "strategy.graph.replicate.of.split.degree=2")),
-    "pipeline": ("gpt", 2, ("strategy=pipeline", "optimizer=lamb")),
-    "zero_bubble": ("gpt", 2, ("strategy=zero_bubble",)),
+    "pipeline": ("gpt", 4, ("strategy=pipeline", "optimizer=lamb")),
+    "zero_bubble": ("gpt", 4, ("strategy=zero_bubble",)),
     "zero1_pipeline": ("bert", 4, ("strategy=zero1_pipeline", "train.global_batch=16")),
 }
 # How a comparison says why there is no plan, up to the next line that is not indented.
