@@ -83,8 +83,7 @@ class RankMemory:
         """Return the most units of what is split beside copies (classes, experts, shards) that
         `rank` has room for beside the rest and `own` samples (None: its samples of `batches`). The
         number is at most that of all units, and 0 where not even the rest fits."""
-        copy, position = self._job.place_of(rank)
-        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        stage, order = self._stage_and_order(rank)
         sizes, room = self._sizes(batches, rank), self._job.cluster.devices[rank].room_bytes
         if own is not None:
             sizes = (sizes[0], own)
@@ -100,8 +99,7 @@ class RankMemory:
 
     def unit_bytes(self, rank: int, batches: Batches) -> float:
         """Return the bytes that `rank` needs for every unit of what is split beside copies."""
-        copy, position = self._job.place_of(rank)
-        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        stage, order = self._stage_and_order(rank)
         need = partial(self._with_units, stage, order, (self._sizes(batches, rank)[0], 1))
         units = self.units(stage)
         return (need(units) - need(1)) / max(1, units - 1)
@@ -128,6 +126,11 @@ class RankMemory:
         held = self._holding(stage, axes, 0, order, samples / own)
         return held.needs(order, own).total
 
+    def _stage_and_order(self, rank: int) -> tuple[int, Sequence[Instruction]]:
+        """Return the stage that `rank` holds, and the instructions of its position in order."""
+        copy, position = self._job.place_of(rank)
+        return self._job.seats.stage_of[position], self._orders[copy][position]
+
     def _axes_beside(self, stage: int) -> Sequence[str]:
         """Return the axes along which a stage cuts what it splits beside copies."""
         chunks = (self._chunks[number] for number in self._held_by[stage])
@@ -136,12 +139,10 @@ class RankMemory:
     def for_one(self, rank: int, batches: Batches) -> float:
         """Return the bytes that `rank` needs for one sample at a time, and one unit of what is
         split beside copies (a class, an expert), which sees all samples of `batches`."""
-        copy, position = self._job.place_of(rank)
-        stage = self._job.seats.stage_of[position]
+        stage, order = self._stage_and_order(rank)
         if self._job.form.stages[stage].body is None:
             return self.of(rank, 1, 1).total
-        sizes = (self._sizes(batches, rank)[0], 1)
-        return self._with_units(stage, self._orders[copy][position], sizes, 1)
+        return self._with_units(stage, order, (self._sizes(batches, rank)[0], 1), 1)
 
     def sample_bytes(self, rank: int, batches: Batches) -> float:
         """Return the bytes that `rank` needs for every further sample at a time."""

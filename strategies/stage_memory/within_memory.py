@@ -4,7 +4,7 @@ do.
 `rank_memory.py` owns the bytes of each rank; this file owns the limits that follow from them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -76,20 +76,26 @@ class MemoryBudget:
 
         The units are beside the rest and `own` samples (None: the samples that the rank takes).
         """
-        beside = dict.fromkeys(chunk.stage for chunk in self.cut.chunks if chunk.shares_samples)
+        return self._caps_of([x for x in self.cut.chunks if x.shares_samples], own)
+
+    def caps_of_unlike(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
+        """Return the caps of stages whose members could give each other units. Stages whose members
+        all have as much memory and as many units are left out."""
+        beside = [chunk for chunk in self.cut.chunks if chunk.shares_samples]
+        alike = {chunk.stage for chunk in beside if self._are_alike(chunk)}
+        return self._caps_of([chunk for chunk in beside if chunk.stage not in alike], own)
+
+    def _caps_of(
+        self, chunks: Sequence[StageChunk], own: int | None
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Return the caps of the stages of `chunks`, as `caps` has them."""
         return {
             stage: tuple(
                 min(self.memory.most_units(rank, self.batches, own) for rank in ranks)
                 for ranks in zip(*self.job.replicas[stage], strict=True)
             )
-            for stage in beside
+            for stage in dict.fromkeys(chunk.stage for chunk in chunks)
         }
-
-    def caps_of_unlike(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
-        """Return the caps of stages whose members could give each other units. Stages whose members
-        all have as much memory and as many units are left out."""
-        alike = {x.stage for x in self.cut.chunks if x.shares_samples and self._are_alike(x)}
-        return {stage: caps for stage, caps in self.caps(own).items() if stage not in alike}
 
     def _are_alike(self, chunk: StageChunk) -> bool:
         """Return True if all members of a chunk's shard groups have as much memory, and as many

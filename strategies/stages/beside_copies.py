@@ -3,6 +3,7 @@ of a mixture, spread over the devices that share the samples, other modules, or 
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.grammar.nodes import Replicate, Split
@@ -238,7 +239,8 @@ def _dense(
     what = (part.operations, part.gives, named, split)
     # Targets that nobody can count beforehand are those of one loss of all samples.
     alone = len(job.form.stages[stage].splits) == 1
-    together = learned_means(job.profile) if alone else ()
+    together = job.findings.once("learned means", partial(learned_means, job.profile))
+    together = together if alone else ()
     typed = job.findings.sharded(
         ("dense", what), members, lambda: sharded(job, part, named, split, members)
     )
