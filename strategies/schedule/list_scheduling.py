@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from math import ceil, inf, isfinite, lcm
+from math import ceil, isfinite, lcm
 from typing import NamedTuple
 
 from whale_train.strategies.grammar.nodes import SCHEDULES
@@ -161,13 +161,6 @@ def in_flight_for(underway: float, spacing: float) -> int:
     """Return the number of further micro-batches that a position has in flight while the pipeline
     takes `underway` micro-batches. The position owns one in `spacing` of them."""
     return max(0, ceil(underway / spacing - _WAITED_FOR))
-
-
-def least_spacing(row: Sequence[int]) -> float:
-    """Return the distance between the micro-batches of the owner that has them most often in `row`:
-    it owns one in so many. It is infinite where nobody owns two."""
-    of_row = _row_of(tuple(row), 1)
-    return min((float(of_row.spacings[x]) for x, n in of_row.counts.items() if n > 1), default=inf)
 
 
 class ChunkLinks:

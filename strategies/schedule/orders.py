@@ -20,7 +20,6 @@ from whale_train.strategies.schedule.instructions import (
 from whale_train.strategies.schedule.list_scheduling import (
     ChunkLinks,
     ScheduledPipeline,
-    least_spacing,
     simulated_orders,
 )
 
@@ -74,31 +73,6 @@ def makespan(
     return simulated_orders(pipeline).clock
 
 
-def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> list[int]:
-    """Return, for each stage, the number of (chunk, micro-batch) pairs that its positions may have
-    in flight together under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds`
-    chunks."""
-    stages, first = len(copies), [sum(copies[:stage]) for stage in range(len(copies))]
-    positions = [
-        Position(tuple(range(stage, rounds * stages, stages)))
-        for stage, count in enumerate(copies)
-        for _ in range(count)
-    ]
-    dealt = [
-        tuple(first[stage] + owner for owner in owners_of_equals(count, micro_batches))
-        for stage, count in enumerate(copies)
-    ]
-    pipeline = ScheduledPipeline("1f1b", positions, dealt * rounds, {}, micro_batches, None)
-    limits = pipeline.limits(len(positions))
-    return [sum(limits[a : a + count]) for a, count in zip(first, copies, strict=True)]
-
-
-@lru_cache(maxsize=1 << 12)
-def spacing_of_equals(count: int, micro_batches: int) -> float:
-    """Return the `least_spacing` of `count` replicas of one speed."""
-    return least_spacing(owners_of_equals(count, micro_batches))
-
-
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     """Return the owner of each micro-batch of a stage, as the replica's index in `weights`.
 
@@ -129,11 +103,6 @@ def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
         credits[owner] -= micro_batches
         dealt.append(owner)
     return tuple(dealt)
-
-
-def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the `owners` of micro-batches among `count` replicas of one speed."""
-    return owners([1.0] * count, micro_batches)
 
 
 def _with_communication(
