@@ -10,6 +10,7 @@ import gc
 import pickle
 import random
 import sys
+from itertools import compress
 from typing import Any
 
 
@@ -42,13 +43,15 @@ def _generators() -> list[Any]:
     if numpy is not None:
         kinds += (numpy.Generator, numpy.RandomState)
     things = gc.get_objects()
-    # Types are few and things are many: half a million where transformers was imported.
+    # Types are few and things are many: half a million where transformers was imported, which only
+    # iterators written in C pass quickly.
+    types = list(map(type, things))
     wanted = {
         kind
-        for kind in set(map(type, things))
+        for kind in set(types)
         if issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
     }
-    return [thing for thing in things if type(thing) in wanted]
+    return list(compress(things, map(wanted.__contains__, types)))
 
 
 def _state(generator: Any) -> Any:

@@ -8,7 +8,7 @@ sample* unless its name says otherwise.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 
 @dataclass(frozen=True, order=True)
@@ -140,7 +140,12 @@ def is_repeated(block: str) -> bool:
 def kind_of(operation: Operation) -> str:
     """Return the name of an ATen operation without its overload (`linear`); '' for any other
     target."""
-    return operation.target.partition(".")[2].partition(".")[0]
+    return _kind_of_target(operation.target)
+
+
+@cache
+def _kind_of_target(target: str) -> str:
+    return target.partition(".")[2].partition(".")[0]
 
 
 def value_bytes(operation: Operation, samples: float = 1) -> float:
@@ -238,6 +243,30 @@ class OperationGraph:
             if operation.target == "parameter" or (reached and has_one):
                 with_gradient.add(operation.name)
         return frozenset(with_gradient)
+
+    @cached_property
+    def memory_of(self) -> dict[str, str]:
+        """Return, for each value, the operation in whose memory it lies: its own, or the one of the
+        value that it is a view of."""
+        owners: dict[str, str] = {}
+        for operation in self.operations:
+            own = operation.memory == OWN
+            source = operation.name if own else operation.inputs[operation.memory]
+            owners[operation.name] = operation.name if own else owners[source]
+        return owners
+
+    @cached_property
+    def gradients_of(self) -> dict[str, tuple[str, ...]]:
+        """Return, for each operation, the operations in whose memory those inputs lie that its
+        backward makes gradients of, weights left out; one that is read twice occurs twice."""
+        return {
+            operation.name: tuple(
+                self.memory_of[name]
+                for name in operation.inputs
+                if name in self.trained and self[name].target != "parameter"
+            )
+            for operation in self.operations
+        }
 
     def __getitem__(self, name: str) -> Operation:
         return self.by_name[name]

@@ -7,6 +7,7 @@ of a value a rank holds. `liveness.py` says when values are freed.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 
 from whale_train.strategies.graph.operation_graph import (
@@ -68,7 +69,7 @@ class View:
     ) -> "View":
         """Return this view for a rank that holds `part_of` every value and reads some in other
         parts."""
-        return replace(self, part_of=part_of, read_as=read_as, reads_as_one=reads_as_one)
+        return replace(self, part_of=cache(part_of), read_as=read_as, reads_as_one=reads_as_one)
 
     def rewritten(self) -> "View":
         """Return this view for ranks that rewrite the graph, which fuses the operations of
@@ -150,7 +151,7 @@ def joined_norms(graph: OperationGraph) -> frozenset[str]:
     products: set[str] = set()
     for operation in graph:
         if operation.target == _TIMES and any(graph[x].target in WEIGHTS for x in operation.inputs):
-            normed = (graph[memory_of(graph, x)] for x in operation.inputs)
+            normed = (graph[graph.memory_of[x]] for x in operation.inputs)
             products |= {
                 factor.name
                 for factor in normed
@@ -193,13 +194,6 @@ _WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _CAST = -3  # in keys of `kept`: the 16-bit copy that a product has made of a wider value
 
 
-def memory_of(graph: OperationGraph, name: str) -> str:
-    """Return the name of the operation in whose memory the value `name` lies."""
-    while graph[name].memory != OWN:
-        name = graph[name].inputs[graph[name].memory]
-    return name
-
-
 def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
     """Return the bytes per sample that autograd keeps of `operations`, in their order, each tensor
     once.
@@ -228,7 +222,7 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
             source = view.repeated[source]
             num_bytes = view.graph.num_bytes[source]
         put_together = view.put_together(operation, source)
-        source = memory_of(view.graph, source)
+        source = view.graph.memory_of[source]
         # A copy is shared by all operations that read the value as one, or is this one's alone.
         reader = "" if (operation.name, read) in view.reads_as_one else f" for {operation.name}"
         if put_together is not None:

@@ -6,9 +6,10 @@ runs, and the gradients of weights, which come as values go. So a peak is not th
 that ever exists, but that of one moment.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import chain, groupby
 
 from whale_train.strategies.graph.operation_graph import (
     HELD,
@@ -21,7 +22,7 @@ from whale_train.strategies.graph.operation_graph import (
     block_of,
     is_repeated,
 )
-from whale_train.strategies.graph.saved_tensors import View, kept, memory_of, saved_by
+from whale_train.strategies.graph.saved_tensors import View, kept, saved_by
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,23 @@ def profile_forward_backward(
     """
     graph = view.graph
     computed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
-    values = kept(view, (operation.name for operation in computed))
-    for source in (memory_of(graph, name) for name in (*takes, *gives)):
+    saved = [list(saved_by(view, operation)) for operation in computed]
+    values: dict[tuple[str, int], float] = {}
+    for key, num_bytes in chain.from_iterable(saved):
+        values.setdefault(key, num_bytes)
+    for source in (graph.memory_of[name] for name in (*takes, *gives)):
         values.setdefault((source, OWN), view.num_bytes(source))
-    run = _Run(view, weights, values, {memory_of(graph, name) for name in gives}, in_place)
+    given = {graph.memory_of[name] for name in gives}
+    run = _Run(view, computed, saved, weights, values, given, in_place)
+    first, again = run.backward()
     read = dict.fromkeys(name for operation in computed for name in operation.inputs)
     return ActivationProfile(
         sum(values.values()),
-        run.deferred(computed),
+        run.deferred(),
         sum(weights[name] for name in read if name in weights),
-        run.forward(computed),
-        run.backward(computed, is_first=True),
-        run.backward(computed, is_first=False),
+        run.forward(),
+        first,
+        again,
     )
 
 
@@ -107,14 +113,14 @@ def profile_with_recompute(
     """
     graph = view.graph
     computed = [name for name in operations if graph[name].target not in _GIVEN]
-    crossed = {memory_of(graph, name) for name in (*takes, *gives)}
+    crossed = {graph.memory_of[name] for name in (*takes, *gives)}
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[MemoryPoint] = []
     blocks: list[tuple[ActivationProfile, float]] = []  # with the bytes that are kept beside it
     for block, names in _runs(graph, computed):
         inside = set(names)
-        read = {memory_of(graph, x) for name in names for x in graph[name].inputs}
-        left = {memory_of(graph, x) for x in names if not inside.issuperset(graph.users[x])}
+        read = {graph.memory_of[x] for name in names for x in graph[name].inputs}
+        left = {graph.memory_of[x] for x in names if not inside.issuperset(graph.users[x])}
         run = profile_forward_backward(view, names, weights, (), left & inside, in_place)
         before = sum(values.values())
         own = kept(view, names)
@@ -148,6 +154,7 @@ def _runs(graph: OperationGraph, operations: Sequence[str]) -> list[tuple[str, l
 _GIVEN = (*HELD, "input", "output", "graph")
 # Operations that hand their gradient on as it is, to every value they add.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
+_DEFERRED = frozenset((*PRODUCTS, LOOKUP))
 
 
 @dataclass
@@ -171,6 +178,8 @@ class _Run:
     """A forward and backward of operations, whose moments its methods give.
 
     view: the values as the rank holds them.
+    operations: the operations that run, in their order.
+    saved: for each of them what it has autograd keep, as `saved_by` gives it.
     weights, in_place: as in `profile_forward_backward`.
     values: bytes that autograd keeps, as `kept` gives them, with the values that are taken and
         given.
@@ -178,34 +187,47 @@ class _Run:
     """
 
     view: View
+    operations: Sequence[Operation]
+    saved: Sequence[Sequence[tuple[tuple[str, int], float]]]
     weights: Mapping[str, float]
     values: Mapping[tuple[str, int], float]
     gives: Collection[str]
     in_place: Container[str]
 
-    def sources(self, operation: Operation) -> list[str]:
-        """Return the operations in whose memory an operation's inputs lie, but for weights and
-        inputs without a gradient."""
-        graph = self.view.graph
-        read = (x for x in operation.inputs if x in graph.trained)
-        return [memory_of(graph, x) for x in read if graph[x].target != "parameter"]
+    @cached_property
+    def put_together(self) -> list[list[tuple[str, float]]]:
+        """Return, for each operation, the values that it reads gathered or cut, under their names
+        in `saved_by`, and their bytes."""
+        read_as = self.view.read_as
+        if not read_as:
+            return [[] for _ in self.operations]
+        return [
+            [
+                (f"{x} as {read_as[operation.name, x]}", self.view.read_bytes(operation, x))
+                for x in operation.inputs
+                if (operation.name, x) in read_as
+            ]
+            for operation in self.operations
+        ]
 
-    def forward(self, operations: Sequence[Operation]) -> tuple[MemoryPoint, ...]:
+    def forward(self) -> tuple[MemoryPoint, ...]:
         """Return the worst moment of the forward. An operation's moment has the values kept by
         then, and those it reads and makes that nobody keeps."""
-        own = {operation.name for operation in operations}
+        own = {operation.name for operation in self.operations}
         known = {key for key in self.values if key[0] not in own}  # entered, or made before
         worst, so_far = 0.0, sum(self.values[key] for key in known)
+        memory_of, size = self.view.graph.memory_of, self.view.num_bytes
         made: set[str] = set()
-        for operation in operations:
-            for key, num_bytes in saved_by(self.view, operation):
+        for operation, saved, read in zip(
+            self.operations, self.saved, self.put_together, strict=True
+        ):
+            for key, num_bytes in saved:
                 if key not in known:
                     known.add(key)
                     so_far += num_bytes
-            near = {memory_of(self.view.graph, x) for x in (operation.name, *operation.inputs)}
-            unsaved = (x for x in near if x in own and (x, OWN) not in known)
-            at_hand = sum(self.view.num_bytes(x) for x in unsaved)
-            for cast, num_bytes in self._put_together(operation):
+            near = {memory_of[x] for x in (operation.name, *operation.inputs)}
+            at_hand = sum(size(x) for x in near if x in own and (x, OWN) not in known)
+            for cast, num_bytes in read:
                 # Parts come into one buffer, and are put together in another.
                 buffers = (cast not in made) + ((cast, OWN) not in known)
                 at_hand += buffers * num_bytes
@@ -213,85 +235,92 @@ class _Run:
             worst = max(worst, so_far + at_hand)
         return (MemoryPoint(0.0, worst),)
 
-    def _put_together(self, operation: Operation) -> Iterator[tuple[str, float]]:
-        """Yield the values that an operation reads gathered or cut, under their names in
-        `saved_by`, and their bytes."""
-        for name in operation.inputs if self.view.read_as else ():
-            if (operation.name, name) in self.view.read_as:
-                part = self.view.read_as[operation.name, name]
-                yield f"{name} as {part}", self.view.read_bytes(operation, name)
-
-    def deferred(self, operations: Sequence[Operation]) -> float:
+    def deferred(self) -> float:
         """Return the bytes that deferred weight gradients need: the inputs of products and lookups,
         and the gradients of their results."""
+        graph, size = self.view.graph, self.view.num_bytes
         held: dict[tuple[str, int], float] = {}
-        for operation in operations:
-            if operation.target in (*PRODUCTS, LOOKUP) and any(
-                x in self.weights for x in operation.inputs
-            ):
-                held |= {(x, 0): self.view.num_bytes(x) for x in self.sources(operation)}
-                held[operation.name, 1] = self.view.num_bytes(operation.name)
+        for operation in self.operations:
+            if operation.target in _DEFERRED and any(x in self.weights for x in operation.inputs):
+                held |= {(x, 0): size(x) for x in graph.gradients_of[operation.name]}
+                held[operation.name, 1] = size(operation.name)
         return sum(held.values())
 
-    def backward(self, operations: Sequence[Operation], is_first: bool) -> tuple[MemoryPoint, ...]:
-        """Return the worst moments of the backward, from the last operation to the first.
+    def backward(self) -> tuple[tuple[MemoryPoint, ...], tuple[MemoryPoint, ...]]:
+        """Return the worst moments of a backward that makes the weights' gradients, and of one that
+        adds to them, from the last operation to the first.
 
         An operation's moment has its own gradient and those it makes. A tensor is freed after the
-        backward of the operation that was the first to have it kept. `is_first` says that the
-        weights' gradients are made, not added to.
+        backward of the operation that was the first to have it kept.
         """
-        trained = self.view.graph.trained
-        given = {x: self.view.num_bytes(x) for x in self.gives if x in trained}
+        trained, size = self.view.graph.trained, self.view.num_bytes
+        given = {x: size(x) for x in self.gives if x in trained}
         state = _Backward(sum(self.values.values()), given)
-        lets_go: dict[str, float] = {}
         known: set[tuple[str, int]] = {(x, OWN) for x in self.gives}
-        for operation in operations:
-            for key, num_bytes in saved_by(self.view, operation):
+        lets_go: list[float] = []
+        for saved in self.saved:
+            freed = 0.0
+            for key, num_bytes in saved:
                 if key not in known:
                     known.add(key)
-                    lets_go[operation.name] = lets_go.get(operation.name, 0.0) + num_bytes
-        moments = []
-        for operation in reversed(operations):
+                    freed += num_bytes
+            lets_go.append(freed)
+        first: list[tuple[float, float]] = []
+        again: list[tuple[float, float]] = []
+        for number in range(len(self.operations) - 1, -1, -1):
+            operation = self.operations[number]
             if operation.name in trained and operation.memory == OWN:
-                moments.append(self._step(operation, state, is_first))
-            state.values -= lets_go.get(operation.name, 0.0)
-        return _worst(moments)
+                alive = self._alive(number, state)
+                added_first, added_again = self._added(operation, state)
+                first.append((state.weights + added_first, alive))
+                again.append((added_again, alive))
+            state.values -= lets_go[number]
+        return _worst_of(first), _worst_of(again)
 
-    def _step(self, operation: Operation, state: _Backward, is_first: bool) -> MemoryPoint:
-        """Return the moment of one operation's backward.
+    def _alive(self, number: int, state: _Backward) -> float:
+        """Return the bytes of values and of their gradients in one operation's backward.
 
         The operation has its own gradient until the gradients of its inputs are made. Its
-        intermediate values have a gradient as well. A gradient that is added to is made anew, if
-        not in place. One that is put together of parts exists twice.
+        intermediate values have a gradient as well. One that is put together of parts exists twice.
         """
-        own = state.gradients.pop(operation.name, 0.0)
+        operation, view = self.operations[number], self.view
+        gradients = state.gradients
+        own = gradients.pop(operation.name, 0.0)
         within = sum(x for place, x in operation.saved if place == INSIDE)
-        at_hand = within * self.view.inside(operation)
-        if _is_written_over(self.view, operation):
+        at_hand = within * view.inside(operation) if within else 0.0
+        if _is_written_over(view, operation):
             at_hand = -at_hand
-        sources, hands_on = self.sources(operation), operation.target in _HANDS_ON
+        sources = view.graph.gradients_of[operation.name]
+        hands_on = operation.target in _HANDS_ON
         for source in dict.fromkeys(sources):
-            size = self.view.num_bytes(source)
-            if hands_on and source not in state.gradients and size == own:
-                state.gradients[source], own, hands_on = own, 0.0, False
+            size = view.num_bytes(source)
+            if hands_on and source not in gradients and size == own:
+                gradients[source], own, hands_on = own, 0.0, False
                 continue
-            if source in state.gradients:
+            if source in gradients:
                 at_hand += size
             if sources.count(source) > 1:
                 at_hand += size
-            state.gradients[source] = size
+            gradients[source] = size
         # The gradients of gathered or cut inputs, until they are cut or summed.
-        at_hand += sum(num_bytes for _, num_bytes in self._put_together(operation))
-        added = 0.0
+        at_hand += sum(num_bytes for _, num_bytes in self.put_together[number])
+        return state.values + sum(gradients.values()) + own + at_hand
+
+    def _added(self, operation: Operation, state: _Backward) -> tuple[float, float]:
+        """Return the bytes of weights' gradients that one operation's backward makes to add them to
+        others: where gradients are made in this backward, and where all exist before it. A gradient
+        that is added to is made anew, if not in place."""
+        added_first = added_again = 0.0
         for name in operation.inputs:
             if name in self.weights:
-                if is_first and name not in state.made:
+                added = 0.0 if name in self.in_place else self.weights[name]
+                added_again += added
+                if name in state.made:
+                    added_first += added
+                else:
                     state.made.add(name)
                     state.weights += self.weights[name]
-                elif name not in self.in_place:
-                    added += self.weights[name]
-        alive = state.values + sum(state.gradients.values()) + own + at_hand
-        return MemoryPoint(state.weights + added, alive)
+        return added_first, added_again
 
 
 def _is_written_over(view: View, operation: Operation) -> bool:
@@ -304,8 +333,13 @@ def _is_written_over(view: View, operation: Operation) -> bool:
 def _worst(moments: Iterable[MemoryPoint]) -> tuple[MemoryPoint, ...]:
     """Return the moments on the Pareto front: no other needs as many bytes of gradients *and* of
     values."""
+    return _worst_of([(moment.gradients, moment.values) for moment in moments])
+
+
+def _worst_of(moments: list[tuple[float, float]]) -> tuple[MemoryPoint, ...]:
+    """Return the Pareto front of moments that are given as bytes of gradients and of values."""
     front: list[MemoryPoint] = []
-    for moment in sorted(moments, key=lambda m: (m.gradients, m.values), reverse=True):
-        if not front or moment.values > front[-1].values:
-            front.append(moment)
+    for gradients, values in sorted(moments, reverse=True):
+        if not front or values > front[-1].values:
+            front.append(MemoryPoint(gradients, values))
     return tuple(front)

@@ -20,7 +20,7 @@ from whale_train.strategies.graph.operation_graph import (
     block_of,
     is_repeated,
 )
-from whale_train.strategies.graph.saved_tensors import halves, joined_norms, memory_of
+from whale_train.strategies.graph.saved_tensors import halves, joined_norms
 from whale_train.strategies.layouts.propagation import Cast, Layout, PartialByRow, Shard
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.tensor_parallel.candidates import WeightSharding, cuts_of
@@ -77,7 +77,7 @@ class CanonicalSlices:
             )
         roots: dict[str, int] = {}
         for name in part.takes:
-            root = memory_of(graph, name)
+            root = graph.memory_of[name]
             same = roots.setdefault(root, len(roots))
             rows.append((self._own_number(graph[name]), graph.num_bytes[root], same))
         rows.append(tuple(position[name] for name in part.gives))

@@ -1,7 +1,7 @@
 """States of the search for patterns: each one way to have laid everything so far, and its cost."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from whale_train.strategies.layouts.propagation import Axes, Cast, Layout, PartialByRow, Shard
@@ -85,18 +85,22 @@ def signature(state: State) -> Any:
     """Return a key of everything that decides a state's future: all layouts to come, with axes
     named by order of appearance, and their units."""
     names: dict[str, int] = {}
+    axes = state.axes
 
     def of(layout: Layout) -> Any:
-        laid = state.axes.laid(layout)
-        if not isinstance(laid, Shard | PartialByRow):
-            return laid
-        number = names.setdefault(laid.axis, len(names))
-        return replace(laid, axis=str(number)), state.axes.units.get(laid.axis)
+        if isinstance(layout, Shard):
+            axis = axes.root(layout.axis)
+            number = names.setdefault(axis, len(names))
+            return layout.dim, layout.outer, layout.pieces, number, axes.units.get(axis)
+        if isinstance(layout, PartialByRow):
+            axis = axes.root(layout.axis)
+            return layout.rows, names.setdefault(axis, len(names)), axes.units.get(axis)
+        return layout
 
     return (
-        tuple((name, of(state.layouts[name])) for name in sorted(state.layouts)),
-        tuple((path, of(state.decided[path])) for path in sorted(state.decided)),
-        tuple((name, tuple(of(x) for x in state.made[name])) for name in sorted(state.made)),
+        tuple([(name, of(layout)) for name, layout in sorted(state.layouts.items())]),
+        tuple([(path, of(layout)) for path, layout in sorted(state.decided.items())]),
+        tuple([(name, *map(of, layouts)) for name, layouts in sorted(state.made.items())]),
     )
 
 

@@ -56,6 +56,7 @@ class _Search:
     def __init__(self, region: Region, fixed: Mapping[str, str]) -> None:
         self.region, self.fixed = region, fixed
         self._by_tokens = region.dim == "sequence"
+        self._typings: dict[tuple[str, tuple[Layout, ...]], RuleResult | None] = {}
 
     def run(self) -> State:
         """Return the cheapest state at the end of the region."""
@@ -120,7 +121,7 @@ class _Search:
                 made += 1
                 yield result
         if weight.follows and fixed in (None, "row"):
-            typing = typing_of(self.region.graph, operation, known, self.region.gradients)
+            typing = self.typing_of(operation, known)
             wish = typing.wants.get(name) if typing else None
             if typing and isinstance(wish, Shard):
                 decided = ((path, "row", wish),)
@@ -131,7 +132,7 @@ class _Search:
         if fixed in (None, "replicate") or not made:
             stays = ((path, "replicate", R),)
             left = replace(state, cost=plus(state.cost, self.region.counted.get(path, 0), 0.0, 0))
-            typing = typing_of(self.region.graph, operation, known, self.region.gradients)
+            typing = self.typing_of(operation, known)
             if typing and not isinstance(typing.wants.get(name), Shard):
                 yield from self.typed(left, operation, known, stays)
             else:
@@ -165,7 +166,7 @@ class _Search:
         the operation comes right after a weight's product. A weight that is cut for this very
         operation (`keep_cut`) is not gathered for it.
         """
-        typing = typing_of(self.region.graph, operation, known, self.region.gradients)
+        typing = self.typing_of(operation, known)
         num_states = 0
         if self._by_tokens and (typing is None or R in typing.wants.values()):
             sequenced = self.scattered(state, operation, known)
@@ -185,6 +186,14 @@ class _Search:
                              for name, x in known.items())  # fmt: skip
         if (not num_states and not keep_cut) or (num_states and moves):
             yield from self.applied(state, operation, known, whole(known), decided, typing is None)
+
+    def typing_of(self, operation: Operation, known: Mapping[str, Layout]) -> RuleResult | None:
+        """Return the typing of `operation` with inputs laid as `known`, which many states share."""
+        key = (operation.name, tuple(known.values()))
+        if key not in self._typings:
+            region = self.region
+            self._typings[key] = typing_of(region.graph, operation, known, region.gradients)
+        return self._typings[key]
 
     def scattered(
         self, state: State, operation: Operation, known: Mapping[str, Layout]
@@ -208,7 +217,7 @@ class _Search:
             if extended is None:
                 return None
             axes = extended
-        typing = typing_of(self.region.graph, operation, {**known, **shards}, self.region.gradients)
+        typing = self.typing_of(operation, {**known, **shards})
         if typing is None or not isinstance(typing.gives, Shard):
             return None
         wants = {**shards, **typing.wants}
@@ -339,11 +348,14 @@ class _Search:
         paths = {p for n in gone if (p := self.region.parameter_path(n))}
         if not any(name in state.layouts or name in state.made for name in gone) and not paths:
             return state
-        return replace(
-            state,
-            layouts={n: x for n, x in state.layouts.items() if n not in gone},
-            made={n: x for n, x in state.made.items() if n not in gone},
-            decided={p: x for p, x in state.decided.items() if p not in paths},
+        decided = state.decided
+        return State(
+            {n: x for n, x in state.layouts.items() if n not in gone},
+            {p: x for p, x in decided.items() if p not in paths} if paths else decided,
+            {n: x for n, x in state.made.items() if n not in gone} if state.made else state.made,
+            state.axes,
+            state.cost,
+            state.record,
         )
 
     def merged(self, states: list[State]) -> list[State]:

@@ -10,7 +10,7 @@ from whale_train.strategies.graph.operation_graph import (
     Ref,
     Size,
 )
-from whale_train.strategies.graph.saved_tensors import View, halves, kept, memory_of
+from whale_train.strategies.graph.saved_tensors import View, halves, kept
 from whale_train.strategies.memory.liveness import (
     MemoryPoint,
     profile_forward_backward,
@@ -59,7 +59,7 @@ GRADIENTS = {"w": 256.0, "u": 256.0}
 
 
 def test_a_view_lies_in_what_it_is_a_view_of() -> None:
-    assert memory_of(CHAIN, "v") == memory_of(CHAIN, "h") == "h"
+    assert CHAIN.memory_of["v"] == CHAIN.memory_of["h"] == "h"
     assert kept(View(CHAIN), NAMES) == {("x", OWN): 32, ("h", OWN): 32, ("g", OWN): 32}
 
 
