@@ -5,6 +5,7 @@ determines it (`models/profile/cache_key.py`). Nothing depends on that folder: a
 measured again, and where nothing can be written nothing is kept.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -58,10 +59,13 @@ def _by_folding(request: Request) -> bool:
 def _measured(request: Request, dataset: Dataset) -> ModelProfile:
     """Return the profile of the request's model, measured."""
     # Torch is imported here and not before: a request that is wrong is answered at once.
+    is_first = "torch" not in sys.modules
     from whale_train.models.fp32_precision import compute_fp32
     from whale_train.models.loss_module import LossModule
     from whale_train.models.profile.measure import profile_model
 
+    if is_first:  # no code of the user's has been imported: nothing there is by now is the model's
+        gc.freeze()
     compute_fp32(in_tf32=request.train.tf32)
     try:
         with quiet_exports():

@@ -33,7 +33,7 @@ from whale_train.models.batch_parts.target_means import (
     scaled,
     target_mean,
 )
-from whale_train.models.build import build_model
+from whale_train.models.build import build_model, load_class
 from whale_train.models.export.read_numbers import ReadNumbers, made_of_several
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
@@ -152,6 +152,7 @@ class _Check:
     ) -> None:
         self._options, self._batches, self._parts = options, batches, parts
         self._one_copy, self._seed = one_copy, seed
+        load_class(options)  # a generator of its module is one of those that are set back
         self._generators = PythonDraws()
         self.written = ""  # a parameter that the forward changes
         self.unlike, self.unlike_norm = "", ""  # what some parts reached, and others did not

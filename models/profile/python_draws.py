@@ -34,14 +34,18 @@ class PythonDraws:
 
 
 def _generators() -> list[Any]:
-    """Return the generators of this process, wherever they are held.
+    """Return the generators that a model may draw from, wherever they are held.
 
-    `random.SystemRandom` has no state to compare, and is left out.
+    They are those behind the functions of `random` and `numpy.random`, and all that the garbage
+    collector knows. What was frozen (`gc.freeze`) before the model's own code was imported is not
+    its. `random.SystemRandom` has no state to compare, and is left out.
     """
     kinds: tuple[type, ...] = (random.Random,)
+    shared = [random.getstate.__self__]  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         kinds += (numpy.Generator, numpy.RandomState)
+        shared.append(numpy.get_state.__self__)
     things = gc.get_objects()
     # Types are few and things are many: half a million where transformers was imported, which only
     # iterators written in C pass quickly.
@@ -51,7 +55,8 @@ def _generators() -> list[Any]:
         for kind in set(types)
         if issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
     }
-    return list(compress(things, map(wanted.__contains__, types)))
+    own = compress(things, map(wanted.__contains__, types))
+    return [*shared, *(generator for generator in own if generator not in shared)]
 
 
 def _state(generator: Any) -> Any:
