@@ -1,8 +1,10 @@
-"""A process that has imported what the command imports, and forks into the command.
+"""A process that has imported what the command and its hosts import, and forks into the command.
 
 One line of JSON in: the arguments, the folder, the environment, the files for stdout and stderr;
 one out: the exit status. The fork goes on as `python -m whale_train.launcher.cli` does, whose
-module nothing here imports.
+module nothing here imports. The programs that the command starts are forks of it, in the place of
+interpreters that would import torch and DeepSpeed again for seconds; `whale_train_process` of
+`command.py` starts everything anew.
 """
 
 import atexit
@@ -11,11 +13,18 @@ import importlib
 import json
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import traceback
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import BinaryIO, NoReturn
 
 from whale_train.launcher.compose.command_line import composed
+from whale_train.launcher.ranks import host_process
+from whale_train.runtime.process import fork_server
 
 COMMAND = "whale_train.launcher.cli"
 IMPORTED = (
@@ -28,32 +37,38 @@ IMPORTED = (
     "whale_train.models.profile.measure",
     "whale_train.models.batch_parts.compare_parts",
     "sklearn.datasets",
+    "whale_train.runtime.process.rank_main",
+    "whale_train.runtime.process.export_host",
+    "whale_train.runtime.rehearse.main",
 )
 
 
 def main() -> None:
     """Answer until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed prints when it is imported
+    fork_server.preload()
     for name in IMPORTED:
         importlib.import_module(name)
     composed(["mode=plan", "train.steps=3"])  # the parsers keep what they met
     gc.freeze()
-    answers = os.fdopen(os.dup(1), "w")
     while line := sys.stdin.readline():
         pid = os.fork()
         if pid == 0:
             answers.close()
             become(**json.loads(line))
-            run()
+            fork_programs()
+            leave_with(command_status)
         _, status = os.waitpid(pid, 0)
         answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
         answers.flush()
 
 
-def run() -> NoReturn:
-    """Be the command, and end as its interpreter would, but for taking down what was imported."""
+def leave_with(run: Callable[[], int]) -> NoReturn:
+    """End with the status of `run()`, as an interpreter would but for taking down the imports."""
     status = 0
     try:
-        runpy.run_module(COMMAND, run_name="__main__", alter_sys=True)
+        status = run()
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
@@ -66,6 +81,63 @@ def run() -> NoReturn:
         os._exit(status)
 
 
+def command_status() -> int:
+    """Be the command."""
+    runpy.run_module(COMMAND, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def fork_programs() -> None:
+    """Have this process fork the programs of its hosts, and not start them."""
+    host_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
+    )
+
+
+class Forked:
+    """What `HostProcess` uses of subprocess.Popen, of a fork that runs the module's `main`."""
+
+    returncode: int | None = None
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        stdin: int,
+        stdout: BinaryIO,
+        stderr: int,
+        start_new_session: bool,
+    ) -> None:
+        _, _, module, *arguments = command
+        assert start_new_session
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            redirect(os.devnull, stdout.name, stdout.name)
+            forget(Path.cwd())
+            for number in signal.valid_signals():  # as a program starts
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            atexit._clear()
+            leave_with(lambda: importlib.import_module(module).main(arguments))
+
+    def wait(self) -> int:
+        """Reap the process."""
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def forget(folder: Path) -> None:
+    """Have a user's own modules imported again, whose generators would have drawn already."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(folder):
+            del sys.modules[name]
+
+
 def become(
     arguments: list[str], folder: str, environment: dict[str, str], stdout: str, stderr: str
 ) -> None:
@@ -74,12 +146,17 @@ def become(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for number, path in enumerate((os.devnull, stdout, stderr)):
-        file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY)
-        os.dup2(file, number)
-        os.close(file)
+    redirect(os.devnull, stdout, stderr)
     sys.argv[1:] = arguments
     sys.path[0] = folder
+
+
+def redirect(stdin: str, stdout: str, stderr: str) -> None:
+    """Have this process read and write these files."""
+    for number, path in enumerate((stdin, stdout, stderr)):
+        file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ exactly as the command does, and has them save what they hold), the plain PyTorc
 is measured against, what counts as equal, and models such as users bring.
 """
 
-import gc
 import importlib
 import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -227,19 +227,27 @@ def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
 def run_job_as(entry: Entry, overrides: list[str], run_dir: str) -> str:
     """The same, of ranks that are each `entry`."""
     folder = Path(run_dir)
-    # Here launcher and ranks share a process: what it froze for the ranks of an earlier job, and
-    # what this launcher's looks at the model draw, would not be theirs.
-    gc.unfreeze()
+    # Here launchers and ranks share a process: what an earlier job or this launcher's looks at the
+    # model drew, or froze, would not be theirs.
     generators = PythonDraws()
     config = composed(rewritten(overrides))
     request = read_request(config, {"hardware": "inventory", "strategy": "strategy"})
+    forget_own(request)
     create_run_dir(folder)
     write_text(folder / "request.json", request.to_json())
     resolved = resolve_request(request)
     resumed = request.train.resume and find_checkpoint(request.train.resume, folder)
     start_ranks(folder, resolved, request, resumed.path if resumed else None)
     generators.rewind()
+    forget_own(request)
     return run_host(folder, entry)
+
+
+def forget_own(request: Request) -> None:
+    """Have the module of a user's own model imported again, with generators that drew nothing."""
+    module = request.model.target.rpartition(".")[0]
+    if not module.startswith("whale_train."):
+        sys.modules.pop(module, None)
 
 
 def run_host(run_dir: Path, entry: Entry) -> str:

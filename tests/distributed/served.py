@@ -7,6 +7,7 @@ Run as a module, this file is that process.
 """
 
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -78,6 +79,7 @@ def serve() -> None:
     os.dup2(2, 1)
     host.preload()
     ask_once()
+    gc.freeze()  # jobs need not look through it
     for line in sys.stdin:
         module, name, question = json.loads(line)
         try:
