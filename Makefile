@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Overrides of `make train`, as in: make train ARGS="strategy=zero3"
 ARGS ?=
 # Files of tests that run at once, in as many processes; jobs they start have ranks of their own.
-# Their order is that of tests/conftest.py.
+# The longest come first: tests/progress.py. PYTEST_ARGS with --write-seconds measures them anew.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -24,7 +24,7 @@ test: install
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu
 
-# Every combination of what `test` takes in pairs, and more examples of every property.
+# Every case: all combinations, every real start, more examples of every property.
 test-all: install
 	WHALE_TRAIN_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 

@@ -6,25 +6,30 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from tests.pairs import examples
+from tests.pairs import IS_FULL, examples
+from tests.progress import SECONDS, UNKNOWN_S, Progress, file_of, seconds_of_files
 
 settings.register_profile("tests", max_examples=examples(100), deadline=None)
 settings.load_profile("tests")
 
 
-# Files that take minutes, the longest first. Workers take whole files: with these begun first, none
-# is left alone with one at the end.
-LONG = (
-    *("test_elastic", "test_parallel_strategies", "test_odd_models", "test_same_mathematics"),
-    *("test_hangs", "test_checkpoints", "test_faults", "test_final_weights", "test_resume"),
-    *("test_auto", "test_folding", "test_command", "test_restarts"),
-)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-seconds", action="store_true", help=f"write {SECONDS.name} anew")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files LONG before the others."""
-    place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: runs in a full run alone (`make test-all`)")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Progress(config, seconds_of_files()))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a full run alone runs, and sort the files that take longest to the front."""
+    left_out = [item for item in items if item.get_closest_marker("full") and not IS_FULL]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+    seconds = seconds_of_files()
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), UNKNOWN_S))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,9 @@
 """Chooses the cases of a product, and the examples of a property, that a run of the tests takes.
 
 All of them, where WHALE_TRAIN_FULL is in the environment (`make test-all`). Else so many that all
-the test wants shown occurs in one of the cases: every pair of values of two axes, as a rule; where
-one axis alone is long (models under strategies), every value with every kind of the other's.
+the test wants shown occurs in one of the cases: every pair of values of two axes, or every value
+once, where another test shows pairs. What is marked `full` runs in a full run alone: real starts of
+what a quicker test shows of one more kind, and what takes minutes.
 """
 
 import os
@@ -19,6 +20,11 @@ IS_FULL = bool(os.environ.get("WHALE_TRAIN_FULL"))
 def pairs(*values: Hashable) -> set[Hashable]:
     """Return what a row of these values, one an axis, shows: every pair of two of them."""
     return set(combinations(enumerate(values), 2))
+
+
+def once(*values: Hashable) -> set[Hashable]:
+    """Return what a row of these values, one an axis, shows: each of them."""
+    return set(enumerate(values))
 
 
 def covering(
@@ -47,6 +53,17 @@ def covering(
         times.update(things[best])
         chosen.append(best)
     return [rows[number] for number in sorted(chosen)]
+
+
+def some(rows: Iterable[Row], kept: Iterable[Row]) -> list[Row]:
+    """Return those of `rows` that are `kept` in a run of some of the tests, and all in a full run.
+
+    Raises AssertionError where one that is kept is not among the rows.
+    """
+    rows, kept = list(rows), list(kept)
+    missing = [row for row in kept if row not in rows]
+    assert not missing, missing
+    return [row for row in rows if IS_FULL or row in kept]
 
 
 def examples(number: int) -> int:

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 from tests.cli.command import whale_train
 
@@ -73,6 +74,7 @@ def test_devices_in_the_middle_of_an_inventory_stay_idle(tmp_path: Path) -> None
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
 
 
+@pytest.mark.full
 def test_ten_trillion_parameters_fit_where_hosts_keep_them(tmp_path: Path) -> None:
     asked = ["mode=plan", "strategy=auto", "model=m6_10t", "hardware=v100_512"]
     answer = whale_train([*asked, "train.global_batch=64"], tmp_path)
@@ -81,6 +83,7 @@ def test_ten_trillion_parameters_fit_where_hosts_keep_them(tmp_path: Path) -> No
     assert "of whose memory hardware=v100_512 says nothing" in " ".join(answer.stdout.split())
 
 
+@pytest.mark.full
 def test_nothing_fits(tmp_path: Path) -> None:
     asked = ["mode=plan", "strategy=auto", "model=m6_10t", "hardware=v100_p100_mix"]
     answer = whale_train(asked, tmp_path)

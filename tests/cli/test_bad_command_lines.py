@@ -342,12 +342,34 @@ VALUES = (
 )
 
 
-@pytest.mark.parametrize("case", [*COMMAND_LINE, *VALUES], ids=lambda case: case.name)
+# What `several_at_once` shows, or a case like it: a full run alone asks the command.
+SHOWN_ELSEWHERE = (
+    *("near_key", "near_strategy", "near_strategy_short", "near_model", "near_optimizer"),
+    *("near_hardware", "near_data_key", "steps_not_a_number", "lr_negative", "seed_negative"),
+    *("seed_fraction", "unknown_precision"),
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, marks=pytest.mark.full) if x.name in SHOWN_ELSEWHERE else x
+        for x in (*COMMAND_LINE, *VALUES)
+    ],
+    ids=lambda case: case.name,
+)
 def test_refused(case: Case, refusal: Callable[[Case], tuple[Path, Answer]]) -> None:
     case.check(*refusal(case))
 
 
-@pytest.mark.parametrize("name", ["near_key", "several_at_once", "unknown_mode"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("near_key", marks=pytest.mark.full),
+        "several_at_once",
+        pytest.param("unknown_mode", marks=pytest.mark.full),
+    ],
+)
 def test_a_fork_answers_as_a_process_does(
     name: str, tmp_path: Path, refusal: Callable[[Case], tuple[Path, Answer]]
 ) -> None:

@@ -175,7 +175,19 @@ MODEL = (
 )
 
 
-@pytest.mark.parametrize("case", MODEL, ids=lambda case: case.name)
+# What another case shows, or a test of the plan: a full run alone asks the command.
+SHOWN_ELSEWHERE = (
+    *("frozen_dp", "frozen_split", "frozen_hybrid_split_dp", "headless", "not_exported"),
+    *("batch_too_large_for_its_graph", "few_classes", "labels_beyond_classes"),
+    *("memory_of_hosts", "memory_all"),
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.full) if x.name in SHOWN_ELSEWHERE else x for x in MODEL],
+    ids=lambda case: case.name,
+)
 def test_refused(case: Case, refusal: Callable[[Case], tuple[Path, Answer]]) -> None:
     case.check(*refusal(case))
 

@@ -365,7 +365,21 @@ MACHINE_AND_FILES = (
 
 CASES = (*STRATEGY, *UNEXECUTED, *MACHINE_AND_FILES)
 
+# What another case shows, or a test of the plan or of the machine: a full run alone asks the
+# command.
+SHOWN_ELSEWHERE = (
+    *("zero_stage", "offload_parameters", "degree_does_not_divide", "zero_one_device", "3d"),
+    *("split_one_device", "split", "too_many_devices", "modules_part", "split_pattern"),
+    *("pipeline_micro_batches", "pipeline_modules", "pipeline_of_zero_3", "micro_batches_of_none"),
+    *("lamb_partitioned", "fp16_without_norm", "other_16_bits", "checkpoints"),
+    *("speed_of_own_devices", "negative_devices", "launcher_local", "no_compiler"),
+)
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.full) if x.name in SHOWN_ELSEWHERE else x for x in CASES],
+    ids=lambda case: case.name,
+)
 def test_refused(case: Case, refusal: Callable[[Case], tuple[Path, Answer]]) -> None:
     case.check(*refusal(case))

@@ -37,7 +37,9 @@ def only_run_dir(folder: Path) -> Path:
     return found
 
 
-@pytest.fixture(scope="module", params=["dp", "hybrid_split_dp"])
+@pytest.fixture(
+    scope="module", params=["dp", pytest.param("hybrid_split_dp", marks=pytest.mark.full)]
+)
 def smoke(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     answer = whale_train_process([f"strategy={request.param}", "experiment=smoke"], folder)
@@ -131,7 +133,10 @@ class Net(nn.Module):
 """
 
 
-@pytest.mark.parametrize(("halves", "strategy"), [(True, "split"), (False, "split"), (True, "dp")])
+@pytest.mark.parametrize(
+    ("halves", "strategy"),
+    [(True, "split"), (False, "split"), pytest.param(True, "dp", marks=pytest.mark.full)],
+)
 def test_a_plan_says_what_its_evaluations_do_not_reach(
     halves: bool, strategy: str, tmp_path: Path
 ) -> None:

@@ -55,7 +55,14 @@ def test_the_loss_is_the_same_where_they_part(folder: Path) -> None:
 PIPELINE = "strategy.graph={pipeline: {stages: 2, micro_batches: 2}}"
 
 
-@pytest.mark.parametrize("strategy", ["strategy=zero1", "strategy=split", PIPELINE])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("strategy=zero1", marks=pytest.mark.full),
+        pytest.param("strategy=split", marks=pytest.mark.full),
+        PIPELINE,  # whose stages have layers of their own
+    ],
+)
 def test_under_another_plan_they_part_the_same(strategy: str, folder: Path, tmp_path: Path) -> None:
     apart = (f"train.resume={folder}/shared/checkpoints/step_3", "model.share_layers=false")
     answer = train(tmp_path, "on", strategy, *apart)

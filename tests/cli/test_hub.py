@@ -103,6 +103,7 @@ def train(folder: Path, name: str, pretrained: object, *more: str) -> Answer:
     return whale_train_process([*wanted, *more], folder)  # which reads where the hub is
 
 
+@pytest.mark.full
 def test_a_name_is_fetched_and_trained(hub: Hub, tmp_path: Path) -> None:
     answer = train(tmp_path, "plan", NAME, "mode=plan")
     assert answer.status == 0, answer

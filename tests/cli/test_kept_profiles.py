@@ -33,7 +33,12 @@ class Net(nn.Module):
     [
         pytest.param(("model.depth=1", "model.width=32"), id="gpt"),
         pytest.param(
-            LLAMA, id="hf", marks=pytest.mark.skipif(not find_spec("transformers"), reason="no hf")
+            LLAMA,
+            id="hf",
+            marks=[
+                pytest.mark.full,
+                pytest.mark.skipif(not find_spec("transformers"), reason="no hf"),
+            ],
         ),
     ],
 )

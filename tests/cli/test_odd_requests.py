@@ -19,7 +19,7 @@ from whale_train.errors import ConfigError
 from whale_train.launcher.compose.command_line import check, composed, rewritten
 from whale_train.launcher.job import run_job
 
-REQUESTS = 300 if IS_FULL else 20
+REQUESTS = 300 if IS_FULL else 10
 CONFIGS = 3000 if IS_FULL else 20
 
 GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher", "experiment")

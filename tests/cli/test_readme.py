@@ -1,12 +1,11 @@
 """Every command of README.md's blocks, read there: its overrides are those of a plan.
 
-What trains or starts ranks on other hosts is planned, and what verifies, rehearses, sweeps, keeps,
-resumes and exports is run as well; what takes minutes needs WHALE_TRAIN_FULL=1. The Hugging Face
-example is trained.
+What trains or starts ranks on other hosts is planned, and what rehearses, keeps, resumes and
+exports is run as well. A full run verifies, sweeps and calibrates too, trains the Hugging Face
+example, and plans what takes long to plan.
 """
 
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +16,6 @@ from tests.cli.command import ROOT, whale_train
 
 from whale_train.rehearsal import Rehearsal
 
-FULL = os.environ.get("WHALE_TRAIN_FULL") == "1"
 FILES = {
     "my_models.py": "from torch import nn\n\n\nclass Net(nn.Sequential):\n"
     "    def __init__(self, width=8):\n"
@@ -79,11 +77,16 @@ def test_the_blocks_are_read() -> None:
     assert {"make train", "make test"} <= {command.split("  ")[0] for command in COMMANDS}
 
 
-@pytest.mark.parametrize("command", [x for x in OURS if "mode=export" not in x])
+TO_PLAN = [
+    pytest.param(x, marks=pytest.mark.full) if any(word in x for word in _SLOW) else x
+    for x in OURS
+    if "mode=export" not in x
+]
+
+
+@pytest.mark.parametrize("command", TO_PLAN)
 def test_a_command_of_the_readme_has_a_plan(command: str, folder: Path) -> None:
     given = overrides_of(command)
-    if any(word in command for word in _SLOW) and not FULL:
-        pytest.skip("takes longer than seconds: WHALE_TRAIN_FULL=1 runs it")
     if "model.pretrained=DIR" in given:
         write_llama(folder / "DIR")
     modes = [word for word in given if word in _PLANNED]
@@ -110,6 +113,7 @@ def jobs_of(given: list[str]) -> list[list[str]]:
     return [given]
 
 
+@pytest.mark.full
 def test_the_model_of_hugging_face_learns(folder: Path) -> None:
     """The loss falls from that of bytes drawn alike (5.5), in the first steps already."""
     (command,) = (x for x in OURS if "GPT2LMHeadModel" in x)
@@ -143,6 +147,7 @@ def command_with(*words: str) -> list[str]:
     return next(overrides_of(x) for x in OURS if all(word in x for word in words))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [x for x in OURS if "mode=verify" in x])
 def test_a_verification_of_the_readme_finds_the_plan_equal(command: str, folder: Path) -> None:
     answer = whale_train([*overrides_of(command), "hydra.run.dir=run"], folder)
@@ -160,10 +165,9 @@ def test_the_rehearsal_of_the_readme_goes_through_a_rank_of_each_kind(folder: Pa
     assert all(kind.peak > 0 and not kind.error for kind in rehearsed.kinds)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", sorted({x for x in OURS if "mode=calibrate" in x}))
 def test_a_calibration_of_the_readme_measures_this_machine(command: str, folder: Path) -> None:
-    if not FULL:
-        pytest.skip("measures for minutes: WHALE_TRAIN_FULL=1 runs it")
     kept = {"WHALE_TRAIN_CALIBRATIONS": str(folder / "kept")}
     answer = whale_train([*overrides_of(command), "hydra.run.dir=run"], folder, kept)
     assert (answer.status, answer.stderr) == (0, "")
@@ -172,6 +176,7 @@ def test_a_calibration_of_the_readme_measures_this_machine(command: str, folder:
     assert measured["devices"]
 
 
+@pytest.mark.full
 def test_the_sweep_of_the_readme_ends_in_one_table(folder: Path) -> None:
     swept = command_with("-m strategy=")
     answer = whale_train([*swept, "train.steps=2", "hydra.sweep.dir=sweep"], folder)

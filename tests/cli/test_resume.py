@@ -34,12 +34,18 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of six steps in `whole`."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
+    """A folder with a run of six steps in `whole`, and what was said of it."""
     folder = tmp_path_factory.mktemp("resume")
     answer = train(folder, "whole", "strategy=dp")
     assert answer.status == 0, answer
-    return folder
+    return folder, answer
+
+
+@pytest.fixture(scope="module")
+def run(trained: tuple[Path, Answer]) -> Path:
+    """The folder with that run."""
+    return trained[0]
 
 
 @pytest.fixture
@@ -49,18 +55,18 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_checkpoints_are_told_of_and_kept(run: Path) -> None:
+def test_checkpoints_are_told_of_and_kept(trained: tuple[Path, Answer]) -> None:
+    run, answer = trained
     kept = sorted(path.name for path in (run / "whole" / "checkpoints").iterdir())
     assert kept == ["step_4", "step_6"]
     assert (run / "whole" / "model" / "model.safetensors").exists()
-    answer = train(run, "told", "strategy=dp")
     for step in (2, 4, 6):
-        assert f"checkpoint: {run}/told/checkpoints/step_{step} (" in answer.stdout
-    assert f"the trained model: {run}/told/model (" in answer.stdout
+        assert f"checkpoint: {run}/whole/checkpoints/step_{step} (" in answer.stdout
+    assert f"the trained model: {run}/whole/model (" in answer.stdout
     tensors = [
         found
         for folder in ("model", "optimizer")
-        for found in stored_tensors(run / "told" / "checkpoints" / "step_6" / folder).values()
+        for found in stored_tensors(run / "whole" / "checkpoints" / "step_6" / folder).values()
     ]
     copied = sum(4 * prod(whole_shape(found)) for found in tensors)
     assert f"checkpoint.async: a copy of {in_bytes(copied)} of state: " in answer.stdout

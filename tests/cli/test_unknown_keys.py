@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from tests.pairs import covering
 
 from whale_train.config import read_request
 from whale_train.errors import ConfigError, Fault
@@ -50,14 +51,22 @@ def said(*arguments: str) -> list[str]:
     return [str(fault) for fault in faults_of(*arguments)]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+# An option that has to be given something more, and one that does not.
+@pytest.mark.parametrize("choice", covering(CHOICES, lambda choice: {choice in GIVEN}))
 def test_an_unknown_key_beside_any_option_is_the_only_fault(choice: str) -> None:
     given = [choice, *filter(None, [GIVEN.get(choice)])]
     unknown = "train.stepz=3 is not a key of the config; did you mean train.steps?"
     assert said(*given, "train.stepz=3") == [unknown]
 
 
-@pytest.mark.parametrize("choice", ["data=images", "optimizer=lamb", "launcher=ssh"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "data=images",
+        pytest.param("optimizer=lamb", marks=pytest.mark.full),
+        pytest.param("launcher=ssh", marks=pytest.mark.full),
+    ],
+)
 def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
     """Every key of every other option of a group is tried beside an option that may lack it."""
     group, _, name = choice.partition("=")
@@ -85,14 +94,30 @@ def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
             ["model.architcture=GPT2LMHeadModel: did you mean model.architecture?"],
         ),
         ("data=images data.path=x", ["data.path=x: data=arrays, hf_dataset, text have it"]),
-        ("launcher.sbatch.partition=gpu", ["launcher.sbatch.partition=gpu: launcher=slurm has it"]),
-        ("optimizer.momentum=0.9", ["optimizer.momentum=0.9: optimizer=sgd has it"]),
-        ("optimizer.steps=9", ["optimizer.steps=9: did you mean train.steps?"]),
+        pytest.param(
+            "launcher.sbatch.partition=gpu",
+            ["launcher.sbatch.partition=gpu: launcher=slurm has it"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "optimizer.momentum=0.9",
+            ["optimizer.momentum=0.9: optimizer=sgd has it"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "optimizer.steps=9",
+            ["optimizer.steps=9: did you mean train.steps?"],
+            marks=pytest.mark.full,
+        ),
         ("stepz=9 steps=8", ["stepz=9: *", "steps=8: did you mean train.steps?"]),
-        ("checkpiont=runs/mine", ["checkpiont=runs/mine: *"]),
-        ("mode=verify verify.steps=200 train.stepz=300", ["train.stepz=300: *steps?"]),
+        pytest.param("checkpiont=runs/mine", ["checkpiont=runs/mine: *"], marks=pytest.mark.full),
+        pytest.param(
+            "mode=verify verify.steps=200 train.stepz=300",
+            ["train.stepz=300: *steps?"],
+            marks=pytest.mark.full,
+        ),
         ("verify.stepz=3 mode=verify", ["verify.stepz=3: did you mean verify.steps?"]),
-        ("checkpoint.pth=a", ["checkpoint.pth=a: *"]),
+        pytest.param("checkpoint.pth=a", ["checkpoint.pth=a: *"], marks=pytest.mark.full),
         ("+experiment=smok data.num_classes=3", ["experiment=smok: did you mean smoke?*"]),
         ("strategy=zero4 strategy.foo=1 model.widht=1", ["strategy=zero4: *", "model.widht=1: *"]),
         ("model=nope model.width=3 optimizer.lr=0", ["model=nope: *", "optimizer.lr=0: *"]),
@@ -150,21 +175,41 @@ def test_what_is_said_to_a_name_of_another_trainer_can_be_set(instead: object) -
         ("train.lr", "use optimizer.lr=0.001"),
         ("trainer.max_steps", "use train.steps=1000 (optimizer steps)"),
         ("per_device_train_batch_size", "use train.global_batch=64 (samples a step of all *"),
-        ("train.batch_size", "use train.global_batch=64 (samples a step of all devices *"),
-        ("gradient_accumulation_steps", "use train.accumulate=4 (the global batch stays *"),
-        ("train.wandb", "use train.tensorboard=true (that and metrics.jsonl *"),
+        pytest.param(
+            "train.batch_size",
+            "use train.global_batch=64 (samples a step of all devices *",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "gradient_accumulation_steps",
+            "use train.accumulate=4 (the global batch stays *",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "train.wandb",
+            "use train.tensorboard=true (that and metrics.jsonl *",
+            marks=pytest.mark.full,
+        ),
         ("train.num_workers", "there is none: batches are read by a thread beside the steps; *"),
-        ("train.epochs", "use train.steps=1000 (there are no epochs: divide *"),
-        ("learning_rate", "use optimizer.lr=0.001"),
+        pytest.param(
+            "train.epochs",
+            "use train.steps=1000 (there are no epochs: divide *",
+            marks=pytest.mark.full,
+        ),
+        pytest.param("learning_rate", "use optimizer.lr=0.001", marks=pytest.mark.full),
         ("fp16", "use train.precision=fp16"),
-        ("bf16", "use train.precision=bf16"),
-        ("zero_stage", "use strategy=zero1 (or zero2, zero3)"),
+        pytest.param("bf16", "use train.precision=bf16", marks=pytest.mark.full),
+        pytest.param("zero_stage", "use strategy=zero1 (or zero2, zero3)", marks=pytest.mark.full),
         ("deepspeed.zero_optimization.stage", "use strategy=zero1 (or zero2, zero3)"),
-        ("tensor_parallel_size", "use strategy=split *"),
-        ("num_gpus", "use strategy.devices=4 (*"),
-        ("nodes", "use launcher=slurm launcher.nodes=2 (*"),
+        pytest.param("tensor_parallel_size", "use strategy=split *", marks=pytest.mark.full),
+        pytest.param("num_gpus", "use strategy.devices=4 (*", marks=pytest.mark.full),
+        pytest.param("nodes", "use launcher=slurm launcher.nodes=2 (*", marks=pytest.mark.full),
         ("trainer.precision", "did you mean train.precision?"),
-        ("model.gradient_checkpointing", "use strategy.graph={pipeline: *"),
+        pytest.param(
+            "model.gradient_checkpointing",
+            "use strategy.graph={pipeline: *",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_key_of_another_trainer_is_answered_with_ours(key: str, remedy: str) -> None:

@@ -107,6 +107,7 @@ def test_what_is_not_within_the_tolerance_fails_and_is_named(tmp_path: Path) -> 
     assert "equal:" not in answer.stdout
 
 
+@pytest.mark.full
 def test_what_rounding_decides_is_measured(tmp_path: Path) -> None:
     """A model with a kink: one process is as far from itself, with other roundings."""
     copy(Path(__file__).parents[1] / "distributed/kinked_model.py", tmp_path)

@@ -16,9 +16,9 @@ from tests.distributed.cases import (
     zero_backbone,
 )
 from tests.distributed.equality import JobFailed, assert_equal
+from tests.distributed.equality_table import fewest, shown_by
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_loss_means import CrossEntropies, entropy_batch, part
-from tests.pairs import covering, pairs
 from torch import Tensor, fx
 from torch import distributed as dist
 
@@ -64,13 +64,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    covering(
-        CASES, lambda c: pairs(c.model, c.strategy, c.optimizer, c.speeds, c.extra[0], c.extra[1:])
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("case", fewest(CASES, shown_by("test_accumulation")), ids=str)
 def test_micro_batches_are_one_batch(run: Run, case: Case) -> None:
     pieces, rest = case.extra[:1], case.extra[1:]
     rest = tuple(x for x in rest if not x.startswith("strategy."))
@@ -82,7 +76,14 @@ def test_micro_batches_are_one_batch(run: Run, case: Case) -> None:
     assert_equal(found, run(Case(case.model, "single", 1, case.optimizer, (), rest)), TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "hybrid_split_dp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("dp", marks=pytest.mark.full),
+        pytest.param("zero1", marks=pytest.mark.full),
+        "hybrid_split_dp",
+    ],
+)
 def test_bf16_in_micro_batches(run: Run, strategy: str) -> None:
     """To what rounding to 8 bits allows, over 5 steps."""
     extra = ("train.precision=bf16",)
@@ -160,7 +161,10 @@ def pieces_of_two_ranks(sizes: list[list[int]]) -> tuple[float, dict[str, Tensor
     return float(loss), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [[[2, 2], [2, 2]], [[1, 3, 1], [2, 1, 1]]])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param([[2, 2], [2, 2]], marks=pytest.mark.full), [[1, 3, 1], [2, 1, 1]]],
+)
 def test_two_losses_with_different_targets_in_every_micro_batch(sizes: list[list[int]]) -> None:
     torch.manual_seed(0)
     model = CrossEntropies(torch.float64)

@@ -51,12 +51,14 @@ CAUSAL, MASKED = (False, True), (True, False)
     ("architecture", "config", "fields", "expected"),
     [
         ("LlamaForCausalLM", TINY, (IDS, LABELS), CAUSAL),
-        ("Qwen3ForCausalLM", TINY, (IDS, LABELS), CAUSAL),
+        pytest.param(*("Qwen3ForCausalLM", TINY, (IDS, LABELS), CAUSAL), marks=pytest.mark.full),
         ("GPT2LMHeadModel", GPT2, (IDS, LABELS), CAUSAL),
         ("MistralForCausalLM", {**TINY, "sliding_window": 64}, (IDS, LABELS), CAUSAL),
         ("MistralForCausalLM", {**TINY, "sliding_window": 5}, (IDS, LABELS), MASKED),
         ("LlamaForCausalLM", TINY, (IDS, LABELS, MASK), MASKED),
-        ("BertForMaskedLM", BERT, (IDS, LABELS, MASK), MASKED),
+        pytest.param(
+            *("BertForMaskedLM", BERT, (IDS, LABELS, MASK), MASKED), marks=pytest.mark.full
+        ),
     ],
 )
 def test_only_a_mask_that_is_the_triangle_is_left_out(

@@ -4,12 +4,13 @@ The plain loop gives torch the model's logits as they are. Labels are left out i
 differ from sample to sample.
 """
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.distributed.equality import JobFailed, Jobs, save
-from tests.pairs import IS_FULL
+from tests.pairs import covering
 
 BATCH, SAMPLES = 6, 12
 UNLIKE = (
@@ -36,12 +37,11 @@ SHAPES: dict[str, tuple[int, tuple[int, ...], tuple[str, ...]]] = {
     "all the same": (4, (4, 4), ()),
 }
 EVERYWHERE = "as many classes as the width"
-CASES = [
-    (shape, strategy)
-    for shape in SHAPES
-    for strategy in STRATEGIES
-    if IS_FULL or shape == EVERYWHERE or strategy == "dp"
-]
+# Where classes are as many as columns, a head that is split and stages, too; all shapes in turn.
+CASES = covering(
+    list(product(SHAPES, STRATEGIES)),
+    lambda row: {row[0], row[1], *({row} & {(EVERYWHERE, "hybrid"), (EVERYWHERE, "pipeline")})},
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tests.distributed.jobs import COMMAND, job_in
+from tests.pairs import some
 from torch import nn
 
 from whale_train.models.build import build_model
@@ -141,13 +142,14 @@ def test_every_plan_trains_the_same_model(tmp_path_factory: pytest.TempPathFacto
     """gpt under each, and its first loss is that of a model of no use yet."""
     small = [word for word in COMMAND if not word.startswith(("strategy", "hardware.devices"))]
     found = []
-    for plan in (*PLANS, IN_16_BITS):
+    plans = some(PLANS, [PLANS[0], PLANS[-1]])
+    for plan in (*plans, IN_16_BITS):
         with job_in(tmp_path_factory.mktemp("plan")) as job:
             job.start(*small, "model.init=sharded", "train.steps=3", *plan)
             assert job.wait() == [0], job.said("err")
             found.append(np.array(job.losses()))
     assert 5.0 < found[0][0] < 6.5  # log(256) = 5.5
-    for plan, each in zip(PLANS, found, strict=False):
+    for plan, each in zip(plans, found, strict=False):
         np.testing.assert_allclose(each, found[0], rtol=2e-5, err_msg=str(plan))
     np.testing.assert_allclose(found[-1], found[0], rtol=5e-3)
 

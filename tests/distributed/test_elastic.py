@@ -1,6 +1,8 @@
 """`whale-train` whose ranks torchrun started, or srun: one job, and its end is everybody's.
 
 There need be no Slurm: two processes are given the variables that srun (22.05) gives its tasks.
+Not every run of the tests starts all of them: test_on_slurm has a real srun and compares losses,
+test_hosts_apart names what ended, and test_over_ssh saves what was interrupted.
 """
 
 import json
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.jobs import COMMAND, Job
-from tests.pairs import IS_FULL
 
 from whale_train.launcher.ranks.rank_env import PORTS
 from whale_train.machine.hosts import Seen, joined
@@ -73,6 +74,7 @@ def free_job_id() -> int:
 STARTERS = {"torchrun": start_torchrun, "srun": start_srun}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("starter", STARTERS)
 def test_trains_as_the_local_launcher_does(
     starter: str, job: Job, local_metrics: list[dict[str, float]]
@@ -100,11 +102,12 @@ def test_trains_as_the_local_launcher_does(
             "error: WORLD_SIZE=2 ranks were started, and the plan for hardware=cpu has 3; "
             "start 3, or use hardware=cpu hardware.devices=2",
         ),
-        (
+        pytest.param(
             "torchrun",
             ["-m", "seed=1,2"],
             "error: -m starts several jobs, and the ranks were started from outside for one; "
             "run the sweep outside, one launch a job",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -134,7 +137,8 @@ def __getattr__(name):
 """
 
 
-@pytest.mark.parametrize("starter", STARTERS if IS_FULL else ["torchrun"])
+@pytest.mark.full
+@pytest.mark.parametrize("starter", STARTERS)
 def test_what_hosts_have_is_known_before_a_plan(
     starter: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +158,7 @@ def test_what_hosts_have_is_known_before_a_plan(
     job.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_the_others_and_is_named(job: Job) -> None:
     start_srun(job, *ENDLESS)
     job.wait_for_step(3)
@@ -169,7 +174,13 @@ def test_a_killed_rank_ends_the_others_and_is_named(job: Job) -> None:
     job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("blow", ["a rank is killed", "Ctrl-C", "torchrun is killed"])
+@pytest.mark.parametrize(
+    "blow",
+    [
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("a rank is killed", "Ctrl-C")),
+        "torchrun is killed",
+    ],
+)
 def test_torchrun_leaves_nothing(blow: str, job: Job) -> None:
     """Also where nobody is left to end them, and they wait in a collective for one that is stopped,
     which gets no signal it could handle."""
@@ -187,7 +198,8 @@ def test_torchrun_leaves_nothing(blow: str, job: Job) -> None:
     job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("starter", STARTERS if IS_FULL else ["srun"])
+@pytest.mark.full
+@pytest.mark.parametrize("starter", STARTERS)
 def test_ranks_told_to_end_save_first_and_go_on(starter: str, job: Job) -> None:
     """As a queue does it: SIGTERM to every process that was started, and the same command again."""
     same = ("checkpoint.every=1000000", "train.resume=auto", "hydra.run.dir=runs/a/b")
@@ -230,7 +242,7 @@ def agent(number: int, job: Job, port: int) -> subprocess.Popen[str]:
 GOES_ON = ("checkpoint.every=5", "checkpoint.keep=3", "train.resume=auto", "hydra.run.dir=runs/a/b")
 
 
-@pytest.mark.skipif(not IS_FULL, reason="two minutes: of the full run")
+@pytest.mark.full
 def test_a_host_that_dies_and_comes_back(job: Job) -> None:
     """4 ranks, 2 and 4 again: the losses of a run that was never stopped."""
     with socket.socket() as probe:

@@ -9,7 +9,7 @@ from tests.distributed.equality import Computed, Jobs, assert_equal
 from tests.distributed.fifo import run_fifo_job
 from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import MODELS, pipeline, write_arrays
-from tests.pairs import IS_FULL
+from tests.pairs import some
 
 ONE, TWO = "{stage: {}}", "{split: {degree: 2}}"
 # Of 8 samples three micro-batches have 3, 3 and 2, five 2, 2, 2, 1 and 1.
@@ -18,17 +18,14 @@ CASES = {
     "widths_2_1_1": (4, pipeline(f"[{{replicate: {{degree: 2}}}}, {ONE}, {ONE}]", "gpipe", 5)),
     "split_2_1": (3, pipeline(f"[{TWO}, {ONE}]", "zero_bubble", 3)),
     "several_values": (4, pipeline(4, "1f1b", 5)),
+    "gpipe": (4, pipeline(4, "gpipe", 5)),
+    "zero_bubble": (3, pipeline(3, "zero_bubble", 5)),
+    "widths_1_2": (3, pipeline(f"[{ONE}, {{replicate: {{degree: 2}}}}]", "1f1b", 5)),
+    "copies": (4, f"{{replicate: {{of: {pipeline(2, '1f1b', 3)}}}}}"),
 }
-if IS_FULL:
-    CASES |= {
-        "gpipe": (4, pipeline(4, "gpipe", 5)),
-        "zero_bubble": (3, pipeline(3, "zero_bubble", 5)),
-        "widths_1_2": (3, pipeline(f"[{ONE}, {{replicate: {{degree: 2}}}}]", "1f1b", 5)),
-        "copies": (4, f"{{replicate: {{of: {pipeline(2, '1f1b', 3)}}}}}"),
-    }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, ["interleaved_1f1b", "several_values"]))
 def test_equals_one_device(name: str, jobs: Jobs, served: Served, tmp_path: Path) -> None:
     write_arrays(tmp_path)
     model = "t5" if name == "several_values" else "gpt"

@@ -161,7 +161,11 @@ def test_the_same_data_elsewhere_goes_on(sides: Sides, data: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("a value", "has seen a part of other data (its samples are others); use the data as it"),
+        pytest.param(
+            "a value",
+            "has seen a part of other data (its samples are others); use the data as it",
+            marks=pytest.mark.full,
+        ),
         ("the order", "has seen a part of other data (its samples are others); use the data as it"),
         ("a row more", "has seen a part of 64 samples, and the data has 65; use the data as it"),
     ],

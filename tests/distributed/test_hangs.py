@@ -13,7 +13,7 @@ import numpy
 import pytest
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_faults import command, processes_of, wait_for_steps
-from tests.pairs import IS_FULL
+from tests.pairs import some
 
 from whale_train.launcher.ranks.host_process import RunFailure, describe_failure
 from whale_train.runtime.cpu import shm_collectives
@@ -102,7 +102,7 @@ HANGS: dict[str, tuple[list[str], int, int, tuple[int, ...], list[str], str]] = 
 
 
 # The nested one waits as copies and as stages do.
-@pytest.mark.parametrize("name", HANGS if IS_FULL else ["split", "nested"])
+@pytest.mark.parametrize("name", some(HANGS, ["nested"]))
 def test_a_hanging_rank_is_named(tmp_path: Path, name: str) -> None:
     overrides, ranks, hangs, waits, group, path = HANGS[name]
     (tmp_path / "hanging.py").write_text(HANGING)

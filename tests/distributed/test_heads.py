@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.distributed.equality import Jobs, assert_equal, save
 from tests.distributed.head_models import TOKENS
-from tests.pairs import covering
+from tests.pairs import some
 
 MODELS = ("Tied", "Centred", "Late", "Tempered", "Squares", "Alone")
 UNLIKE = (
@@ -55,10 +55,16 @@ NOT = {
     *(("Late", kept) for kept in ("copies of a stage",)),
     *(("Alone", kept) for kept in ("copies of a stage", "other modules")),
 }
-CASES = [(model, kept) for model in MODELS for kept in KEPT if (model, kept) not in NOT]
+# In a run of some of the tests: a head whose weight is read elsewhere too, one whose weight is a
+# part of the loss, and a loss that has all classes of a row at once, under unlike shares.
+SOME = {("Late", "two copies"), ("Tempered", "accumulated"), ("Squares", "unlike")}
+CASES = some(
+    [(model, kept) for model in MODELS for kept in KEPT if (model, kept) not in NOT],
+    SOME,
+)
 
 
-@pytest.mark.parametrize(("model", "kept"), covering(CASES, lambda row: row))
+@pytest.mark.parametrize(("model", "kept"), CASES)
 def test_it_is_the_same(model: str, kept: str, path: Path, jobs: Jobs) -> None:
     common = [
         *(f"model._target_=head_models.{model}", "data=arrays", f"data.path='{path}'"),

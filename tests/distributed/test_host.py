@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.host_program import program
+from tests.pairs import some
 
 from whale_train.launcher.ranks.host_process import HostProcess, RunFailure
 from whale_train.launcher.ranks.run_dir import create_run_dir
@@ -170,7 +171,7 @@ def test_a_killed_host_takes_its_ranks_along(run_dir: Path, start: Start) -> Non
     assert outcome.failure == RunFailure(None, "signal", "logs/host.log", signal="SIGKILL")
 
 
-@pytest.mark.parametrize("entry", ["loop_forever", "ignore_sigterm"])
+@pytest.mark.parametrize("entry", some(["loop_forever", "ignore_sigterm"], ["ignore_sigterm"]))
 def test_sigterm_to_the_host_ends_all(run_dir: Path, start: Start, entry: str) -> None:
     host = start(entry, 3)
     ranks = pids(run_dir, 3)
@@ -207,7 +208,7 @@ def test_a_host_can_be_stopped_before_it_is_ready(run_dir: Path) -> None:
     assert list((run_dir / "logs").glob("rank_*")) == []
 
 
-@pytest.mark.parametrize("entry", ["loop_forever", "ignore_sigterm"])
+@pytest.mark.parametrize("entry", some(["loop_forever", "ignore_sigterm"], ["ignore_sigterm"]))
 def test_a_killed_parent_leaves_nothing(run_dir: Path, entry: str) -> None:
     parent = subprocess.Popen([*program(entry, 2, "parent"), "--run-dir", str(run_dir)])
     try:

@@ -1,4 +1,8 @@
-"""Two hosts that share no files, joined by a slow link, and a node of the inventory on each."""
+"""Two hosts that share no files, joined by a slow link, and a node of the inventory on each.
+
+Not every run of the tests has all of them: test_on_slurm and test_over_ssh show between such hosts
+that losses are those of one host, and that what all hold is saved.
+"""
 
 import json
 import re
@@ -10,7 +14,6 @@ import pytest
 import yaml
 from tests.distributed.apart import HostApart, can_be_apart
 from tests.distributed.jobs import COMMAND, MIXED, Job, losses_alone
-from tests.pairs import IS_FULL
 
 from whale_train.checkpoints.checkpoint_files import check, checkpoints_in
 
@@ -54,6 +57,7 @@ def start(
         first += count
 
 
+@pytest.mark.full
 def test_nothing_but_the_network_is_shared(job: Job, hosts: list[HostApart]) -> None:
     """Checkpoints and weights come to rank 0, and go back to the other host."""
     run = ("hydra.run.dir=runs/a/b", "checkpoint.every=2", "train.trace=true")
@@ -83,6 +87,7 @@ def test_nothing_but_the_network_is_shared(job: Job, hosts: list[HostApart]) -> 
     assert job.losses() == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.full
 def test_a_plan_over_hosts_is_verified(job: Job, hosts: list[HostApart]) -> None:
     """What its ranks hold comes to rank 0, which compares with one process of its own host."""
     start(job, hosts, (2, 1), "strategy=zero3", "mode=verify", "train.steps=4")
@@ -95,7 +100,7 @@ def test_a_plan_over_hosts_is_verified(job: Job, hosts: list[HostApart]) -> None
     job.assert_nothing_left()
 
 
-@pytest.mark.skipif(not IS_FULL, reason="a minute and more: of the full run")
+@pytest.mark.full
 def test_what_joins_hosts_is_measured(job: Job, hosts: list[HostApart]) -> None:
     """And the devices of each, in files of the user's on rank 0's host."""
     kept = {"WHALE_TRAIN_CALIBRATIONS": str(job.folder / "kept")}
@@ -122,6 +127,7 @@ def test_a_host_that_ends_is_named(job: Job, hosts: list[HostApart]) -> None:
     job.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_what_a_host_lacks_is_said_of_it(job: Job, hosts: list[HostApart]) -> None:
     """By whoever waits for its ranks, long before that wait (launcher.timeout_s) would be over."""
     (job.folder / "text.txt").write_text("what only the first host has. " * 1000)
@@ -134,7 +140,7 @@ def test_what_a_host_lacks_is_said_of_it(job: Job, hosts: list[HostApart]) -> No
     job.assert_nothing_left()
 
 
-@pytest.mark.skipif(not IS_FULL, reason="sixteen processes, two minutes: of the full run")
+@pytest.mark.full
 def test_the_mix_of_eight_and_eight(job: Job, hosts: list[HostApart]) -> None:
     """As torchrun starts it: `whale-train strategy=hybrid_split_dp hardware=v100_p100_mix`."""
     where = ("--nnodes=2", "--nproc-per-node=8", "--rdzv-id=mix", "--rdzv-backend=c10d")

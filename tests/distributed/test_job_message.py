@@ -86,14 +86,18 @@ def test_a_file_that_changed_is_named(tmp_path: Path) -> None:
     ("told", "said"),
     [
         # Who was first at the store, without the key: by a guess, and by copying its keys' names.
-        ("before rank 0", "has another key than rank 1"),
+        pytest.param("before rank 0", "has another key than rank 1", marks=pytest.mark.full),
         (
             "at the right name",
             "of rank 0 was not signed by a rank of this job, and is not believed",
         ),
         # Rank 0, whose file system shows something else here.
         ("other files", "request.json is not on host1 what rank 0 sent rank 1"),
-        ("no such folder", "run cannot be made a run directory on host host1 (Not a directory)"),
+        pytest.param(
+            "no such folder",
+            "run cannot be made a run directory on host host1 (Not a directory)",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_rank_runs_what_its_rank_0_sent_or_nothing(told: str, said: str, tmp_path: Path) -> None:

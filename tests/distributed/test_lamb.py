@@ -15,6 +15,7 @@ from tests.distributed.cases import (
     zero_backbone,
 )
 from tests.distributed.equality import JobFailed, assert_equal
+from tests.distributed.equality_table import fewest, shown_by
 from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch import nn
@@ -121,7 +122,15 @@ def sharded(rows: list[tuple[int, int]]) -> tuple[list[list[float]], list[float]
     return matrices, parameters[2].detach().tolist(), calls[0]
 
 
-@pytest.mark.parametrize("rows", [[(0, 3), (3, 6)], [(0, 5), (5, 6)], [(0, 6), (6, 6)]])
+# Of unlike sizes, and with a rank that has nothing.
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([(0, 3), (3, 6)], marks=pytest.mark.full),
+        [(0, 5), (5, 6)],
+        [(0, 6), (6, 6)],
+    ],
+)
 def test_shards_have_the_trust_ratio_of_the_whole(rows: list[tuple[int, int]]) -> None:
     results = run_ranks(sharded, 2, rows)
     for number, shape in enumerate([(6, 4), (6, 3)]):
@@ -162,7 +171,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", fewest(CASES, shown_by("test_lamb")), ids=str)
 def test_every_plan_is_one_device(run: Run, case: Case) -> None:
     extra = tuple(x for x in case.extra if not x.startswith("strategy."))
     single = Case(case.model, "single", 1, "lamb", (), extra)
@@ -179,8 +188,8 @@ def test_a_trust_ratio_of_each_shard_alone_would_be_seen(run: Run) -> None:
 @pytest.mark.parametrize(
     ("strategy", "extra", "key"),
     [
-        ("zero1", (), "strategy.graph.replicate.zero=1"),
-        ("zero3", (), "strategy.graph.replicate.zero=3"),
+        pytest.param("zero1", (), "strategy.graph.replicate.zero=1", marks=pytest.mark.full),
+        pytest.param("zero3", (), "strategy.graph.replicate.zero=3", marks=pytest.mark.full),
         ("zero2_offload", (), "strategy.graph.replicate.zero=2"),
         ("hybrid_split_dp", zero_backbone(1), "strategy.graph[0].replicate.zero=1"),
     ],

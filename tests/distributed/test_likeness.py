@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.distributed.test_folding import HUGGING_FACE_MODELS, TOKENS
+from tests.pairs import some
 from tests.unit.plan_requests import mixed, strategy_of, training
 
 from whale_train.errors import PlanError
@@ -39,7 +40,10 @@ def planned(strategy: Strategy, findings: ModelAnalysis, asked: Training) -> Any
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*((name, "fp32") for name in HUGGING_FACE_MODELS), ("LlamaForCausalLM", "fp16")],
+    some(
+        [*((name, "fp32") for name in HUGGING_FACE_MODELS), ("LlamaForCausalLM", "fp16")],
+        [("T5ForConditionalGeneration", "fp32"), ("LlamaForCausalLM", "fp16")],
+    ),
 )
 def test_plans_are_those_of_a_planner_that_finds_no_two_slices_alike(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch

@@ -115,7 +115,7 @@ def test_exported_on_meta_for_any_batch(name: str) -> None:
         assert program(**on_meta(batch_of(samples))).shape == ()
 
 
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_exported_loss_and_gradients_are_the_models(name: str, samples: int) -> None:
     options, batch_of = REFERENCE[name]

@@ -11,7 +11,6 @@ from tests.distributed.apart import HostApart, can_be_apart, hosts_apart
 from tests.distributed.jobs import MIXED, Job, losses_alone, losses_in
 from tests.distributed.slurm import has_slurm, slurm_on
 from tests.distributed.test_hosts_apart import SMALL
-from tests.pairs import IS_FULL
 
 pytestmark = [
     pytest.mark.skipif(not can_be_apart(), reason="needs root, to make namespaces"),
@@ -64,7 +63,7 @@ def test_ranks_of_srun_on_hosts_that_share_no_files(
     assert found == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.skipif(not IS_FULL, reason="sixteen processes, two minutes: of the full run")
+@pytest.mark.full
 def test_the_mix_of_eight_and_eight(
     job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
 ) -> None:
@@ -77,6 +76,7 @@ def test_the_mix_of_eight_and_eight(
     assert found == pytest.approx(losses_alone(job, *MIXED), rel=2e-5)
 
 
+@pytest.mark.full
 def test_a_sweep_is_a_job_array(job: Job, hosts: list[HostApart], slurm: Mapping[str, str]) -> None:
     sweep = ("launcher=slurm", "-m", "seed=0,1,nothing", "train.steps=4", "hydra.sweep.dir=runs")
     start(job, hosts, slurm, *sweep, "launcher.sbatch={mem: 500, time: 20}")
@@ -111,7 +111,7 @@ def test_what_slurm_does_not_take_is_refused(
     )
 
 
-@pytest.mark.skipif(not IS_FULL, reason="a minute, as Slurm lets jobs wait: of the full run")
+@pytest.mark.full
 def test_a_job_that_is_taken_off_its_nodes_goes_on(
     job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
 ) -> None:

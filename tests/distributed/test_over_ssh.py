@@ -1,4 +1,8 @@
-"""`launcher=ssh`, between hosts with a real sshd each that share no files."""
+"""`launcher=ssh`, between hosts with a real sshd each that share no files.
+
+Not every run of the tests has all of them: that losses are those of one host is shown between such
+hosts by test_on_slurm, too.
+"""
 
 import os
 import signal
@@ -14,7 +18,6 @@ from tests.distributed.apart import HostApart, can_be_apart
 from tests.distributed.jobs import MIXED, Job, losses_alone, losses_in
 from tests.distributed.sshd import SSHD, sshd_on
 from tests.distributed.test_hosts_apart import MIX, SMALL
-from tests.pairs import IS_FULL
 
 from whale_train.checkpoints.checkpoint_files import checkpoints_in
 
@@ -45,6 +48,7 @@ def left_on(host: HostApart) -> str:
     return found.stdout
 
 
+@pytest.mark.full
 def test_ranks_are_started_on_hosts(job: Job, hosts: list[HostApart], path: str) -> None:
     """From the first of them, by a sweep: the same losses as on one host."""
     sweep = ("-m", "seed=0", "hydra.sweep.dir=runs/a")
@@ -57,7 +61,7 @@ def test_ranks_are_started_on_hosts(job: Job, hosts: list[HostApart], path: str)
     assert [left_on(host) for host in hosts] == ["", ""]
 
 
-@pytest.mark.skipif(not IS_FULL, reason="sixteen processes, two minutes: of the full run")
+@pytest.mark.full
 def test_the_mix_of_eight_and_eight(job: Job, hosts: list[HostApart], path: str) -> None:
     job.start(*MIXED, *OVER_SSH, environment={"PATH": path}, inside=hosts[0].command())
     assert job.wait(600.0) == [0], job.said("err")
@@ -108,6 +112,7 @@ def test_ctrl_c_saves_on_all_hosts(job: Job, hosts: list[HostApart], path: str) 
     assert [left_on(host) for host in hosts] == ["", ""]
 
 
+@pytest.mark.full
 def test_hosts_are_left_alone_when_the_command_is_killed(
     job: Job, hosts: list[HostApart], path: str
 ) -> None:

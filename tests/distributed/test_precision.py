@@ -18,7 +18,9 @@ from tests.distributed.cases import (
     zero_backbone,
 )
 from tests.distributed.equality import Computed, JobFailed, Jobs, assert_equal, save
+from tests.distributed.equality_table import fewest, shown_by
 from tests.distributed.harness import run_ranks
+from tests.pairs import covering
 from torch import distributed as dist
 from torch import nn
 
@@ -109,7 +111,7 @@ def alone(case: Case, *extra: str) -> Case:
     return Case(case.model, "single", 1, case.optimizer, (), (*extra, *kept))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", fewest(CASES, shown_by("test_precision")), ids=str)
 def test_every_plan_is_one_device(run: Fp16Run, case: Case) -> None:
     found, single, fp32 = run(case), run(alone(case, *FP16)), run(alone(case))
     assert [line["loss_scale"] for line in found.lines] == [2.0**15] * len(single.losses)
@@ -119,7 +121,10 @@ def test_every_plan_is_one_device(run: Fp16Run, case: Case) -> None:
         assert_equal(found, fp32, 2e-6)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "hybrid_split_dp"])
+@pytest.mark.parametrize(
+    "strategy",
+    covering(["dp", "zero2", "hybrid_split_dp"], lambda strategy: {strategy} & {"zero2"}),
+)
 def test_batch_norm(run: Fp16Run, strategy: str) -> None:
     """Of one step: its rounding is a part of every channel's mean, and grows."""
     case = Case("image_classifier", strategy, 2, "sgd", (), (*FP16, "train.steps=1"))
@@ -137,7 +142,11 @@ def test_only_fp16_has_a_loss_scale(run: Fp16Run) -> None:
 HUGE = (*FP16, "train.loss_scale=33554432", "train.steps=10")  # 2^25
 
 
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+# Where copies divide the gradients, and the host has the optimizer.
+@pytest.mark.parametrize(
+    "strategy",
+    covering(["single", *STRATEGIES], lambda strategy: {strategy} & {"zero2_offload"}),
+)
 def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, strategy: str) -> None:
     """A step skipped is a step of no training: what follows is what a run begun with the scale
     that holds computes, from the batch that is next."""
@@ -186,7 +195,9 @@ def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, stra
             np.testing.assert_allclose(copy, wanted[path][0], rtol=2e-2, atol=2e-3, err_msg=path)
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero2"])
+@pytest.mark.parametrize(
+    "strategy", covering(["single", "zero2"], lambda strategy: {strategy} & {"zero2"})
+)
 def test_the_schedule_waits_for_the_scale(run: Fp16Run, strategy: str) -> None:
     devices = 1 if strategy == "single" else 2
     linear = (*HUGE, "optimizer.schedule=linear")
@@ -197,7 +208,10 @@ def test_the_schedule_waits_for_the_scale(run: Fp16Run, strategy: str) -> None:
     assert found.rates == pytest.approx([found.rates[0] * (1 - n / 9) for n in taken])
 
 
-@pytest.mark.parametrize("case", NESTED, ids=str)
+# Stages, and copies of each that divide its gradients.
+@pytest.mark.parametrize(
+    "case", covering(NESTED, lambda case: {case.strategy} & {"zero1_pipeline"}), ids=str
+)
 def test_stages_and_shards_skip_the_same_steps(run: Fp16Run, case: Case) -> None:
     """However the overflow is divided among them: a rank that did not would wait for ever."""
     spoilt = replace(case, extra=(*case.extra, "train.loss_scale=4294967296", "train.steps=4"))
@@ -210,7 +224,10 @@ def test_stages_and_shards_skip_the_same_steps(run: Fp16Run, case: Case) -> None
         assert all((copy == first.values[path][0]).all() for copy in copies), path
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# Where one rank has a part of a head, and another engine the rest of the model.
+@pytest.mark.parametrize(
+    "strategy", covering(STRATEGIES, lambda strategy: {strategy} & {"hybrid_split_dp"})
+)
 def test_what_one_rank_overflows_is_skipped_by_all(run: Fp16Run, strategy: str) -> None:
     data = f"data.path={run.folder / 'spoilt'}.npz"
     case = Case("own", strategy, 2, "sgd", UNEVEN, (*FP16, "train.steps=2", data))
@@ -255,8 +272,15 @@ def updated(clip: float, scale: float | None) -> tuple[float, list[float], list[
     return float(norm), module.weight.flatten().tolist(), seen
 
 
-@pytest.mark.parametrize("scale", [None, 1024.0])
-@pytest.mark.parametrize(("clip", "factor"), [(0.0, 1.0), (1.5, 0.5), (6.0, 1.0)])
+@pytest.mark.parametrize("scale", [pytest.param(None, marks=pytest.mark.full), 1024.0])
+@pytest.mark.parametrize(
+    ("clip", "factor"),
+    [
+        pytest.param(0.0, 1.0, marks=pytest.mark.full),
+        (1.5, 0.5),
+        pytest.param(6.0, 1.0, marks=pytest.mark.full),
+    ],
+)
 def test_scale_and_clip_in_one(scale: float | None, clip: float, factor: float) -> None:
     for norm, weights, seen in run_ranks(updated, 2, clip, scale):
         assert norm == pytest.approx(3.0)
@@ -290,7 +314,7 @@ def reduced_when(by_memory: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("by_memory", [False, True])
+@pytest.mark.parametrize("by_memory", [pytest.param(False, marks=pytest.mark.full), True])
 def test_accumulated_gradients_are_reduced_once_by_the_last_backward(by_memory: bool) -> None:
     first, second = run_ranks(reduced_when, 2, by_memory)
     # Their own, twice where averaging will halve it, then 2 x (1 + 2) on both.

@@ -40,8 +40,14 @@ def compared(name: str, *, one_copy: bool = False, loss_over: str | None = None)
 @pytest.mark.parametrize(
     "name",
     [
-        *("SeveralLosses", "PicksByLabel", "BagOfTokens", "GradientPenalty", "Normed", "Packed"),
-        *("Spectral", "CountsCalls", "CountsInPython", "Frozen", "ReversedGradient", "Spectrum"),
+        *("SeveralLosses", "PicksByLabel", "GradientPenalty", "Packed", "Spectral", "CountsCalls"),
+        *(
+            pytest.param(name, marks=pytest.mark.full)  # test_odd_models has them as well
+            for name in (
+                *("BagOfTokens", "Normed", "CountsInPython", "Frozen", "ReversedGradient"),
+                "Spectrum",
+            )
+        ),
     ],
 )
 def test_parts_that_make_up_their_batch(name: str) -> None:

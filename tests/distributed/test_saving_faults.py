@@ -41,7 +41,11 @@ def wait_for_saving(run_dir: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGKILL, "rank 1 (cpu_process, node 0, TaskGraph model) was killed by SIGKILL"),
+        pytest.param(
+            signal.SIGKILL,
+            "rank 1 (cpu_process, node 0, TaskGraph model) was killed by SIGKILL",
+            marks=pytest.mark.full,
+        ),
         (signal.SIGSTOP, "for rank 1, which did not arrive"),
     ],
 )

@@ -1,8 +1,11 @@
 """Gradients that are sparse are refused by name, wherever a model asks for them."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from tests.pairs import covering, once
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -62,15 +65,22 @@ def profile(how: str, branch: bool) -> ModelProfile:
     return profile_model(ModelOptions.from_mapping(given), "Model", FIELDS, lambda n: arrays)
 
 
-@pytest.mark.parametrize("branch", [False, True])
+REFUSED = (
+    ("embedding", "table", "aten.embedding.default", "sparse=False"),
+    ("bag", "bag", "aten._embedding_bag.default", "sparse=False"),
+    ("function", "embedding_1", "aten.embedding.default", "sparse=False"),
+    ("gather", "aten.gather.default", "aten.gather.default", "sparse_grad=False"),
+    ("under autocast", "mean_1", "aten.embedding.default", "sparse=False"),
+)
+
+
 @pytest.mark.parametrize(
-    ("how", "of_graph", "of_calls", "remedy"),
+    ("how", "of_graph", "of_calls", "remedy", "branch"),
     [
-        ("embedding", "table", "aten.embedding.default", "sparse=False"),
-        ("bag", "bag", "aten._embedding_bag.default", "sparse=False"),
-        ("function", "embedding_1", "aten.embedding.default", "sparse=False"),
-        ("gather", "aten.gather.default", "aten.gather.default", "sparse_grad=False"),
-        ("under autocast", "mean_1", "aten.embedding.default", "sparse=False"),
+        pytest.param(*row, branch, id="-".join((*row, str(branch))))
+        for row, branch in covering(
+            list(product(REFUSED, (False, True))), lambda case: once(case[0][0], case[1])
+        )
     ],
 )
 def test_sparse_gradients_are_refused(
@@ -84,7 +94,12 @@ def test_sparse_gradients_are_refused(
     )
 
 
-@pytest.mark.parametrize("branch", [False, True])
-@pytest.mark.parametrize("how", ["dense", "frozen", "without gradients"])
+@pytest.mark.parametrize(
+    ("how", "branch"),
+    covering(
+        list(product(("dense", "frozen", "without gradients"), (False, True))),
+        lambda case: once(*case),
+    ),
+)
 def test_tables_without_sparse_gradients_are_not(how: str, branch: bool) -> None:
     assert (profile(how, branch).graph is None) == branch

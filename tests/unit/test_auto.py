@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.pairs import covering, examples, once
 from tests.unit.operation_graphs import classifier, gpt
 from tests.unit.plan_requests import CONF, shipped, strategy_of, training
 from tests.unit.test_staged import check
@@ -103,7 +104,7 @@ SLOWLY = Link("slowly", 1e7, 1e-5)
 
 
 # The same requests every time: estimates choose what is simulated, and may err by more elsewhere.
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @example((model([1.0, 3e5]), replace(cluster([FAST], [SLOW]), network=SLOWLY), training(2)))
 @given(requests())
 def test_the_search_finds_about_what_trying_all_does(
@@ -210,7 +211,7 @@ def test_without_a_time_limit_the_answer_is_always_the_same() -> None:
     assert longer.considered.step.spans.seconds <= seconds
 
 
-@pytest.mark.parametrize("known", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("known", [1.0, 0.4, pytest.param(0.0, marks=pytest.mark.full)])
 def test_hosts_hold_what_the_search_offloads(known: float) -> None:
     """Each of two, whose memory is faster here than the devices', has room for so much of all."""
     devices, train = cluster([FAST] * 2, [SLOW] * 2), training(16)
@@ -313,9 +314,21 @@ def kernels(rate: float) -> dict[str, Kernel]:
     return dict.fromkeys(map(str, KernelKind), Kernel(roofline, roofline))
 
 
-@pytest.mark.parametrize("rates", [{1: 1e9, 2: 1.9e9}, {1: 1e9, 2: 0.9e9}, {1: 1e9}, {}])
-@pytest.mark.parametrize(("bandwidth_bytes_s", "busy"), [(1e6, 0.3), (1e7, 0.5), (1e10, 0.9)])
-@pytest.mark.parametrize("shares_memory", [False, True])
+# By processes' numbers of threads; a link's bytes a second and what is busy while it carries them.
+RATES: tuple[Mapping[int, float], ...] = ({1: 1e9, 2: 1.9e9}, {1: 1e9, 2: 0.9e9}, {1: 1e9}, {})
+LINKS = ((1e6, 0.3), (1e7, 0.5), (1e10, 0.9))
+ON_PROCESSES = covering(
+    list(product((False, True), LINKS, range(len(RATES)))), lambda row: once(*row)
+)
+
+
+@pytest.mark.parametrize(
+    ("rates", "bandwidth_bytes_s", "busy", "shares_memory"),
+    [
+        pytest.param(RATES[number], *link, shares, id=f"{shares}-{link[0]}-{link[1]}-rates{number}")
+        for shares, link, number in ON_PROCESSES
+    ],
+)
 def test_the_search_finds_what_trying_all_does_on_processes(
     rates: Mapping[int, float], bandwidth_bytes_s: float, busy: float, shares_memory: bool
 ) -> None:

@@ -186,7 +186,7 @@ def test_experts_in_several_copies_are_not_streamed(mixture: ModelProfile) -> No
     assert (experts.zero, experts.offload) == (1, {"optimizer": "cpu", "parameters": "none"})
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.full), 0.1])
 def test_a_bias_that_the_model_moves_is_its_own(rate: float) -> None:
     options = {
         "_target_": "whale_train.models.moe_gpt.MoEGPT",

@@ -48,7 +48,7 @@ def clusters(draw: st.DrawFn, least: int = 1) -> Sequence[Sequence[Device]]:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(clusters(least=2), st.sampled_from(PROFILES), st.sampled_from(NETWORKS), st.data())
 def test_the_order_of_nodes_does_not_matter(
     nodes: Sequence[Sequence[Device]], profile: ModelProfile, network: float, data: st.DataObject
@@ -64,7 +64,7 @@ def test_the_order_of_nodes_does_not_matter(
     assert one.written["graph"] == other.written["graph"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(clusters(least=2), st.sampled_from(PROFILES), st.sampled_from(NETWORKS))
 def test_more_devices_are_never_slower(
     nodes: Sequence[Sequence[Device]], profile: ModelProfile, network: float
@@ -80,7 +80,7 @@ def test_more_devices_are_never_slower(
         assert more <= fewer * 1.01
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(clusters(), st.sampled_from(PROFILES), st.sampled_from(NETWORKS))
 def test_what_is_written_resolves_to_what_was_found(
     nodes: Sequence[Sequence[Device]], profile: ModelProfile, network: float
