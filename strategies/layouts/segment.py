@@ -17,6 +17,7 @@ class Segment:
     assignment: the layouts over the TaskGraph's shard group; None where every rank simply has its
         own samples.
     sums: the sums over the batch, with their degrees, of which replicas exchange their parts.
+    changes: from an operation to the value that it changes in place.
     """
 
     task_graph: int
@@ -25,3 +26,4 @@ class Segment:
     gives: tuple[str, ...]
     assignment: Assignment | None
     sums: Mapping[str, int] = field(default_factory=dict)
+    changes: Mapping[str, str] = field(default_factory=dict)

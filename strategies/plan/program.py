@@ -67,6 +67,7 @@ class PlannedSegment:
     sums: by value that is a sum over the batch, to which every copy adds its part, its degree. The
         value of n samples is n^degree times the sum of the parts, each over its own samples'
         n_r^degree (0: a sum, -1: a mean).
+    changes: by operation that changes a value in place, that value.
     """
 
     task_graph: int
@@ -78,6 +79,7 @@ class PlannedSegment:
     becomes: Mapping[str, str]
     random: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
     sums: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
+    changes: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

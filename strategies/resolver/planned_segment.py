@@ -28,6 +28,7 @@ def planned_segment(segment: Segment) -> PlannedSegment:
         becomes=dict(typed.becomes) if typed else {},
         random=dict(typed.random) if typed else {},
         sums=dict(segment.sums),
+        changes=dict(segment.changes),
     )
 
 

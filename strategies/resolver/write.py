@@ -188,7 +188,8 @@ def _segment(job: PlanningContext, chunk: StageChunk) -> Segment:
     number, part = job.task_graphs[chunk.stage][0], chunk.slice
     assignment = chunk.sharded.assignment if chunk.sharded else None
     sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
-    return Segment(number, part.operations, part.takes, part.gives, assignment, sums)
+    changes = {name: job.graph[name].changes for name in part.operations if job.graph[name].changes}
+    return Segment(number, part.operations, part.takes, part.gives, assignment, sums, changes)
 
 
 def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> Iterator[TaskGraph]:

@@ -132,7 +132,8 @@ def write(
             **place,
         }
     )
-    written = planned_segment(Segment(0, region, (), (loss,), sharded.assignment))
+    changes = {op.name: op.changes for op in operations if op.changes}
+    written = planned_segment(Segment(0, region, (), (loss,), sharded.assignment, {}, changes))
     write_segment_graph(segment, written, graph, canonical, here, counts)
     if counts is None:
         segment.overlap_weight_gradients()
