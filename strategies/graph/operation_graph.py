@@ -176,6 +176,11 @@ class OperationGraph:
         return {operation.name: operation for operation in self.operations}
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """Return the number of every operation in the order they run, by its name."""
+        return {operation.name: place for place, operation in enumerate(self.operations)}
+
+    @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
         """Return, for each value, the names of the operations that read it, in order."""
         readers: dict[str, list[str]] = {operation.name: [] for operation in self.operations}

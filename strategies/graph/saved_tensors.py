@@ -14,12 +14,12 @@ from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     LOWERED,
     OWN,
-    WEIGHTS,
     Operation,
     OperationGraph,
     kind_of,
     value_bytes,
 )
+from whale_train.strategies.graph.rewrites import Rewrite
 
 
 def whole_value(name: str) -> float:
@@ -71,10 +71,10 @@ class View:
         parts."""
         return replace(self, part_of=cache(part_of), read_as=read_as, reads_as_one=reads_as_one)
 
-    def rewritten(self) -> "View":
-        """Return this view for ranks that rewrite the graph, which fuses the operations of
-        RMSNorms."""
-        return replace(self, joined=joined_norms(self.graph))
+    def rewritten(self, rewrites: Iterable[Rewrite]) -> "View":
+        """Return this view for ranks that run the operations of every rewrite as one."""
+        unmade = (name for rewrite in rewrites for name in rewrite.unmade)
+        return replace(self, joined=self.joined.union(unmade))
 
     def grouped(self) -> "View":
         """Return this view for GPUs, whose attention takes keys and values that queries share
@@ -145,22 +145,6 @@ def halves(graph: OperationGraph) -> frozenset[str]:
     return frozenset(names)
 
 
-def joined_norms(graph: OperationGraph) -> frozenset[str]:
-    """Return the values that a fused RMSNorm does not make: in every weight * (x * rsqrt(..)), the
-    product in brackets (`runtime/kernels/rms_norm.py`)."""
-    products: set[str] = set()
-    for operation in graph:
-        if operation.target == _TIMES and any(graph[x].target in WEIGHTS for x in operation.inputs):
-            normed = (graph[graph.memory_of[x]] for x in operation.inputs)
-            products |= {
-                factor.name
-                for factor in normed
-                if factor.target == _TIMES
-                and any(graph[x].target == "aten.rsqrt.default" for x in factor.inputs)
-            }
-    return frozenset(products)
-
-
 def repeated_keys(graph: OperationGraph) -> dict[str, str]:
     """Return the keys and values that attentions read repeated for the queries that share them,
     each with the value that it repeats."""
@@ -188,7 +172,6 @@ def _before_repeating(graph: OperationGraph, name: str) -> str | None:
     return name if len(before.shape) == 4 and same == [True, False, True, True] else None
 
 
-_TIMES = "aten.mul.Tensor"
 # Operations that autocast, or a careful model, runs in fp32.
 _WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _CAST = -3  # in keys of `kept`: the 16-bit copy that a product has made of a wider value

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.graph.rewrites import Rewrite, RewriteScope
 from whale_train.strategies.layouts.propagation import Assignment
 
 
@@ -17,7 +19,6 @@ class Segment:
     assignment: the layouts over the TaskGraph's shard group; None where every rank simply has its
         own samples.
     sums: the sums over the batch, with their degrees, of which replicas exchange their parts.
-    changes: from an operation to the value that it changes in place.
     """
 
     task_graph: int
@@ -26,4 +27,11 @@ class Segment:
     gives: tuple[str, ...]
     assignment: Assignment | None
     sums: Mapping[str, int] = field(default_factory=dict)
-    changes: Mapping[str, str] = field(default_factory=dict)
+
+    def rewrites(self, graph: OperationGraph) -> tuple[Rewrite, ...]:
+        """Return the rewrites of the operations, which are of `graph`."""
+        typed = self.assignment
+        between = typed.casts if typed else ()
+        casts = {(x.user, x.value): (x.kind, x.source, x.target) for x in between}
+        replaced = {*self.sums, *(typed.becomes if typed else ())}
+        return RewriteScope(graph, self.operations, self.gives, casts, replaced).rewrites()

@@ -52,6 +52,18 @@ class PlannedCast:
 
 
 @dataclass(frozen=True)
+class PlannedRewrite:
+    """Operations that run as one.
+
+    kind: what they compute, `rms_norm`.
+    operations: names of the operations, in the order they run.
+    """
+
+    kind: str
+    operations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PlannedSegment:
     """A part of the graph that one TaskGraph runs without interruption.
 
@@ -68,6 +80,7 @@ class PlannedSegment:
         value of n samples is n^degree times the sum of the parts, each over its own samples'
         n_r^degree (0: a sum, -1: a mean).
     changes: by operation that changes a value in place, that value.
+    rewrites: operations that run as one.
     """
 
     task_graph: int
@@ -80,6 +93,7 @@ class PlannedSegment:
     random: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
     sums: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
     changes: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
+    rewrites: tuple[PlannedRewrite, ...] = field(default=(), metadata=OMITTED)
 
 
 @dataclass(frozen=True)

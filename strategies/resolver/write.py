@@ -7,7 +7,6 @@ from typing import Any
 
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Shard
-from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.memory.engine_memory import narrow_frozen
 from whale_train.strategies.plan.plan import (
     Decision,
@@ -31,7 +30,12 @@ from whale_train.strategies.simulate.prediction import Simulated, simulated
 from whale_train.strategies.stage_memory.within_memory import MemoryBudget
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
+from whale_train.strategies.stages.placement import (
+    AxisIntervals,
+    PlanningContext,
+    StageChunk,
+    segment_of,
+)
 from whale_train.strategies.stages.step import StagedStep
 
 
@@ -127,7 +131,7 @@ def build_plan(
     )
     if job.as_is:
         return plan
-    segments = tuple(planned_segment(_segment(job, chunk)) for chunk in decided.chunks)
+    segments = tuple(planned_segment(job.graph, segment_of(job, chunk)) for chunk in decided.chunks)
     return replace(
         plan,
         rewrite=PlannedGraph(decided.axes, segments),
@@ -181,15 +185,6 @@ def _pipeline_copy(job: PlanningContext, decided: PlanDecisions, copy: int) -> P
         if batches.members
         else (),
     )
-
-
-def _segment(job: PlanningContext, chunk: StageChunk) -> Segment:
-    """Return a chunk as the segment of the graph that its stage runs."""
-    number, part = job.task_graphs[chunk.stage][0], chunk.slice
-    assignment = chunk.sharded.assignment if chunk.sharded else None
-    sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
-    changes = {name: job.graph[name].changes for name in part.operations if job.graph[name].changes}
-    return Segment(number, part.operations, part.takes, part.gives, assignment, sums, changes)
 
 
 def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> Iterator[TaskGraph]:

@@ -38,6 +38,7 @@ from whale_train.strategies.stages.placement import (
     AxisIntervals,
     PlanningContext,
     StageChunk,
+    segment_of,
 )
 
 
@@ -100,16 +101,12 @@ class MemberMemory:
         several = len(job.copies_of_rest[self._stage][0]) > 1
         return several and not (self._accumulates or job.zero or len(job.form.stages) > 1)
 
-    @cached_property
-    def _view(self) -> View:
-        """Return the sizes of the values as ranks run the model: as it is, or rewritten."""
-        findings = self._job.findings
-        view = findings.view
-        if not self._job.as_is:
-            view = findings.once("rewritten", view.rewritten)
-        if self._job.cluster.on_cpu:
-            return view
-        return findings.once(("grouped", self._job.as_is), view.grouped)
+    def _view(self, chunk: StageChunk) -> View:
+        """Return the sizes of the values as ranks run `chunk`: as it is, or rewritten."""
+        job, view = self._job, self._job.findings.view
+        if not job.cluster.on_cpu:
+            view = job.findings.once("grouped", view.grouped)
+        return view if job.as_is else view.rewritten(segment_of(job, chunk).rewrites(job.graph))
 
     def _passed(
         self,
@@ -133,7 +130,7 @@ class MemberMemory:
         gives = [name for name in part.gives if name in operations and job.graph[name].shape]
         in_place = named_in_place(job, chunk) if self._accumulates else ()
         run = profile_with_recompute if again else profile_forward_backward
-        view = self._view.held_by(
+        view = self._view(chunk).held_by(
             _part_of(chunk, axes, member, self._gathered),
             _read_as(chunk, axes, member, job.graph.trained, self._gathered),
             _reads_as_one(chunk, job.graph),
@@ -232,7 +229,7 @@ class MemberMemory:
         the values it takes, twice (their gradients as well), or the values it gives."""
         if not any(x.kind in (Kind.SEND, Kind.RECEIVE) for x in order):
             return 0.0
-        size = self._view.num_bytes
+        size = self._job.findings.view.num_bytes
         ends = ((chunk.slice.takes, chunk.slice.gives) for chunk in self._chunks.values())
         most = max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
         return most * self._gathered  # every member receives the values of all samples

@@ -18,6 +18,7 @@ from whale_train.strategies.grammar.normal_form import read_form
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.layouts.propagation import Shard
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.partition.output_head import Head
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.plan.training import Training
@@ -301,6 +302,14 @@ class PlanningContext:
             for position, ranks in enumerate(of_copy)
             for rank in ranks
         }
+
+
+def segment_of(job: PlanningContext, chunk: StageChunk) -> Segment:
+    """Return a chunk as the segment of the graph that its stage runs."""
+    number, part = job.task_graphs[chunk.stage][0], chunk.slice
+    assignment = chunk.sharded.assignment if chunk.sharded else None
+    sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
+    return Segment(number, part.operations, part.takes, part.gives, assignment, sums)
 
 
 def form_of(

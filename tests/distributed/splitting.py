@@ -132,8 +132,7 @@ def write(
             **place,
         }
     )
-    changes = {op.name: op.changes for op in operations if op.changes}
-    written = planned_segment(Segment(0, region, (), (loss,), sharded.assignment, {}, changes))
+    written = planned_segment(operations, Segment(0, region, (), (loss,), sharded.assignment))
     write_segment_graph(segment, written, graph, canonical, here, counts)
     if counts is None:
         segment.overlap_weight_gradients()
