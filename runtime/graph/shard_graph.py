@@ -65,8 +65,8 @@ def write_segment_graph(
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
     join_rms_norms(graph, writer.rewritten("rms_norm"))
     delay_combines(graph, writer.changing)
-    if place.device.type != "cpu":
-        group_keys(graph)
+    if place.device.type != "cpu":  # a CPU process that stands for a GPU has no such kernel
+        group_keys(graph, writer.rewritten("grouped_keys"))
     segment.set_graph(counts is None, graph, paths, inputs)
 
 

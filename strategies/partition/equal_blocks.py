@@ -116,7 +116,7 @@ class CanonicalSlices:
     def _of_values(self) -> Sequence[Collection[str]]:
         """Return sets of values. Operations are equal only if these sets agree on their values."""
         graph = self.graph
-        unmade = {name for x in RewriteScope.whole(graph).rewrites() for name in x.unmade}
+        unmade = {name for x in RewriteScope.whole(graph).rms_norms() for name in x.unmade}
         return (graph.trained, self.works.with_gradient, halves(graph), unmade)
 
     @cached_property

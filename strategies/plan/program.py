@@ -55,7 +55,7 @@ class PlannedCast:
 class PlannedRewrite:
     """Operations that run as one.
 
-    kind: what they compute, `rms_norm`.
+    kind: what they compute, `rms_norm` or `grouped_keys`.
     operations: names of the operations, in the order they run.
     """
 

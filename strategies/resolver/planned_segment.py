@@ -13,11 +13,11 @@ from whale_train.strategies.plan.program import (
 )
 
 
-def planned_segment(graph: OperationGraph, segment: Segment) -> PlannedSegment:
+def planned_segment(graph: OperationGraph, segment: Segment, on_cpu: bool) -> PlannedSegment:
     """Return one segment of `graph` as a plan holds it: the operations it runs, the values it takes
     and gives, the layouts of those that are sharded, and the casts, replacements and rewrites to
-    write into the graph."""
-    typed = segment.assignment
+    write into the graph. Its ranks are CPU processes (`on_cpu`) or have GPUs."""
+    typed, rewrites = segment.assignment, segment.rewrites(graph, on_cpu)
     values = {*segment.operations, *segment.takes}
     return PlannedSegment(
         task_graph=segment.task_graph,
@@ -34,7 +34,7 @@ def planned_segment(graph: OperationGraph, segment: Segment) -> PlannedSegment:
         random=dict(typed.random) if typed else {},
         sums=dict(segment.sums),
         changes={name: graph[name].changes for name in segment.operations if graph[name].changes},
-        rewrites=tuple(PlannedRewrite(x.kind, x.operations) for x in segment.rewrites(graph)),
+        rewrites=tuple(PlannedRewrite(x.kind, x.operations) for x in rewrites),
     )
 
 

@@ -131,7 +131,8 @@ def build_plan(
     )
     if job.as_is:
         return plan
-    segments = tuple(planned_segment(job.graph, segment_of(job, chunk)) for chunk in decided.chunks)
+    on_cpu, of_chunks = job.cluster.on_cpu, (segment_of(job, chunk) for chunk in decided.chunks)
+    segments = tuple(planned_segment(job.graph, segment, on_cpu) for segment in of_chunks)
     return replace(
         plan,
         rewrite=PlannedGraph(decided.axes, segments),

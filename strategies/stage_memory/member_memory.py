@@ -103,10 +103,11 @@ class MemberMemory:
 
     def _view(self, chunk: StageChunk) -> View:
         """Return the sizes of the values as ranks run `chunk`: as it is, or rewritten."""
-        job, view = self._job, self._job.findings.view
-        if not job.cluster.on_cpu:
-            view = job.findings.once("grouped", view.grouped)
-        return view if job.as_is else view.rewritten(segment_of(job, chunk).rewrites(job.graph))
+        job, view, on_cpu = self._job, self._job.findings.view, self._job.cluster.on_cpu
+        if not job.as_is:
+            return view.rewritten(segment_of(job, chunk).rewrites(job.graph, on_cpu))
+        # Models that run as they are repeat no keys on GPUs.
+        return view if on_cpu else view.rewritten(job.findings.grouped_keys)
 
     def _passed(
         self,

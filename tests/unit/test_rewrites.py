@@ -1,6 +1,8 @@
 """Which operations run as one: what stands between them, and who reads their values."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.unit.operation_graphs import Sketch
@@ -38,7 +40,7 @@ def norms(
     graph = llama_norm()
     names = operations or [operation.name for operation in graph]
     scope = RewriteScope(graph, names, gives, casts or {}, replaced)
-    return [rewrite.operations for rewrite in scope.rewrites()]
+    return [rewrite.operations for rewrite in scope.rms_norms()]
 
 
 def test_a_norm_is_its_seven_operations() -> None:
@@ -69,3 +71,54 @@ def test_what_others_read_or_replace_is_not_joined() -> None:
     assert norms(replaced=["mean"]) == []
     assert norms(NORM[1:]) == []
     assert norms(NORM[:-1]) == []
+
+
+KEYS = ("new", "wide", "merged")
+
+
+def shared_keys(times: int = 2, gqa: bool = False) -> OperationGraph:
+    """An attention of four heads, whose keys are its values and are of two."""
+    sketch = Sketch()
+    x = sketch.input("x", "B 4 3 8", "float32")
+    sketch.parameter("keys", "2 3 8")
+    sketch.call("of_sample", "expand.default", "keys", (1, 2, 3, 8), shape="1 2 3 8")
+    sketch.call("new", "unsqueeze.default", "of_sample", 2, shape="1 2 1 3 8")
+    sketch.call("wide", "expand.default", "new", (1, 2, times, 3, 8), shape=f"1 2 {times} 3 8")
+    sketch.call("merged", "reshape.default", "wide", (1, 4, 3, 8), shape="1 4 3 8")
+    sketch.call(
+        *("y", "scaled_dot_product_attention.default", x, "merged", "merged"),
+        shape="B 4 3 8",
+        kwargs={"enable_gqa": True} if gqa else {},
+    )
+    return sketch.graph(sketch.call("loss", "sum.default", "y", shape=""))
+
+
+def grouped(graph: OperationGraph, **between: Any) -> list[tuple[str, ...]]:
+    scope = replace(RewriteScope.whole(graph), **between)
+    return [rewrite.operations for rewrite in scope.grouped_keys()]
+
+
+def test_keys_that_are_repeated_for_queries() -> None:
+    graph = shared_keys()
+    (rewrite,) = RewriteScope.whole(graph).grouped_keys()
+    assert rewrite.operations == (*KEYS, *KEYS, "y")
+    assert set(rewrite.unmade) == {"merged"}
+    assert rewrite.repeated(graph) == {"merged": "of_sample"}
+    assert grouped(shared_keys(times=1)) == []
+    assert grouped(shared_keys(gqa=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("between", "is_grouped"),
+    [
+        ({"gives": ["merged"]}, True),
+        ({"casts": {("wide", "new"): "reduce"}}, True),  # a key that is put together late
+        ({"casts": {("merged", "wide"): "gather"}}, False),
+        ({"casts": {("y", "merged"): "gather"}}, False),
+        ({"cut": {"wide": 3}}, True),
+        ({"cut": {"wide": 1}}, False),  # by heads
+        ({"replaced": ["y"]}, False),  # it draws what all members draw
+    ],
+)
+def test_what_stands_between_keys_and_queries(between: Mapping[str, Any], is_grouped: bool) -> None:
+    assert bool(grouped(shared_keys(), **between)) == is_grouped
