@@ -170,6 +170,8 @@ class PlannedPipeline:
     edges: rows of (chunk, chunk, whether a gradient comes back).
     chunks: parts of the model that are run at once.
     shared: by parameter that several stages hold, their TaskGraphs, of which the first counts it.
+    one_backward: whether a step has one backward of all that a rank holds, in which
+        DistributedDataParallel sums gradients.
     """
 
     schedule: str
@@ -178,6 +180,7 @@ class PlannedPipeline:
     edges: tuple[tuple[int, int, bool], ...]
     chunks: tuple[PlannedChunk, ...]
     shared: Mapping[str, tuple[int, ...]]
+    one_backward: bool = field(default=False, metadata=OMITTED)
 
     @property
     def gradient_edges(self) -> dict[tuple[int, int], bool]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Shard
-from whale_train.strategies.memory.engine_memory import narrow_frozen
+from whale_train.strategies.memory.engine_memory import casts_last, narrow_frozen
 from whale_train.strategies.plan.plan import (
     Decision,
     MemoryEstimate,
@@ -168,6 +168,7 @@ def _pipeline(job: PlanningContext, decided: PlanDecisions) -> PlannedPipeline:
             path: tuple(job.task_graphs[stage][0] for stage in stages)
             for path, stages in decided.shared.items()
         },
+        one_backward=job.has_one_backward(decided.orders),
     )
 
 
@@ -377,6 +378,9 @@ def _rank(
     rest, *beside = job.task_graphs[stage]
     # What has nothing to train has nothing to partition.
     config = config if task_graphs[rest].zero else None
+    copy, position = job.place_of(rank)
+    zero = max(task_graphs[number].zero for number in job.task_graphs[stage])
+    has_casts = job.training.precision != "fp32" and len(samples) > 1 and not job.as_is
     return RankPlan(
         rank=rank,
         node=job.cluster.node_of[rank],
@@ -390,6 +394,8 @@ def _rank(
             **{str(n): of_experts if task_graphs[n].zero else None for n in beside},
         },
         samples=samples,
+        accumulates=job.accumulates(decided.orders[copy][position]),
+        keeps_casts=has_casts and casts_last(zero, stage in decided.recomputed),
     )
 
 

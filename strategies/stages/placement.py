@@ -22,6 +22,7 @@ from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.partition.output_head import Head
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.plan.training import Training
+from whale_train.strategies.schedule.instructions import Instruction, Kind
 from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.tensor_parallel.choose import Sharded
 
@@ -265,6 +266,27 @@ class PlanningContext:
                 self.form.stages, self.data_parallel, self.replicas, strict=True
             )
         ]
+
+    def has_one_backward(self, orders: Sequence[Sequence[Sequence[Instruction]]]) -> bool:
+        """Return whether DistributedDataParallel sums the gradients of copies in a backward.
+
+        It does where the model runs as it is, and where every position runs one backward of the
+        only chunk. `orders` are the instructions, by copy and position.
+        """
+        forwards = (
+            [x.chunk for x in order if x.kind is Kind.FORWARD]
+            for of_copy in orders
+            for order in of_copy
+        )
+        return self.as_is or all(chunks == [0] for chunks in forwards)
+
+    def accumulates(self, order: Sequence[Instruction]) -> bool:
+        """Return whether the gradients of weights are added in place or deferred by the rank that
+        runs `order`: where some chunk has several backwards, or one in two parts."""
+        chunks = {x.chunk for x in order}
+        several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
+        several = several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)
+        return several and not self.as_is
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the (copy, position) of a rank."""
