@@ -116,7 +116,7 @@ class RewriteScope:
         return times, (new.name, expanded.name, merged.name)
 
     def _made_by(self, reader: Operation, value: Argument, target: str) -> Operation | None:
-        """Return the operation that makes `value`, where it is one of `target` of the region and
+        """Return the operation that makes `value`, where it is one of `target` in the scope and
         `reader` reads its value as it is; None for any other."""
         if not isinstance(value, Ref) or self.graph[value.name].target != target:
             return None

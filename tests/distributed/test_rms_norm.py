@@ -119,8 +119,8 @@ def test_what_is_one(formula: Callable[[Tensor, Tensor], Tensor], joined: bool) 
         if "_assert_tensor_metadata" in str(node.target):
             graph.graph.erase_node(node)
     nodes = {node.name: node for node in graph.graph.nodes}
-    found = list(RewriteScope.whole(operation_graph(graph, {}, {}, {})).rms_norms())
-    assert [norm.kind for norm in found] == ["rms_norm"] * joined
-    join_rms_norms(graph, [[nodes[name] for name in norm.operations] for norm in found])
+    norms = list(RewriteScope.whole(operation_graph(graph, {}, {}, {})).rms_norms())
+    assert [norm.kind for norm in norms] == ["rms_norm"] * joined
+    join_rms_norms(graph, [[nodes[name] for name in norm.operations] for norm in norms])
     assert any(node.target is rms_norm for node in graph.graph.nodes) == joined
     torch.testing.assert_close(graph(x.clone()), expected)
