@@ -94,7 +94,7 @@ SHARED = frozenset((
     "grouped_mm", "index", "index_select", "item", "join", "kernel_of", "linear", "main",
     "matmul", "modules_of", "moved", "movedim", "narrow", "norm", "pad", "permute", "place_of",
     "repeat", "repeat_interleave", "reshape", "reverse", "select", "size_of", "squeeze",
-    "stack", "transpose", "unbind", "uncompiled", "whole", "written_value",
+    "stack", "transpose", "unbind", "uncompiled", "whole",
 ))  # fmt: skip
 
 

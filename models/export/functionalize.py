@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from whale_train.models.export.op_schemas import written_arguments
+
 _aten = torch.ops.aten
 _SAME_ELEMENTS = (  # views with the same elements in the same order
     *("view", "_unsafe_view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel"),
@@ -154,14 +156,7 @@ def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
     """
     if _runs_writes(module, node):
         yield from (x for x in node.all_input_nodes if _memory(x))
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            values = value if isinstance(value, list | tuple) else [value]
-            yield from (x for x in values if isinstance(x, fx.Node))
+    yield from written_arguments(node)
 
 
 def _runs_writes(module: fx.GraphModule, node: fx.Node) -> bool:

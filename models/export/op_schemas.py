@@ -1,14 +1,15 @@
 """Facts about a call in an exported graph, read from torch's schemas and tags.
 
-This file owns which calls draw random numbers, and which of their arguments `module.eval()`
-changes. There is no list of operations: torch marks what draws, and arguments of one name mean one
-thing throughout.
+This file owns which calls draw random numbers, which of their arguments they write into, and which
+`module.eval()` changes. There is no list of operations: torch marks what draws and what is written,
+and arguments of one name mean one thing throughout.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 # Arguments that modules of torch.nn give operations by their mode, with the values of evaluation.
 _IN_EVALUATION: dict[str, Any] = {
@@ -42,6 +43,34 @@ def in_evaluation(
         [changed.get(name, x) for name, x in zip(names, args, strict=False)],
         {name: changed.get(name, x) for name, x in kwargs.items()},
     )
+
+
+def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the values that a call itself writes into: in place, or as `out`."""
+    for _, given in _written(node):
+        values = given if isinstance(given, list | tuple) else [given]
+        yield from (x for x in values if isinstance(x, fx.Node))
+
+
+def changed_value(node: fx.Node) -> fx.Node | None:
+    """Return the value that a call writes into and whose new value it returns; None for none."""
+    schema = getattr(node.target, "_schema", None)
+    aliases = [result.alias_info for result in schema.returns[:1]] if schema is not None else []
+    returned = {name for alias in aliases if alias is not None for name in alias.before_set}
+    for names, given in _written(node):
+        if isinstance(given, fx.Node) and not returned.isdisjoint(names):
+            return given
+    return None
+
+
+def _written(node: fx.Node) -> Iterator[tuple[set[str], Any]]:
+    """Yield pairs for the arguments that a call writes into: the schema's names of their memory,
+    and what is given."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            yield argument.alias_info.before_set, given
 
 
 def by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from whale_train.models.export.export import EXPORT_BATCH, fetched, model_path, module_path, size_of
-from whale_train.models.export.op_schemas import draws
+from whale_train.models.export.op_schemas import changed_value, draws, written_arguments
 from whale_train.strategies.graph.operation_graph import (
     OWN,
     Argument,
@@ -34,7 +34,7 @@ def operation_graph(
     An operation that these do not name has no FLOPs, saves nothing and has memory of its own.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    changes, writes = _changes_in_place(module.graph), _buffers_written(module.graph)
+    writers, writes = _earlier_writers(module.graph), _buffers_written(module.graph)
     return OperationGraph(
         tuple(
             Operation(
@@ -49,9 +49,10 @@ def operation_graph(
                 flops=flops.get(node.name, 0.0) / EXPORT_BATCH,
                 saved=tuple((of, x / EXPORT_BATCH) for of, x in saved.get(node.name, {}).items()),
                 memory=memory.get(node.name, OWN),
-                after=changes.get(node.name, ()),
+                after=writers.get(node.name, ()),
                 random=_draws(node),
                 writes=writes.get(node.name, ()),
+                changes=_changed_name(node),
             )
             for node in module.graph.nodes
         )
@@ -133,7 +134,7 @@ def _draws(node: fx.Node) -> bool:
     return draws(node.target, node.args, node.kwargs)
 
 
-def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+def _earlier_writers(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     """Return the names of earlier nodes that wrote to memory that a node reads, by the node's name.
 
     Writers that the node reads by name are left out. An example is `x[1:] = y`, a copy into a view
@@ -152,6 +153,12 @@ def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
             for root in memory[value]:
                 writers.setdefault(root, []).append(node)
     return earlier_writers
+
+
+def _changed_name(node: fx.Node) -> str:
+    """Return the name of the value that a node changes in place and returns; '' for none."""
+    changed = changed_value(node)
+    return "" if changed is None else changed.name
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
@@ -178,13 +185,7 @@ def _given_to_write(node: fx.Node) -> list[fx.Node]:
     """
     if node.op != "call_function":
         return []
-    written_values = []
-    schema = getattr(node.target, "_schema", None)
-    for number, argument in enumerate(schema.arguments if schema is not None else ()):
-        given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and isinstance(given, fx.Node):
-            written_values.append(given)
+    written_values = list(written_arguments(node))
     for number, argument in enumerate(node.args):
         inner = _inner(argument) if isinstance(argument, fx.Node) else None
         if inner is None:

@@ -23,7 +23,7 @@ OWN_SOURCES = (  # sources that make a profile, and that write it down
     *sorted((_PACKAGE / "models").rglob("*.py")),
     *(
         _PACKAGE / "strategies" / "graph" / f"{name}.py"
-        for name in ("saved_tensors", "operation_graph", "profile_json")
+        for name in ("saved_tensors", "operation_graph", "profile_json", "rewrites")
     ),
     *(_PACKAGE / f"{name}.py" for name in ("__init__", "bounds", "errors", "other_trainers")),
     *(_PACKAGE / f"{name}.py" for name in ("checkpoints/safetensors_files", "validation")),

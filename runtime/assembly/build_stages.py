@@ -151,7 +151,7 @@ def assemble_stages(
             excess = engines[task_graphs[0].id].scale
         segments = Segments(owned)
         copies = _copies(plan, task_graph, tensors, seat)
-        once = runs and _has_one_backward(plan, segments, seat.rank)
+        once = runs and plan.pipeline.one_backward
         engines[task_graph.id] = make_engine(
             *(request, plan, task_graph, segments, copies, seat),
             overlap=once,
@@ -164,7 +164,7 @@ def assemble_stages(
     types = MessageTypes(route, ValueTypes(graph, route.crossing, plan.precision, seat.device))
     transport = Transport(seat.device, seat.channels, types)
     casting: Callable[[], AbstractContextManager[None]] = nullcontext
-    if _casts_once(plan, task_graphs, held, seat.rank):
+    if plan.ranks[seat.rank].keeps_casts:
         casting = partial(_casting_once, weight_gradients, seat.device)
     return PipelineModel(
         *(plan, route, chunks, loss, types, transport, counts, weight_gradients, shared_random),
@@ -203,7 +203,7 @@ class _Writer:
         self._counts, self._weight_gradients = counts, weight_gradients
         self._evaluation_scale = evaluation_scale
         self._compiler, self._streamed = compiler, streamed
-        self._several = plan.ranks[rank].micro_batches > 1
+        self._accumulates = plan.ranks[rank].accumulates
 
     def segment(
         self, described: PlannedChunk, places: Mapping[int, ShardContext]
@@ -225,7 +225,7 @@ class _Writer:
         if self._plan.schedule == "zero_bubble":
             segment.own_weight_gradients(self._weight_gradients)
         else:
-            segment.overlap_weight_gradients(self._weight_gradients if self._several else None)
+            segment.overlap_weight_gradients(self._weight_gradients if self._accumulates else None)
         again = described.recompute == "full"
         gathered = self._plan.task_graphs[written.task_graph].zero == 3
         if gathered:
@@ -360,32 +360,9 @@ def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
     return random if is_repeated(block) else None
 
 
-def _casts_once(
-    plan: Plan, task_graphs: Sequence[TaskGraph], held: Sequence[int], rank: int
-) -> bool:
-    """Return whether a rank keeps the 16-bit copies of its weights from its first forward of a step
-    on.
-
-    It does not where they are needed a block at a time: under full recomputation or ZeRO 3
-    (`_casts` in strategies/stage_memory/member_memory.py counts their bytes).
-    """
-    assert plan.pipeline is not None
-    several = plan.precision in NARROW and plan.ranks[rank].micro_batches > 1
-    again = any(plan.pipeline.chunks[chunk].recompute == "full" for chunk in held)
-    return several and not again and all(task_graph.zero < 3 for task_graph in task_graphs)
-
-
 @contextmanager
 def _casting_once(owner: WeightGradients, device: torch.device) -> Iterator[None]:
     """Make autocast cast every weight only once inside this context, in forwards and in `owner`'s
     products."""
     with owner.casting_once(), casting_once(device.type):
         yield
-
-
-def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:
-    """Return whether a step has a single forward and backward of all that `module` holds, as
-    DistributedDataParallel requires."""
-    assert plan.pipeline is not None
-    one_part = len(module.parts) == 1 and len(plan.pipeline.chunks) == 1
-    return one_part and plan.ranks[rank].micro_batches == 1

@@ -172,13 +172,12 @@ def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Yield the name of the `sums_of` group, and the lists of ranks, of every TaskGraph whose
     gradients DistributedDataParallel sums.
 
-    It does where a step has one backward of one chunk, or the model runs unchanged, without ZeRO or
-    a split. Shared memory sums fp32 alone: with another `reduce_dtype` nothing is yielded.
+    It does where a step has one backward, or the model runs unchanged, without ZeRO or a split.
+    Shared memory sums fp32 alone: with another `reduce_dtype` nothing is yielded.
     """
     if plan.reduce_dtype != "fp32":
         return  # shared memory sums fp32 alone
-    once = all(rank.micro_batches == 1 for rank in plan.ranks)
-    if plan.pipeline is not None and not (once and len(plan.pipeline.chunks) == 1):
+    if plan.pipeline is not None and not plan.pipeline.one_backward:
         return
     for task_graph in plan.task_graphs:
         lists = plan.groups.get(f"{task_graph.name}.data_parallel", ())

@@ -15,18 +15,20 @@ from torch import fx
 from whale_train.runtime.base.node_meta import BLOCK
 from whale_train.runtime.comms.expert_rows import combine, combine_begin, combine_end
 from whale_train.runtime.graph.value_types import ancestors
-from whale_train.runtime.loss.graph_losses import written_value
 from whale_train.strategies.graph.operation_graph import LOWERED
 
 
-def delay_combines(graph: fx.GraphModule) -> None:
-    """Split each combine in `graph` into a start and a wait, with other work between."""
+def delay_combines(graph: fx.GraphModule, changing: Set[fx.Node]) -> None:
+    """Split each combine in `graph` into a start and a wait, with other work between.
+
+    `changing` are the nodes that change a value in place.
+    """
     for node in [node for node in graph.graph.nodes if _function(graph, node) is combine]:
-        _delay(graph, node)
+        _delay(graph, node, changing)
     graph.recompile()
 
 
-def _delay(graph: fx.GraphModule, node: fx.Node) -> None:
+def _delay(graph: fx.GraphModule, node: fx.Node, changing: Set[fx.Node]) -> None:
     """Split the combine `node`, if an operation of its block reads its rows and other work.
 
     The graph stays as it is where no operation reads both. It stays, too, where an operation of the
@@ -49,7 +51,7 @@ def _delay(graph: fx.GraphModule, node: fx.Node) -> None:
         waiting.append(reader)
     else:
         return
-    if any(written_value(x) is not None for x in (*block[: block.index(reader)],)):
+    if not changing.isdisjoint(block[: block.index(reader)]):
         return  # writes in place fix the order
     rows, where = node.args
     owned = graph.get_submodule(str(node.target))

@@ -41,7 +41,6 @@ from whale_train.runtime.loss.graph_losses import (
     is_mean_over_targets,
     plain_loss,
     smoothing,
-    written_value,
 )
 from whale_train.strategies.graph.operation_graph import block_of
 from whale_train.strategies.layouts.types import BATCH
@@ -64,10 +63,10 @@ def write_segment_graph(
     """
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
-    join_rms_norms(graph)
-    delay_combines(graph)
-    if place.device.type != "cpu":
-        group_keys(graph)
+    join_rms_norms(graph, writer.rewritten("rms_norm"))
+    delay_combines(graph, writer.changing)
+    if place.device.type != "cpu":  # a CPU process that stands for a GPU has no such kernel
+        group_keys(graph, writer.rewritten("grouped_keys"))
     segment.set_graph(counts is None, graph, paths, inputs)
 
 
@@ -89,6 +88,7 @@ class _Writer:
         values = {node.name: node.meta.get("val") for node in source.graph.nodes}
         self.casts = CastNodes(written.casts, self.out, place, values)
         self.counted: set[str] = set()  # mixtures whose experts' rows are counted already
+        self.nodes: dict[str, fx.Node] = {}  # the node of every operation
 
     def write(
         self, takes: Iterable[str], gives: Iterable[str]
@@ -114,16 +114,27 @@ class _Writer:
                 self.made[node.name] = held[path]
         for node in nodes:
             if node.op == "call_function" and not self.is_training_only(node):
-                self.made[node.name] = self.over_the_batch(node, self.operation(node))
+                self.nodes[node.name] = self.operation(node)
+                self.made[node.name] = self.over_the_batch(node, self.nodes[node.name])
                 self.mark(module_path(node))
-                changed = written_value(node)
+                changed = self.written.changes.get(node.name)
                 if changed is not None:  # later readers read the new value
-                    self.made[changed.name] = self.made[node.name]
-                    self.casts.forget(changed.name)
+                    self.made[changed] = self.made[node.name]
+                    self.casts.forget(changed)
         self.graph.output(tuple(self.casts.of("", name) for name in gives))
         self.graph.lint()
         module = fx.GraphModule(self.out.root, self.graph)
         return module, tuple(held), tuple(str(node.target) for node in inputs)
+
+    @property
+    def changing(self) -> set[fx.Node]:
+        """Return the nodes that change a value in place."""
+        return {self.nodes[name] for name in self.written.changes if name in self.nodes}
+
+    def rewritten(self, kind: str) -> list[list[fx.Node]]:
+        """Return the nodes of the operations of each rewrite of `kind`."""
+        rewrites = [x for x in self.written.rewrites if x.kind == kind]
+        return [[self.nodes[name] for name in x.operations] for x in rewrites]
 
     def is_training_only(self, node: fx.Node) -> bool:
         """Return True for an update of a buffer that evaluation skips.
@@ -131,8 +142,8 @@ class _Writer:
         Such a `node` writes a buffer, and no operation reads its value: BatchNorm's count of its
         batches.
         """
-        changed = written_value(node)
-        buffer = changed is not None and changed.op == "get_attr"
+        changed = self.written.changes.get(node.name)
+        buffer = any(x.name == changed and x.op == "get_attr" for x in node.all_input_nodes)
         return self.counts is not None and buffer and not node.users
 
     def mark(self, path: str) -> None:

@@ -6,30 +6,30 @@ repeats on every rank. As one function it is a fifth of that, and keeps only its
 Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 
-_aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.float64)
 
 
-def join_rms_norms(graph: fx.GraphModule) -> None:
-    """Replace, in `graph`, every weight * (x * rsqrt(mean(x ** 2, -1) + eps)) by `rms_norm`."""
-    for node in list(graph.graph.nodes):
-        norm = _norm_ending_in(node)
-        if norm is None:
-            continue
-        with graph.graph.inserting_before(node):
-            made = graph.graph.call_function(rms_norm, (norm.input, norm.weight, norm.eps))
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
-        for old in norm.operations:
+def join_rms_norms(graph: fx.GraphModule, norms: Iterable[Sequence[fx.Node]]) -> None:
+    """Put `rms_norm` in the place of each of `norms` in `graph`.
+
+    A norm is the operations of weight * (x * rsqrt(mean(x ** 2, -1) + eps)), in the order they run
+    (`Rewrite` in strategies/graph/rewrites.py).
+    """
+    for norm in norms:
+        square, _, shifted, _, *products, last = norm
+        (weight,) = (operand for operand in last.args if operand is not products[-1])
+        with graph.graph.inserting_before(last):
+            made = graph.graph.call_function(rms_norm, (square.args[0], weight, shifted.args[1]))
+        made.meta = dict(last.meta)
+        last.replace_all_uses_with(made)
+        for old in reversed(norm):
             graph.graph.erase_node(old)
     graph.recompile()
 
@@ -82,77 +82,3 @@ class _RMSNorm(torch.autograd.Function):
             of_x = torch.mul(grad, weight, out=product).mul_(inverse)
             of_x.addcmul_(x, factor.view_as(inverse), value=-1)
         return of_x, of_weight, None
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """RMSNorm in a graph.
-
-    input: the value that is normalised.
-    weight: the factor by channel.
-    eps: the number added to the mean square.
-    operations: the nodes of the norm, the last one first.
-    """
-
-    input: fx.Node
-    weight: fx.Node
-    eps: float
-    operations: tuple[fx.Node, ...]
-
-
-def _norm_ending_in(last: fx.Node) -> _Norm | None:
-    """Return the norm whose last operation is `last`, the product with a weight, or None."""
-    if last.target is not _aten.mul.Tensor:
-        return None
-    operands: list[Any] = list(last.args)
-    for weight, normed in (operands, operands[::-1]):
-        casts: list[fx.Node] = []
-        while _is_only(normed, _aten.to.dtype) and normed.args[1] == torch.float32:
-            casts.append(normed)
-            normed = normed.args[0]
-        if not isinstance(weight, fx.Node) or not _is_only(normed, _aten.mul.Tensor):
-            continue
-        for x, inverse in (normed.args[:2], normed.args[1::-1]):
-            root = _root_of_mean(x, inverse)
-            if root is not None and not _writes(root[-1], last):
-                eps: Any = root[1].args[1]
-                return _Norm(x, weight, eps, (last, *casts, normed, *root))
-    return None
-
-
-def _root_of_mean(x: Any, inverse: Any) -> tuple[fx.Node, ...] | None:
-    """Return the operations of `inverse`, last first, or None for anything else.
-
-    `inverse` must be rsqrt(mean(x ** 2, -1) + eps).
-    """
-    operations = []
-    node = inverse
-    for target, rest in (
-        (_aten.rsqrt.default, ()),
-        (_aten.add.Tensor, (float,)),
-        (_aten.mean.dim, ([-1], True)),
-        (_aten.pow.Tensor_Scalar, (2,)),
-    ):
-        if not _is_only(node, target) or node.kwargs or len(node.args) != 1 + len(rest):
-            return None
-        for given, wanted in zip(node.args[1:], rest, strict=True):
-            if not isinstance(given, float) if wanted is float else given != wanted:
-                return None
-        operations.append(node)
-        node = node.args[0]
-    return tuple(operations) if node is x else None
-
-
-def _is_only(node: Any, target: Callable[..., Any]) -> bool:
-    """Return True where `node` is a call of `target` whose result exactly one operation reads."""
-    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
-
-
-def _writes(first: fx.Node, last: fx.Node) -> bool:
-    """Return True where an operation from `first` up to `last` changes a value in place."""
-    node = first
-    while node is not last:
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            return True
-        node = node.next
-    return False

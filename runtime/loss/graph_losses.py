@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from whale_train.models.export.export import model_path, size_of
+from whale_train.models.export.op_schemas import changed_value
 from whale_train.strategies.graph.operation_graph import Size
 
 LossWeight = Callable[[str], Tensor | float]
@@ -248,7 +249,7 @@ def _needed(source: fx.GraphModule, of: list[fx.Node]) -> set[fx.Node]:
 
 def _writes_into(node: fx.Node, values: set[fx.Node]) -> bool:
     """Return True where `node` changes the memory of one of `values`, perhaps through a view."""
-    written = written_value(node)
+    written = changed_value(node)
     while written is not None:
         if written in values:
             return True
@@ -259,12 +260,3 @@ def _writes_into(node: fx.Node, values: set[fx.Node]) -> bool:
 
 
 _VIEWS = ("slice", "select", "view", "transpose", "unsqueeze", "squeeze", "expand", "permute", "t")
-
-
-def written_value(node: fx.Node) -> fx.Node | None:
-    """Return the node whose value `node` changes in place, or None."""
-    parts = str(node.target).split(".")
-    in_place = node.op == "call_function" and parts[0] == "aten" and parts[1].endswith("_")
-    if not in_place or parts[1].endswith("__") or not node.args:
-        return None
-    return node.args[0] if isinstance(node.args[0], fx.Node) else None

@@ -86,6 +86,7 @@ class Operation:
         it reads.
     random: whether it draws random numbers, which a dropout of 0 does not.
     writes: the names of the buffers, or other attributes of the model, that it writes into.
+    changes: the value that it changes in place and whose new value its own is; '' for none.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Operation:
     after: tuple[str, ...] = ()
     random: bool = False
     writes: tuple[str, ...] = ()
+    changes: str = ""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -172,6 +174,11 @@ class OperationGraph:
     def by_name(self) -> dict[str, Operation]:
         """Return every operation by its name."""
         return {operation.name: operation for operation in self.operations}
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Return the number of every operation in the order they run, by its name."""
+        return {operation.name: place for place, operation in enumerate(self.operations)}
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:

@@ -99,13 +99,13 @@ def _written(operation: Operation) -> list[Any]:
         *(op.name, op.target, _plain(op.args), [[key, _plain(x)] for key, x in op.kwargs]),
         None if op.shape is None else [[size.fixed, size.per_sample] for size in op.shape],
         *(op.dtype, op.module, op.path, op.flops, op.saved, op.memory, op.after, op.random),
-        op.writes,
+        *(op.writes, op.changes),
     ]
 
 
 def _read(written: list[Any]) -> Operation:
     name, target, args, kwargs, shape, dtype, module, path, flops, saved, *rest = written
-    memory, after, random, writes = rest
+    memory, after, random, writes, changes = rest
     return Operation(
         name,
         target,
@@ -113,7 +113,7 @@ def _read(written: list[Any]) -> Operation:
         tuple((key, _argument(x)) for key, x in kwargs),
         None if shape is None else tuple(Size(*size) for size in shape),
         *(dtype, module, path, flops, tuple((at, num_bytes) for at, num_bytes in saved)),
-        *(memory, tuple(after), random, tuple(writes)),
+        *(memory, tuple(after), random, tuple(writes), changes),
     )
 
 

@@ -5,7 +5,7 @@ operation in whose memory it lies, so that all views of a value are one. The cal
 of a value a rank holds. `liveness.py` says when values are freed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
@@ -14,12 +14,12 @@ from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     LOWERED,
     OWN,
-    WEIGHTS,
     Operation,
     OperationGraph,
     kind_of,
     value_bytes,
 )
+from whale_train.strategies.graph.rewrites import Rewrite
 
 
 def whole_value(name: str) -> float:
@@ -71,16 +71,13 @@ class View:
         parts."""
         return replace(self, part_of=cache(part_of), read_as=read_as, reads_as_one=reads_as_one)
 
-    def rewritten(self) -> "View":
-        """Return this view for ranks that rewrite the graph, which fuses the operations of
-        RMSNorms."""
-        return replace(self, joined=joined_norms(self.graph))
-
-    def grouped(self) -> "View":
-        """Return this view for GPUs, whose attention takes keys and values that queries share
-        without repeating them (`runtime/kernels/grouped_attention.py`)."""
-        sources = repeated_keys(self.graph)
-        return replace(self, joined=self.joined | sources.keys(), repeated=sources)
+    def rewritten(self, rewrites: Collection[Rewrite]) -> "View":
+        """Return this view for ranks that run the operations of every rewrite as one."""
+        unmade = (name for rewrite in rewrites for name in rewrite.unmade)
+        repeated = dict(self.repeated)
+        for rewrite in rewrites:
+            repeated |= rewrite.repeated(self.graph)
+        return replace(self, joined=self.joined.union(unmade), repeated=repeated)
 
     def part(self, name: str) -> float:
         """Return the bytes of `name` on the rank, as a part of its bytes in fp32."""
@@ -145,50 +142,6 @@ def halves(graph: OperationGraph) -> frozenset[str]:
     return frozenset(names)
 
 
-def joined_norms(graph: OperationGraph) -> frozenset[str]:
-    """Return the values that a fused RMSNorm does not make: in every weight * (x * rsqrt(..)), the
-    product in brackets (`runtime/kernels/rms_norm.py`)."""
-    products: set[str] = set()
-    for operation in graph:
-        if operation.target == _TIMES and any(graph[x].target in WEIGHTS for x in operation.inputs):
-            normed = (graph[graph.memory_of[x]] for x in operation.inputs)
-            products |= {
-                factor.name
-                for factor in normed
-                if factor.target == _TIMES
-                and any(graph[x].target == "aten.rsqrt.default" for x in factor.inputs)
-            }
-    return frozenset(products)
-
-
-def repeated_keys(graph: OperationGraph) -> dict[str, str]:
-    """Return the keys and values that attentions read repeated for the queries that share them,
-    each with the value that it repeats."""
-    sources: dict[str, str] = {}
-    for operation in graph:
-        if operation.target != "aten.scaled_dot_product_attention.default":
-            continue
-        pairs = {x: _before_repeating(graph, x) for x in operation.inputs[1:3]}
-        if len(pairs) == 2 and None not in pairs.values():
-            sources |= {name: source for name, source in pairs.items() if source is not None}
-    return sources
-
-
-def _before_repeating(graph: OperationGraph, name: str) -> str | None:
-    """Return the value that `name` repeats along its second dimension (heads), or None."""
-    merged = graph[name]
-    for target in ("aten.reshape.default", "aten.expand.default", "aten.unsqueeze.default"):
-        if graph[name].target != target or not graph[name].inputs:
-            return None
-        name = graph[name].inputs[0]
-    before = graph[name]
-    if merged.shape is None or before.shape is None or len(merged.shape) != 4:
-        return None
-    same = [a == b for a, b in zip(merged.shape, before.shape, strict=False)]
-    return name if len(before.shape) == 4 and same == [True, False, True, True] else None
-
-
-_TIMES = "aten.mul.Tensor"
 # Operations that autocast, or a careful model, runs in fp32.
 _WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _CAST = -3  # in keys of `kept`: the 16-bit copy that a product has made of a wider value

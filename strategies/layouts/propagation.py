@@ -14,7 +14,7 @@ these is `choose.py`'s. It knows neither torch nor devices.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from whale_train.strategies.graph.operation_graph import Operation, OperationGraph, Ref
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
 from whale_train.strategies.layouts.rule_table import CARRIES_SAMPLES, RULES, register_rule
 from whale_train.strategies.layouts.rules.pointwise import pointwise
 from whale_train.strategies.layouts.rules.views import reshape
@@ -71,7 +71,6 @@ __all__ = [
     "reshape",
     "typing_of",
     "whole",
-    "written_value",
 ]
 
 
@@ -205,7 +204,7 @@ def assign(
         axes = after
         casts += casts_of(operation.name, typing.wants, known, gradients, axes)
         layouts[operation.name] = axes.laid(typing.gives)
-        if changed := written_value(operation):  # whoever reads it next reads the new value
+        if changed := operation.changes:  # whoever reads it next reads the new value
             layouts[changed] = layouts[operation.name]
         if typing.becomes:
             becomes[operation.name] = typing.becomes
@@ -267,14 +266,6 @@ def differentiable(graph: OperationGraph) -> frozenset[str]:
     return frozenset(
         name for name in names if "float" in graph[name].dtype or graph[name].shape is None
     )
-
-
-def written_value(operation: Operation) -> str:
-    """Return the name of the value that an operation changes in place; '' for none."""
-    name = operation.target.removeprefix("aten.").split(".")[0]
-    in_place = operation.target.startswith("aten.") and name.endswith("_")
-    first = operation.args[0] if operation.args else None
-    return first.name if in_place and name[-2:] != "__" and isinstance(first, Ref) else ""
 
 
 def cast_kind(source: Layout, target: Layout) -> str:

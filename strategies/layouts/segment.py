@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from whale_train.strategies.layouts.propagation import Assignment
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.graph.rewrites import Rewrite, RewriteScope
+from whale_train.strategies.layouts.propagation import Assignment, Shard
 
 
 @dataclass(frozen=True)
@@ -25,3 +27,18 @@ class Segment:
     gives: tuple[str, ...]
     assignment: Assignment | None
     sums: Mapping[str, int] = field(default_factory=dict)
+
+    def rewrites(self, graph: OperationGraph, on_cpu: bool) -> tuple[Rewrite, ...]:
+        """Return the rewrites of the operations, which are of `graph`, for CPUs or for GPUs."""
+        typed = self.assignment
+        if typed is None:
+            scope = RewriteScope(graph, self.operations, self.gives, replaced=self.sums)
+        else:
+            drawn = [name for name, how in typed.random.items() if how == "shared"]
+            scope = RewriteScope(
+                *(graph, self.operations, self.gives),
+                casts={(x.user, x.value): (x.kind, x.source, x.target) for x in typed.casts},
+                replaced={*self.sums, *typed.becomes, *drawn},
+                cut={name: x.dim for name, x in typed.layouts.items() if isinstance(x, Shard)},
+            )
+        return (*scope.rms_norms(), *(() if on_cpu else scope.grouped_keys()))

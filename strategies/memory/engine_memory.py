@@ -100,6 +100,13 @@ def weights_bytes(
     return Weights(weights, master, casts)
 
 
+def casts_last(zero: int, recomputes: bool) -> bool:
+    """Return whether the 16-bit copies of weights stay from the first forward of a step to its last
+    backward. They do not where they are needed a block at a time: where blocks are recomputed, and
+    under ZeRO stage 3."""
+    return zero < 3 and not recomputes
+
+
 def narrow_frozen(profile: ModelProfile, training: Training) -> frozenset[str]:
     """Return the paths of the frozen weights that ranks hold in 16 bits.
 

@@ -42,7 +42,6 @@ from whale_train.strategies.layouts.propagation import (
     Shard,
     cast_kind,
     differentiable,
-    written_value,
 )
 from whale_train.strategies.layouts.rules.reductions import batch_norm
 from whale_train.strategies.layouts.rules.views import fresh
@@ -214,7 +213,7 @@ class _Parts:
         of a copy's, and where one side of the parts' border changes a value of the other in place.
         """
         for operation in self._listed:
-            name, changed = operation.name, written_value(operation)
+            name, changed = operation.name, operation.changes
             if changed and (name in self.inside) != (changed in self.inside):
                 raise SplitRefused(f"{name} ({operation.target}) changes {changed} in place")
             if name in self.inside and RULES.get(operation.target) is batch_norm:

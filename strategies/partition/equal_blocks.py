@@ -20,7 +20,8 @@ from whale_train.strategies.graph.operation_graph import (
     block_of,
     is_repeated,
 )
-from whale_train.strategies.graph.saved_tensors import halves, joined_norms
+from whale_train.strategies.graph.rewrites import RewriteScope
+from whale_train.strategies.graph.saved_tensors import halves
 from whale_train.strategies.layouts.propagation import Cast, Layout, PartialByRow, Shard
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.tensor_parallel.candidates import WeightSharding, cuts_of
@@ -115,7 +116,8 @@ class CanonicalSlices:
     def _of_values(self) -> Sequence[Collection[str]]:
         """Return sets of values. Operations are equal only if these sets agree on their values."""
         graph = self.graph
-        return (graph.trained, self.works.with_gradient, halves(graph), joined_norms(graph))
+        unmade = {name for x in RewriteScope.whole(graph).rms_norms() for name in x.unmade}
+        return (graph.trained, self.works.with_gradient, halves(graph), unmade)
 
     @cached_property
     def cuts(self) -> Mapping[str, tuple[WeightSharding, ...]]:

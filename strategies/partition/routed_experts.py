@@ -25,7 +25,6 @@ from whale_train.strategies.layouts.propagation import (
     MinUnits,
     Shard,
     assign,
-    written_value,
 )
 from whale_train.strategies.layouts.rules.matmul import grouped_mm
 from whale_train.strategies.layouts.types import (
@@ -112,7 +111,7 @@ def under_rows(graph: OperationGraph, block: Sequence[Operation], value: str) ->
     experts (runtime/graph/delay_combines.py). These are products, and operations on their results,
     that neither lead to the rows nor are made of them. Empty where the block changes values in
     place."""
-    if any(written_value(operation) for operation in block):
+    if any(operation.changes for operation in block):
         return ()
     leads, made = {value}, {value}
     for operation in reversed(block):

@@ -121,6 +121,9 @@ class RankPlan:
     samples: its samples, as intervals [start, stop) of the global batch (empty where shares alone
         say it).
     uuid: UUID of the GPU that it opens; None where it opens none, or nobody has looked for it.
+    accumulates: whether it adds gradients of weights to their sums in place, or defers them, as a
+        step of several backwards does.
+    keeps_casts: whether it keeps the 16-bit copies of its weights for all micro-batches of a step.
     """
 
     rank: int
@@ -133,6 +136,8 @@ class RankPlan:
     deepspeed: dict[str, dict[str, Any] | None]
     samples: tuple[tuple[int, int], ...] = ()
     uuid: str | None = None
+    accumulates: bool = field(default=False, metadata=OMITTED)
+    keeps_casts: bool = field(default=False, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

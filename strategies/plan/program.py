@@ -52,6 +52,18 @@ class PlannedCast:
 
 
 @dataclass(frozen=True)
+class PlannedRewrite:
+    """Operations that run as one.
+
+    kind: what they compute, `rms_norm` or `grouped_keys`.
+    operations: names of the operations, in the order they run.
+    """
+
+    kind: str
+    operations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PlannedSegment:
     """A part of the graph that one TaskGraph runs without interruption.
 
@@ -67,6 +79,8 @@ class PlannedSegment:
     sums: by value that is a sum over the batch, to which every copy adds its part, its degree. The
         value of n samples is n^degree times the sum of the parts, each over its own samples'
         n_r^degree (0: a sum, -1: a mean).
+    changes: by operation that changes a value in place, that value.
+    rewrites: operations that run as one.
     """
 
     task_graph: int
@@ -78,6 +92,8 @@ class PlannedSegment:
     becomes: Mapping[str, str]
     random: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
     sums: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
+    changes: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
+    rewrites: tuple[PlannedRewrite, ...] = field(default=(), metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,8 @@ class PlannedPipeline:
     edges: rows of (chunk, chunk, whether a gradient comes back).
     chunks: parts of the model that are run at once.
     shared: by parameter that several stages hold, their TaskGraphs, of which the first counts it.
+    one_backward: whether a step has one backward of all that a rank holds, in which
+        DistributedDataParallel sums gradients.
     """
 
     schedule: str
@@ -162,6 +180,7 @@ class PlannedPipeline:
     edges: tuple[tuple[int, int, bool], ...]
     chunks: tuple[PlannedChunk, ...]
     shared: Mapping[str, tuple[int, ...]]
+    one_backward: bool = field(default=False, metadata=OMITTED)
 
     @property
     def gradient_edges(self) -> dict[tuple[int, int], bool]:

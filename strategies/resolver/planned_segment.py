@@ -1,18 +1,23 @@
 """The segments of a cut graph in the form that a plan has: layouts whose sizes do not follow the
 batch."""
 
-from whale_train.strategies.graph.operation_graph import Size
+from whale_train.strategies.graph.operation_graph import OperationGraph, Size
 from whale_train.strategies.layouts.propagation import Cast, Shard
 from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.types import DispatchedRows
-from whale_train.strategies.plan.program import PlannedCast, PlannedSegment, PlannedShard
+from whale_train.strategies.plan.program import (
+    PlannedCast,
+    PlannedRewrite,
+    PlannedSegment,
+    PlannedShard,
+)
 
 
-def planned_segment(segment: Segment) -> PlannedSegment:
-    """Return one segment as a plan holds it: the operations it runs, the values it takes and gives,
-    the layouts of those that are sharded, and the casts and replacements to write into the
-    graph."""
-    typed = segment.assignment
+def planned_segment(graph: OperationGraph, segment: Segment, on_cpu: bool) -> PlannedSegment:
+    """Return one segment of `graph` as a plan holds it: the operations it runs, the values it takes
+    and gives, the layouts of those that are sharded, and the casts, replacements and rewrites to
+    write into the graph. Its ranks are CPU processes (`on_cpu`) or have GPUs."""
+    typed, rewrites = segment.assignment, segment.rewrites(graph, on_cpu)
     values = {*segment.operations, *segment.takes}
     return PlannedSegment(
         task_graph=segment.task_graph,
@@ -28,6 +33,8 @@ def planned_segment(segment: Segment) -> PlannedSegment:
         becomes=dict(typed.becomes) if typed else {},
         random=dict(typed.random) if typed else {},
         sums=dict(segment.sums),
+        changes={name: graph[name].changes for name in segment.operations if graph[name].changes},
+        rewrites=tuple(PlannedRewrite(x.kind, x.operations) for x in rewrites),
     )
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Shard
-from whale_train.strategies.layouts.segment import Segment
-from whale_train.strategies.memory.engine_memory import narrow_frozen
+from whale_train.strategies.memory.engine_memory import casts_last, narrow_frozen
 from whale_train.strategies.plan.plan import (
     Decision,
     MemoryEstimate,
@@ -31,7 +30,12 @@ from whale_train.strategies.simulate.prediction import Simulated, simulated
 from whale_train.strategies.stage_memory.within_memory import MemoryBudget
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
+from whale_train.strategies.stages.placement import (
+    AxisIntervals,
+    PlanningContext,
+    StageChunk,
+    segment_of,
+)
 from whale_train.strategies.stages.step import StagedStep
 
 
@@ -127,7 +131,8 @@ def build_plan(
     )
     if job.as_is:
         return plan
-    segments = tuple(planned_segment(_segment(job, chunk)) for chunk in decided.chunks)
+    on_cpu, of_chunks = job.cluster.on_cpu, (segment_of(job, chunk) for chunk in decided.chunks)
+    segments = tuple(planned_segment(job.graph, segment, on_cpu) for segment in of_chunks)
     return replace(
         plan,
         rewrite=PlannedGraph(decided.axes, segments),
@@ -163,6 +168,7 @@ def _pipeline(job: PlanningContext, decided: PlanDecisions) -> PlannedPipeline:
             path: tuple(job.task_graphs[stage][0] for stage in stages)
             for path, stages in decided.shared.items()
         },
+        one_backward=job.has_one_backward(decided.orders),
     )
 
 
@@ -181,14 +187,6 @@ def _pipeline_copy(job: PlanningContext, decided: PlanDecisions, copy: int) -> P
         if batches.members
         else (),
     )
-
-
-def _segment(job: PlanningContext, chunk: StageChunk) -> Segment:
-    """Return a chunk as the segment of the graph that its stage runs."""
-    number, part = job.task_graphs[chunk.stage][0], chunk.slice
-    assignment = chunk.sharded.assignment if chunk.sharded else None
-    sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
-    return Segment(number, part.operations, part.takes, part.gives, assignment, sums)
 
 
 def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> Iterator[TaskGraph]:
@@ -380,6 +378,9 @@ def _rank(
     rest, *beside = job.task_graphs[stage]
     # What has nothing to train has nothing to partition.
     config = config if task_graphs[rest].zero else None
+    copy, position = job.place_of(rank)
+    zero = max(task_graphs[number].zero for number in job.task_graphs[stage])
+    has_casts = job.training.precision != "fp32" and len(samples) > 1 and not job.as_is
     return RankPlan(
         rank=rank,
         node=job.cluster.node_of[rank],
@@ -393,6 +394,8 @@ def _rank(
             **{str(n): of_experts if task_graphs[n].zero else None for n in beside},
         },
         samples=samples,
+        accumulates=job.accumulates(decided.orders[copy][position]),
+        keeps_casts=has_casts and casts_last(zero, stage in decided.recomputed),
     )
 
 

@@ -19,6 +19,7 @@ from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
     Weights,
+    casts_last,
     engine_of,
     precision_bytes,
     unmeasured,
@@ -38,6 +39,7 @@ from whale_train.strategies.stages.placement import (
     AxisIntervals,
     PlanningContext,
     StageChunk,
+    segment_of,
 )
 
 
@@ -53,6 +55,7 @@ class MemberMemory:
     accumulates: True if weight gradients are accumulated in place or deferred.
     gathered: samples of the group for each sample of the member; a part that is split beside copies
         sees the rows of all of them.
+    one_backward: True if DistributedDataParallel sums gradients in the backward.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class MemberMemory:
         again: bool,
         accumulates: bool,
         gathered: float,
+        one_backward: bool,
     ) -> None:
+        self._one_backward = one_backward
         self._job, self._chunks, self._gathered = job, chunks, gathered
         self._accumulates, self._again = accumulates, again
         self._elements: dict[str, float] = {}
@@ -100,16 +105,13 @@ class MemberMemory:
         several = len(job.copies_of_rest[self._stage][0]) > 1
         return several and not (self._accumulates or job.zero or len(job.form.stages) > 1)
 
-    @cached_property
-    def _view(self) -> View:
-        """Return the sizes of the values as ranks run the model: as it is, or rewritten."""
-        findings = self._job.findings
-        view = findings.view
-        if not self._job.as_is:
-            view = findings.once("rewritten", view.rewritten)
-        if self._job.cluster.on_cpu:
-            return view
-        return findings.once(("grouped", self._job.as_is), view.grouped)
+    def _view(self, chunk: StageChunk) -> View:
+        """Return the sizes of the values as ranks run `chunk`: as it is, or rewritten."""
+        job, view, on_cpu = self._job, self._job.findings.view, self._job.cluster.on_cpu
+        if not job.as_is:
+            return view.rewritten(segment_of(job, chunk).rewrites(job.graph, on_cpu))
+        # Models that run as they are repeat no keys on GPUs.
+        return view if on_cpu else view.rewritten(job.findings.grouped_keys)
 
     def _passed(
         self,
@@ -133,7 +135,7 @@ class MemberMemory:
         gives = [name for name in part.gives if name in operations and job.graph[name].shape]
         in_place = named_in_place(job, chunk) if self._accumulates else ()
         run = profile_with_recompute if again else profile_forward_backward
-        view = self._view.held_by(
+        view = self._view(chunk).held_by(
             _part_of(chunk, axes, member, self._gathered),
             _read_as(chunk, axes, member, job.graph.trained, self._gathered),
             _reads_as_one(chunk, job.graph),
@@ -232,7 +234,7 @@ class MemberMemory:
         the values it takes, twice (their gradients as well), or the values it gives."""
         if not any(x.kind in (Kind.SEND, Kind.RECEIVE) for x in order):
             return 0.0
-        size = self._view.num_bytes
+        size = self._job.findings.view.num_bytes
         ends = ((chunk.slice.takes, chunk.slice.gives) for chunk in self._chunks.values())
         most = max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
         return most * self._gathered  # every member receives the values of all samples
@@ -249,20 +251,15 @@ class MemberMemory:
                 block = block_of(path.rpartition(".")[0])
                 by_block[block] = by_block.get(block, 0.0) + count
             return sizes.casts * max(by_block.values()) / sum(by_block.values())
-        if self._job.zero < 3:
+        if casts_last(self._job.zero, self._again):
             return sizes.casts
         return sizes.casts * in_flight(order) / len(self._chunks)
 
     def _uses_up(self, order: Sequence[Instruction], engine: Gradients) -> bool:
         """Return True if the backward frees the 16-bit copies of weights one by one, as the
         backward of an only micro-batch does where gradients have no buckets that last."""
-        buckets = engine.are_buckets and self._has_one_backward(order)
+        buckets = engine.are_buckets and self._one_backward
         return _has_one_forward(order) and not (buckets or self._again or self._job.zero)
-
-    def _has_one_backward(self, order: Sequence[Instruction]) -> bool:
-        """Return True if a step has one forward and one backward of the whole model, as
-        DistributedDataParallel wants (`assemble_stages` in runtime/assembly/build_stages.py)."""
-        return self._job.as_is or (_has_one_forward(order) and len(self._job.form.stages) == 1)
 
     def _steps(
         self, order: Sequence[Instruction], engine: Gradients
@@ -273,8 +270,7 @@ class MemberMemory:
         last = {x.chunk: x for x in order if x.kind in ENDS}
         values = self._on_their_way(order)
         # DistributedDataParallel keeps its buckets from the first step on.
-        one_backward = self._has_one_backward(order)
-        buckets = engine.are_buckets and one_backward
+        buckets = engine.are_buckets and self._one_backward
         done = set(self._passing) if buckets and not self._experts else set[int]()
         come = sum(self._passing[number].gradients for number in done)
         if buckets and self._experts:
@@ -283,7 +279,7 @@ class MemberMemory:
             kind, number, _, _ = instruction
             run = self._passing[number]
             # The last of several backwards sums gradients over the copies, and fills a bucket.
-            summed = not one_backward and last[number] is instruction
+            summed = not self._one_backward and last[number] is instruction
             bucket = engine.summed if summed else 0.0
             if bucket and engine.fits_a_bucket:  # all are summed at the end, when no value is left
                 yield come, bucket, max(values - run.kept, 0.0), 0.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property, partial
 
 from whale_train.strategies.plan.plan import MemoryEstimate
-from whale_train.strategies.schedule.instructions import Instruction, Kind
+from whale_train.strategies.schedule.instructions import Instruction
 from whale_train.strategies.stage_memory.member_memory import MemberMemory
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import (
@@ -39,6 +39,7 @@ class RankMemory:
         self._job, self._chunks, self._axes = job, chunks, axes
         self._orders, self._recomputed = orders, recomputed
         self._alike_orders = _alike_orders(orders)
+        self._one_backward = job.has_one_backward(orders)
         stages = range(len(job.form.stages))
         self._held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
         self._alike = [
@@ -181,7 +182,7 @@ class RankMemory:
     ) -> MemberMemory:
         """Return the bytes of a member of a stage's shard groups, kept for orders that accumulate
         alike."""
-        joins = not self._job.as_is and _accumulates(order)
+        joins = self._job.accumulates(order)
         if all(self._chunks[number].beside is None for number in self._held_by[stage]):
             gathered = 1.0
         key = (stage, member, joins, gathered)
@@ -199,8 +200,10 @@ class RankMemory:
     ) -> MemberMemory:
         """Return the bytes of a member of a stage's shard groups with its shards along `axes`."""
         chunks = {number: self._chunks[number] for number in self._held_by[stage]}
-        joins, again = not self._job.as_is and _accumulates(order), stage in self._recomputed
-        return MemberMemory(self._job, chunks, axes, member, again, joins, gathered)
+        joins, again = self._job.accumulates(order), stage in self._recomputed
+        return MemberMemory(
+            self._job, chunks, axes, member, again, joins, gathered, self._one_backward
+        )
 
 
 def largest_fitting(need: Callable[[int], float], limit: int, room: float) -> int:
@@ -228,14 +231,6 @@ def largest_fitting(need: Callable[[int], float], limit: int, room: float) -> in
         guess = min(max(between, low + 1), high - 1)
         halve = not halve
     return low
-
-
-def _accumulates(order: Sequence[Instruction]) -> bool:
-    """Return True if weight gradients are accumulated in place or deferred. They are not where
-    every chunk has one backward (`assemble_stages` in runtime/assembly/build_stages.py)."""
-    chunks = {x.chunk for x in order}
-    several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
-    return several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)
 
 
 def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[int, int]:

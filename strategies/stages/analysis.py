@@ -19,6 +19,7 @@ from whale_train.strategies.graph.operation_graph import (
     OperationGraph,
     block_of,
 )
+from whale_train.strategies.graph.rewrites import Rewrite, RewriteScope
 from whale_train.strategies.graph.saved_tensors import View
 from whale_train.strategies.independence.judge import LossReduction, classify_loss, states_of
 from whale_train.strategies.independence.states import State
@@ -108,6 +109,11 @@ class ModelAnalysis:
     def view(self) -> View:
         """Return the sizes of the graph's values at the precision of training."""
         return View.at(self.graph, self.precision)
+
+    @cached_property
+    def grouped_keys(self) -> Sequence[Rewrite]:
+        """Return the attentions of the model whose queries share keys and values."""
+        return tuple(RewriteScope.whole(self.graph).grouped_keys())
 
     def weights_to_cut(self, members: int) -> tuple[int, ...]:
         """Return the number of weights read before each place of `order` that can be sharded over a

@@ -18,9 +18,11 @@ from whale_train.strategies.grammar.normal_form import read_form
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.layouts.propagation import Shard
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.partition.output_head import Head
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.plan.training import Training
+from whale_train.strategies.schedule.instructions import Instruction, Kind
 from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.tensor_parallel.choose import Sharded
 
@@ -265,6 +267,27 @@ class PlanningContext:
             )
         ]
 
+    def has_one_backward(self, orders: Sequence[Sequence[Sequence[Instruction]]]) -> bool:
+        """Return whether DistributedDataParallel sums the gradients of copies in a backward.
+
+        It does where the model runs as it is, and where every position runs one backward of the
+        only chunk. `orders` are the instructions, by copy and position.
+        """
+        forwards = (
+            [x.chunk for x in order if x.kind is Kind.FORWARD]
+            for of_copy in orders
+            for order in of_copy
+        )
+        return self.as_is or all(chunks == [0] for chunks in forwards)
+
+    def accumulates(self, order: Sequence[Instruction]) -> bool:
+        """Return whether the gradients of weights are added in place or deferred by the rank that
+        runs `order`: where some chunk has several backwards, or one in two parts."""
+        chunks = {x.chunk for x in order}
+        several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
+        several = several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)
+        return several and not self.as_is
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the (copy, position) of a rank."""
         return self._places[rank]
@@ -301,6 +324,14 @@ class PlanningContext:
             for position, ranks in enumerate(of_copy)
             for rank in ranks
         }
+
+
+def segment_of(job: PlanningContext, chunk: StageChunk) -> Segment:
+    """Return a chunk as the segment of the graph that its stage runs."""
+    number, part = job.task_graphs[chunk.stage][0], chunk.slice
+    assignment = chunk.sharded.assignment if chunk.sharded else None
+    sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
+    return Segment(number, part.operations, part.takes, part.gives, assignment, sums)
 
 
 def form_of(

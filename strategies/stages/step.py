@@ -95,7 +95,8 @@ class StagedStep:
         norm = all_reduce_time_s(
             4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
         )
-        one_backward = self.job.as_is or self._has_one_backward
+        # Copies on one host then sum gradients in shared memory (runtime/comms/process_groups.py).
+        one_backward = self.job.has_one_backward(self.orders)
         syncs = gradient_sums(
             self.job, self.engines, self.shared, self.crowd, numbers, one_backward
         )
@@ -167,13 +168,6 @@ class StagedStep:
                     seconds.append(zeros_time_s(tables, device, self._precision))
             self._gradients[key] = max(seconds)
         return self._gradients[key]
-
-    @property
-    def _has_one_backward(self) -> bool:
-        """Return True if a step runs one backward of everything a rank holds. Copies on one host
-        then sum gradients in shared memory (runtime/comms/process_groups.py)."""
-        one = all(len(of_copy) == 1 for of_copy in self.batches.samples)
-        return one and len(self.times.chunks) == 1
 
     @property
     def _precision(self) -> str:

@@ -25,7 +25,6 @@ from whale_train.strategies.layouts.propagation import (
     casts_of,
     typing_of,
     whole,
-    written_value,
 )
 from whale_train.strategies.layouts.types import elements
 from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding
@@ -250,7 +249,7 @@ class _Search:
             cost = plus(cost, 0, sent, 3)
         gives = axes.laid(typing.gives)
         layouts = dict(state.layouts)
-        changed = written_value(operation)
+        changed = operation.changes
         for name in (operation.name, changed) if changed else (operation.name,):
             layouts.pop(name, None)
             if gives != R:

@@ -132,7 +132,8 @@ def write(
             **place,
         }
     )
-    written = planned_segment(Segment(0, region, (), (loss,), sharded.assignment))
+    part = Segment(0, region, (), (loss,), sharded.assignment)
+    written = planned_segment(operations, part, on_cpu=True)
     write_segment_graph(segment, written, graph, canonical, here, counts)
     if counts is None:
         segment.overlap_weight_gradients()

@@ -9,10 +9,12 @@ from torch import fx, nn
 
 from whale_train.models.build import build_model
 from whale_train.models.export.export import EXPORT_BATCH, export, export_model
+from whale_train.models.export.to_operation_graph import operation_graph
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import HUGGING_FACE, ModelOptions
 from whale_train.runtime.kernels.grouped_attention import group_keys
 from whale_train.strategies.graph.operation_graph import InputField
+from whale_train.strategies.graph.rewrites import RewriteScope
 
 TOKENS = 12
 IDS, LABELS, MASK = (
@@ -92,6 +94,15 @@ def drawn(batch: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def grouped(graph: fx.GraphModule) -> int:
+    """Group the keys of all attentions of the graph that repeat them; their number."""
+    nodes = {node.name: node for node in graph.graph.nodes}
+    scope = RewriteScope.whole(operation_graph(graph, {}, {}, {}))
+    named = [x.operations for x in scope.grouped_keys()]
+    group_keys(graph, [[nodes[name] for name in names] for names in named])
+    return len(named)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_it_computes_what_the_model_does(batch: int) -> None:
     module, graph = exported()
@@ -102,7 +113,7 @@ def test_it_computes_what_the_model_does(batch: int) -> None:
 
 def test_keys_are_grouped_where_they_were_repeated() -> None:
     module, graph = exported()
-    assert group_keys(graph) == 2
+    assert grouped(graph) == 2
     for node in graph.graph.nodes:
         if "scaled_dot_product_attention" in str(node.target):
             assert node.kwargs["enable_gqa"] is True
@@ -123,6 +134,9 @@ def test_keys_are_grouped_where_they_are_summed_before_they_are_repeated() -> No
     """A split's collective stands between the two where a key is put together late."""
     module, graph = exported()
     aten = torch.ops.aten
+    nodes = {node.name: node for node in graph.graph.nodes}
+    attentions = RewriteScope.whole(operation_graph(graph, {}, {}, {})).grouped_keys()
+    repeated = [[nodes[name] for name in x.operations] for x in attentions]
     for node in list(graph.graph.nodes):
         if node.target is aten.expand.default and node.args[0].target is aten.unsqueeze.default:
             before = node.args[0]
@@ -130,7 +144,9 @@ def test_keys_are_grouped_where_they_are_summed_before_they_are_repeated() -> No
             with graph.graph.inserting_before(node):
                 summed = graph.graph.call_module(f"sum_{node.name}", (before,))
             node.replace_input_with(before, summed)
-    assert group_keys(graph) == 2
+    group_keys(graph, repeated)
+    assert len(repeated) == 2
+    assert not {names[1] for names in repeated} & set(graph.graph.nodes)
     inputs = drawn(3)
     torch.testing.assert_close(graph(**inputs), module(**inputs), rtol=1e-6, atol=1e-6)
 
@@ -138,4 +154,4 @@ def test_keys_are_grouped_where_they_are_summed_before_they_are_repeated() -> No
 def test_keys_of_their_own_stay_as_they_are() -> None:
     graph, why = export_model(options("GPT2LMHeadModel", GPT2), (IDS, LABELS))
     assert graph is not None, why
-    assert group_keys(graph) == 0
+    assert grouped(graph) == 0

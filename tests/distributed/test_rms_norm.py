@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from whale_train.models.export.to_operation_graph import operation_graph
 from whale_train.runtime.kernels.rms_norm import join_rms_norms, rms_norm
+from whale_train.strategies.graph.rewrites import RewriteScope
 
 
 def in_operations(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -116,6 +118,9 @@ def test_what_is_one(formula: Callable[[Tensor, Tensor], Tensor], joined: bool) 
     for node in list(graph.graph.nodes):  # readers that a rewritten graph does not have
         if "_assert_tensor_metadata" in str(node.target):
             graph.graph.erase_node(node)
-    join_rms_norms(graph)
+    nodes = {node.name: node for node in graph.graph.nodes}
+    norms = list(RewriteScope.whole(operation_graph(graph, {}, {}, {})).rms_norms())
+    assert [norm.kind for norm in norms] == ["rms_norm"] * joined
+    join_rms_norms(graph, [[nodes[name] for name in norm.operations] for norm in norms])
     assert any(node.target is rms_norm for node in graph.graph.nodes) == joined
     torch.testing.assert_close(graph(x.clone()), expected)

@@ -1,11 +1,20 @@
 """What draws random numbers in an exported graph, and what evaluation makes of its calls."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 from whale_train.models.export.export import export
-from whale_train.models.export.op_schemas import draws, in_evaluation
+from whale_train.models.export.op_schemas import (
+    changed_value,
+    draws,
+    in_evaluation,
+    written_arguments,
+)
+
+aten = torch.ops.aten
 
 
 class Attention(nn.Module):
@@ -101,3 +110,42 @@ def test_what_draws_is_found_and_evaluation_is_what_torch_makes_of_it(
     for each in graphs(graph):
         each.recompile()
     torch.testing.assert_close(graph(x=x), module.eval()(x.clone()))
+
+
+def called(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of a graph, whose arguments that are strings are values of these names."""
+    graph = fx.Graph()
+
+    def value(given: Any) -> Any:
+        if isinstance(given, list):
+            return [value(x) for x in given]
+        return graph.placeholder(given) if isinstance(given, str) else given
+
+    return graph.call_function(
+        target, tuple(map(value, args)), {key: value(x) for key, x in kwargs.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "written", "changed"),
+    [
+        (called(aten.add.Tensor, "x", "y"), [], None),
+        (called(aten.add_.Tensor, "x", "y"), ["x"], "x"),
+        (called(aten.add.out, "x", "y", out="z"), ["z"], "z"),
+        (called(aten.__iand__.Tensor, "x", "y"), ["x"], "x"),
+        (called(aten._foreach_add_.List, ["x", "y"], ["z", "w"]), ["x", "y"], None),
+        (  # the statistics are written, and are not what it returns
+            called(
+                aten._native_batch_norm_legit.default,
+                *("x", "w", "b", "mean", "var", True, 0.1, 1e-5),
+            ),
+            ["mean", "var"],
+            None,
+        ),
+    ],
+    ids=lambda x: str(x.target) if isinstance(x, fx.Node) else "",
+)
+def test_what_a_call_writes(node: fx.Node, written: list[str], changed: str | None) -> None:
+    assert [x.name for x in written_arguments(node)] == written
+    value = changed_value(node)
+    assert (None if value is None else value.name) == changed

@@ -68,7 +68,7 @@ class Sketch:
         writes into its first argument, if that is a buffer."""
         known = {operation.name for operation in self.operations}
         buffers = {operation.name for operation in self.operations if operation.target == "buffer"}
-        in_place = target.partition(".")[0].endswith("_") and args[0] in buffers
+        in_place = target.partition(".")[0].endswith("_")
 
         def argument(value: object) -> Argument:
             if isinstance(value, tuple):
@@ -87,7 +87,8 @@ class Sketch:
                 module,
                 "",
                 flops,
-                writes=(str(args[0]),) if in_place else (),
+                writes=(str(args[0]),) if in_place and args[0] in buffers else (),
+                changes=str(args[0]) if in_place else "",
             )
         )
         return name

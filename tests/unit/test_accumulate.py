@@ -252,3 +252,30 @@ def test_lamb_keeps_what_adam_keeps() -> None:
     adam, lamb = (planned("dp", gpt(), training(64, optimizer=x), 4) for x in ("adam", "lamb"))
     assert lamb.ranks[0].memory_bytes == adam.ranks[0].memory_bytes
     assert lamb.ranks[0].deepspeed == {"0": None}
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(
+    "strategy", ["dp", "split", "hybrid_split_dp", "split_zero3", "pipeline", "zero_bubble"]
+)
+def test_what_ranks_do_in_a_step_of_several_backwards(strategy: str, pieces: int) -> None:
+    piped = strategy in ("pipeline", "zero_bubble")
+    train = replace(training(64, 1 if piped else pieces), precision="fp16")
+    plan = planned(strategy, gpt(), train, 4 if piped or strategy == "split_zero3" else 2)
+    if plan.pipeline is None:  # the model as it is
+        assert not any(rank.accumulates or rank.keeps_casts for rank in plan.ranks)
+        return
+    several = pieces > 1 or piped
+    assert plan.pipeline.one_backward != several
+    for rank in plan.ranks:
+        assert (rank.micro_batches > 1) == several
+        assert rank.accumulates == several
+        assert rank.keeps_casts == (several and plan.task_graphs[0].zero < 3)
+
+
+def test_a_copy_that_is_recomputed_keeps_no_casts() -> None:
+    graph = {"pipeline": {"stages": [{"stage": {"recompute": "full"}}, {"stage": {}}]}}
+    train = replace(training(64), precision="fp16")
+    plan = resolve(strategy_of({"graph": graph}), mixed().first(2), bert(), train)
+    assert [rank.keeps_casts for rank in plan.ranks] == [False, True]
+    assert all(rank.accumulates for rank in plan.ranks)

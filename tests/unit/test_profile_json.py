@@ -60,7 +60,7 @@ def test_any_argument_is_read_as_it_was(
 ) -> None:
     operation = Operation(
         *("x", "aten.any", tuple(args), (("dim", named),), (Size(1, 2), Size(3)), word, word, word),
-        *(number, ((0, number), (-1, 2.0)), -2, (word,)),
+        *(number, ((0, number), (-1, 2.0)), -2, (word,), True, (word, word), word),
     )
     graph = OperationGraph((operation, Operation("y", "output")))
     parameters = (Parameter(word, (3, 1), 2, (word,)),)
