@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("strategies", "runtime", "launcher", "models", "data", "src/whale_train")
 BANNED = frozenset(("found", "each", "listed", "mine", "least"))
 NO_VERB = frozenset((
     "A", "All", "An", "And", "As", "At", "Each", "For", "From", "How", "If", "In", "It", "Its",
@@ -50,11 +49,8 @@ def main() -> int:
 
 
 def sources() -> Iterator[Path]:
-    """Yield the product's Python files, once each: the package has links to their folders."""
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if not any(parent.is_symlink() for parent in path.parents):
-                yield path
+    """Yield the product's Python files."""
+    yield from sorted((ROOT / "src" / "whale_train").rglob("*.py"))
 
 
 def faults_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
