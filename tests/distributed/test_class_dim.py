@@ -75,7 +75,7 @@ def test_it_is_torchs_cross_entropy(shape: str, strategy: str, jobs: Jobs, folde
     expected = jobs.run(overrides(shape, folder, *one), plainly=True)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=2e-5)
     np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-3)
-    if strategy == "hybrid":  # the logits are nowhere whole
+    if strategy == "hybrid" and shape == EVERYWHERE:  # the logits are nowhere whole
         head = found.plan["rewrite"]["segments"][-1]
         assert head["becomes"] == {"cross_entropy_loss": "split_cross_entropy"}
 
