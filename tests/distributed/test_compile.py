@@ -27,8 +27,8 @@ CASES = [
 ]
 
 
-# Whose blocks ask other ranks; and stages of which one is computed again.
-@pytest.mark.parametrize("case", some(CASES, CASES[2:]), ids=str)
+# The model as it is, compiled block by block; a graph's regions are compiled in the test below.
+@pytest.mark.parametrize("case", some(CASES, CASES[-1:]), ids=str)
 def test_a_compiled_plan_is_one_process(case: Case, sides: Sides) -> None:
     found = sides.verify(case)
     assert found.equal

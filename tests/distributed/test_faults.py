@@ -116,6 +116,8 @@ def test_ctrl_c_leaves_no_process_and_says_where_the_run_is(tmp_path: Path) -> N
     assert not processes_of(run_dir)
 
 
+# That the one that raised is named, with its traceback, test_host asks of a host alone.
+@pytest.mark.full
 def test_a_rank_that_raises_shows_its_own_traceback_once(tmp_path: Path) -> None:
     """The model's forward fails on one rank only, the one that gets the sample."""
     (tmp_path / "trouble.py").write_text(

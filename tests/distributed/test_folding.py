@@ -43,9 +43,8 @@ def both(options: ModelOptions, fields: tuple[InputField, ...]) -> list[ModelPro
     return [profile_model(options, "m", fields, by_folding=folding) for folding in (True, False)]
 
 
-@pytest.mark.parametrize(
-    "name", some(HUGGING_FACE_MODELS, ["T5ForConditionalGeneration", "Gemma2ForCausalLM"])
-)
+# It has two runs of blocks to fold. Blocks that have nothing to fold are below.
+@pytest.mark.parametrize("name", some(HUGGING_FACE_MODELS, ["T5ForConditionalGeneration"]))
 def test_a_folded_profile_is_that_of_the_whole_model(name: str) -> None:
     pytest.importorskip("transformers")
     options = ModelOptions.from_mapping(

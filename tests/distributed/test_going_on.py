@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.distributed.resumed_models import Net, Side, gone_on, side_of, write_checkpoint
 from tests.distributed.served import Served
+from tests.pairs import some
 from torch import nn
 
 from whale_train.config import Request
@@ -100,7 +101,8 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", RIGHT)
+# Another plan goes on as the same one would; what is frozen is frozen under ZeRO too.
+@pytest.mark.parametrize("case", some(RIGHT, RIGHT.keys() - {"the same", "frozen"}))
 def test_what_is_the_same_goes_on(case: str, sides: Sides, tmp_path: Path) -> None:
     saved, resumed, said = RIGHT[case]
     going_on = gone_on(write_checkpoint(tmp_path, sides(*saved)), sides(*resumed))
@@ -110,7 +112,11 @@ def test_what_is_the_same_goes_on(case: str, sides: Sides, tmp_path: Path) -> No
     assert all(text.startswith(said) for text in chosen)
 
 
-@pytest.mark.parametrize("case", WRONG)
+# A layer renamed lacks a name as one added does, and a tied one has one more as one removed does.
+@pytest.mark.parametrize(
+    "case",
+    some(WRONG, WRONG.keys() - {"a layer removed", "a layer added", "a buffer removed", "untied"}),
+)
 def test_what_is_not_is_refused_by_name(case: str, sides: Sides, tmp_path: Path) -> None:
     saved, resumed, said = WRONG[case]
     path = write_checkpoint(tmp_path, sides(*saved))

@@ -134,6 +134,7 @@ def test_the_rank_that_raised_is_named_not_those_it_took_along(run_dir: Path, st
     assert session_of(host.pid) == []
 
 
+@pytest.mark.full  # test_faults asks it of a whole job
 def test_a_killed_rank_is_named(run_dir: Path, start: Start) -> None:
     host = start("loop_forever", 4)
     ranks = pids(run_dir, 4)
@@ -181,6 +182,7 @@ def test_sigterm_to_the_host_ends_all(run_dir: Path, start: Start, entry: str) -
     assert not (run_dir / "failure.json").exists()
 
 
+@pytest.mark.full  # test_faults asks it of a whole job
 def test_ctrl_c_in_the_parent_ends_all(run_dir: Path, start: Start) -> None:
     host = start("loop_forever", 3)
     ranks = pids(run_dir, 3)
@@ -208,7 +210,7 @@ def test_a_host_can_be_stopped_before_it_is_ready(run_dir: Path) -> None:
     assert list((run_dir / "logs").glob("rank_*")) == []
 
 
-@pytest.mark.parametrize("entry", some(["loop_forever", "ignore_sigterm"], ["ignore_sigterm"]))
+@pytest.mark.parametrize("entry", some(["loop_forever", "ignore_sigterm"], ["loop_forever"]))
 def test_a_killed_parent_leaves_nothing(run_dir: Path, entry: str) -> None:
     parent = subprocess.Popen([*program(entry, 2, "parent"), "--run-dir", str(run_dir)])
     try:
@@ -225,6 +227,8 @@ def test_a_killed_parent_leaves_nothing(run_dir: Path, entry: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+# A host that says of what it fails is above; this one is of the program that the command starts.
+@pytest.mark.full
 def test_the_host_program_itself_reports_what_it_cannot_do(run_dir: Path) -> None:
     host = HostProcess.start(run_dir)
     (run_dir / "ready").touch()  # without the request that the parent writes first

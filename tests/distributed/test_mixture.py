@@ -177,6 +177,7 @@ def test_the_work_of_experts_is_counted() -> None:
     assert products == [2 * 32 * 3 * 128 * 64] * 4
 
 
+@pytest.mark.full  # test_folding asks it of one whose blocks share their weights, and of Mixtral
 def test_a_deep_mixture_is_folded() -> None:
     target = "whale_train.models.moe_gpt.MoEGPT"
     options = ModelOptions.from_mapping({"_target_": target, "depth": 7, "width": 16, "ffn": 16})
