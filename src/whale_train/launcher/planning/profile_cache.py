@@ -64,7 +64,7 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
     from whale_train.models.loss_module import LossModule
     from whale_train.models.profile.measure import profile_model
 
-    if is_first:  # no code of the user's has been imported: nothing there is by now is the model's
+    if is_first:  # no code of the user's was imported before: what exists holds no generator of it
         gc.freeze()
     compute_fp32(in_tf32=request.train.tf32)
     try:

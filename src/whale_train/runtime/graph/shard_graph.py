@@ -43,6 +43,7 @@ from whale_train.runtime.loss.graph_losses import (
     smoothing,
 )
 from whale_train.strategies.graph.operation_graph import block_of
+from whale_train.strategies.graph.rewrites import GROUPED_KEYS, RMS_NORM
 from whale_train.strategies.layouts.types import BATCH
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
@@ -63,10 +64,10 @@ def write_segment_graph(
     """
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
-    join_rms_norms(graph, writer.rewritten("rms_norm"))
+    join_rms_norms(graph, writer.rewritten(RMS_NORM))
     delay_combines(graph, writer.changing)
     if place.device.type != "cpu":  # a CPU process that stands for a GPU has no such kernel
-        group_keys(graph, writer.rewritten("grouped_keys"))
+        group_keys(graph, writer.rewritten(GROUPED_KEYS))
     segment.set_graph(counts is None, graph, paths, inputs)
 
 
