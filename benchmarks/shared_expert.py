@@ -1,4 +1,4 @@
-"""A mixture with a shared expert over hosts: rows come back under its products, or before them.
+"""A mixture with a shared expert over hosts: rows come back under its products, or after them.
 
 sudo python benchmarks/shared_expert.py
 
@@ -6,15 +6,14 @@ The hosts are network namespaces of this machine (hosts.py).
 """
 
 import tempfile
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import sides
 from between_hosts import Bench, options_of
-from interleave import Running, Side
 
-from whale_train.runtime.graph import shard_graph
+from whale_train.strategies.graph.rewrites import OVERLAPPED_ROWS
+from whale_train.strategies.plan.plan import Plan
 
 CONFIG = (
     "{{vocab_size: 257, hidden_size: {width}, num_hidden_layers: {depth}, num_attention_heads: 4, "
@@ -51,18 +50,24 @@ def main() -> None:
     words += f"beside one of {options.shared}, {options.depth} layers, "
     words += f"{options.batch * options.sequence} tokens a host"
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
-        under, before = (
-            sides.ours(name, request, plan, Path(folder))
-            for name in ("rows come under products", "rows come before products")
+        under, apart = (
+            sides.ours(name, request, of, Path(folder))
+            for name, of in (
+                ("rows come under products", plan),
+                ("rows come after products", _without_overlap(plan)),
+            )
         )
-        before = Side(before.name, partial(_awaited, before.start), before.huge_pages)
-        bench.compare(words, [under, before], before.name)
+        bench.compare(words, [under, apart], apart.name)
 
 
-def _awaited(start: "partial[Running]", rank: int) -> Running:
-    """Return the side of `start` on rank `rank`, made to wait for rows at once."""
-    with patch.object(shard_graph, "delay_combines", lambda graph: None):
-        return start(rank)
+def _without_overlap(plan: Plan) -> Plan:
+    """Return `plan`, whose ranks send rows back when an operation reads them."""
+    assert plan.rewrite is not None
+    segments = (
+        replace(x, rewrites=tuple(of for of in x.rewrites if of.kind != OVERLAPPED_ROWS))
+        for x in plan.rewrite.segments
+    )
+    return replace(plan, rewrite=replace(plan.rewrite, segments=tuple(segments)))
 
 
 if __name__ == "__main__":

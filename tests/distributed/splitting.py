@@ -24,6 +24,7 @@ from whale_train.runtime.graph.nested_graphs import is_tensor
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import write_segment_graph
 from whale_train.runtime.graph.shard_place import ShardContext
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.shape_check import shape_check
@@ -133,10 +134,9 @@ def write(
         }
     )
     part = Segment(0, region, (), (loss,), sharded.assignment)
-    written = planned_segment(operations, part, on_cpu=True)
-    write_segment_graph(segment, written, graph, canonical, here, counts)
-    if counts is None:
-        segment.overlap_weight_gradients()
+    rewrites = part.rewrites(operations, on_cpu=True, defers=False, own_gradients=False)
+    written = planned_segment(operations, part, rewrites)
+    write_segment_graph(segment, written, graph, canonical, here, counts, WeightGradients())
     segment.train(counts is None)
     return Written(segment, module, sharded, axes, loss, by_path)
 

@@ -100,6 +100,7 @@ def grouped(graph: fx.GraphModule) -> int:
     scope = RewriteScope.whole(operation_graph(graph, {}, {}, {}))
     named = [x.operations for x in scope.grouped_keys()]
     group_keys(graph, [[nodes[name] for name in names] for names in named])
+    graph.recompile()
     return len(named)
 
 
@@ -145,6 +146,7 @@ def test_keys_are_grouped_where_they_are_summed_before_they_are_repeated() -> No
                 summed = graph.graph.call_module(f"sum_{node.name}", (before,))
             node.replace_input_with(before, summed)
     group_keys(graph, repeated)
+    graph.recompile()
     assert len(repeated) == 2
     assert not {names[1] for names in repeated} & set(graph.graph.nodes)
     inputs = drawn(3)

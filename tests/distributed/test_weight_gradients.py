@@ -42,8 +42,15 @@ def operands(kind: str) -> tuple[Tensor, nn.Parameter, nn.Parameter]:
 
 def replaced(kind: str, deferred: WeightGradients) -> fx.GraphModule:
     graph = graph_of(kind)
-    deferred.replace(graph, frozenset(("weight", "bias")))
+    deferred.replace(graph, reading_weights(graph))
+    graph.recompile()
     return graph
+
+
+def reading_weights(graph: fx.GraphModule) -> list[fx.Node]:
+    """The products and lookups of a graph, which have no other operations with such names."""
+    read = (aten.linear.default, aten.addmm.default, aten.embedding.default)
+    return [node for node in graph.graph.nodes if node.target in read]
 
 
 @pytest.mark.parametrize("kind", ["linear", "addmm"])
@@ -132,7 +139,8 @@ def test_lookups_add_the_rows_they_took(padding: int | None, defers: bool) -> No
     table = torch.randn(5, 3, generator=generator)
     rows = torch.tensor([[0, 2, 2], [4, 0, 1]])
     owner, module = WeightGradients(), graph()
-    owner.replace(module, {"weight"})
+    owner.replace(module, reading_weights(module))
+    module.recompile()
     one, other = nn.Parameter(table.clone()), nn.Parameter(table.clone())
     for number in range(3):
         graph()(one, rows + number % 2 * (rows < 4)).square().sum().backward()
@@ -166,9 +174,10 @@ def test_hooks_of_a_parameter_run_once_when_all_that_reads_it_is_done() -> None:
     hidden = graph.call_function(aten.linear.default, (found, second))
     graph.output((graph.call_function(aten.linear.default, (hidden, first)),))
     segment = SegmentModule((), ("logits",), {"table": table, "alone": alone})
-    segment.set_graph(True, fx.GraphModule(nn.Module(), graph), ("table", "alone"), ("rows",))
-    owner = WeightGradients()
-    segment.overlap_weight_gradients(owner)
+    owner, module = WeightGradients(), fx.GraphModule(nn.Module(), graph)
+    owner.replace(module, reading_weights(module))
+    module.recompile()
+    segment.set_graph(True, module, ("table", "alone"), ("rows",))
     seen: list[tuple[int, Tensor]] = []
     for parameter in (table, alone):
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append((id(p), p.grad.clone())))

@@ -5,6 +5,7 @@ import pytest
 from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     OWN,
+    PRODUCTS,
     Operation,
     OperationGraph,
     Ref,
@@ -65,7 +66,8 @@ def test_a_view_lies_in_what_it_is_a_view_of() -> None:
 
 
 def test_gradients_come_as_values_go() -> None:
-    run = profile_forward_backward(View(CHAIN), NAMES, GRADIENTS)
+    products = [name for name in NAMES if CHAIN[name].target in PRODUCTS]
+    run = profile_forward_backward(View(CHAIN), NAMES, GRADIENTS, own_gradients=products)
     assert (run.kept, run.gradients) == (96.0, 512.0)
     # When the loss is computed, y is there as well, which nobody keeps.
     assert run.forward == (MemoryPoint(0.0, 96 + 32 + 4),)

@@ -19,6 +19,7 @@ from whale_train.strategies.graph.operation_graph import (
     Ref,
 )
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
@@ -85,8 +86,11 @@ def test_a_shared_experts_products_run_while_rows_come(with_shared: ModelProfile
     casts = findings.experts.sharded.assignment.casts
     back = dict.fromkeys(cast.value for cast in casts if cast.kind == "combine")
     graph = findings.graph
+    names = tuple(operation.name for operation in graph)
+    segment = Segment(0, names, (), (), findings.experts.sharded.assignment)
+    rewrites = {x.operations[0]: x.operations[1:] for x in segment.scope(graph).overlapped_rows()}
     for layer, value in enumerate(back):
-        products = [x for x in findings.under_rows(value) if graph[x].flops]
+        products = [x for x in rewrites[value] if graph[x].flops]
         modules = {graph[x].module.removeprefix(f"model.layers.{layer}.mlp.") for x in products}
         assert modules == {
             *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down")),

@@ -120,8 +120,9 @@ def assemble_stages(
     # An evaluation has several batches, and so several pieces, where a step has one.
     scale = None if counter is None else loss.scale
     streamed = streamed_of(task_graphs, tensors, NARROW.get(plan.precision), seat)
+    owner = weight_gradients if plan.ranks[seat.rank].accumulates else None
     writer = _Writer(
-        *(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale),
+        *(plan, graph, canonical, tensors, counts, owner, scale),
         *(seat.compiler, streamed),
     )
     loads = ExpertLoads(plan.mixtures, seat.device) if plan.mixtures else None
@@ -174,12 +175,13 @@ def assemble_stages(
 
 
 class _Writer:
-    """Writes the segments that `rank` runs out of the exported `graph`.
+    """Writes the segments that one rank runs out of the exported `graph`.
 
     canonical: the canonical path of every parameter's name.
     tensors: this rank's tensors, by canonical path.
     counts: receives the counts of an evaluation.
-    weight_gradients: computes weights' gradients of the training graph apart from the backward.
+    weight_gradients: adds weights' gradients of the training graph in place, or defers them; None
+        where the rank does neither.
     evaluation_scale: the scale of an evaluation's losses; None: they are not scaled.
     compiler: compiles the segments; None: they run as they are.
     streamed: brings weights from the host.
@@ -188,12 +190,11 @@ class _Writer:
     def __init__(
         self,
         plan: Plan,
-        rank: int,
         graph: fx.GraphModule,
         canonical: dict[str, str],
         tensors: Mapping[str, Tensor],
         counts: Counts,
-        weight_gradients: WeightGradients,
+        weight_gradients: WeightGradients | None,
         evaluation_scale: Any,
         compiler: Compiler | None,
         streamed: StreamedWeights,
@@ -203,7 +204,6 @@ class _Writer:
         self._counts, self._weight_gradients = counts, weight_gradients
         self._evaluation_scale = evaluation_scale
         self._compiler, self._streamed = compiler, streamed
-        self._accumulates = plan.ranks[rank].accumulates
 
     def segment(
         self, described: PlannedChunk, places: Mapping[int, ShardContext]
@@ -220,18 +220,11 @@ class _Writer:
         held = {path: self._tensors[path] for path in paths if path not in lent}
         segment = SegmentModule(written.takes, written.gives, held, lent)
         evaluated = replace(here, loss_scale=self._evaluation_scale, loads=None)
+        owner = self._weight_gradients or WeightGradients()
         for at, counts in ((here, None), (evaluated, self._counts)):
-            write_segment_graph(segment, written, self._graph, self._canonical, at, counts)
-        if self._plan.schedule == "zero_bubble":
-            segment.own_weight_gradients(self._weight_gradients)
-        else:
-            segment.overlap_weight_gradients(self._weight_gradients if self._accumulates else None)
+            write_segment_graph(segment, written, self._graph, self._canonical, at, counts, owner)
         again = described.recompute == "full"
         gathered = self._plan.task_graphs[written.task_graph].zero == 3
-        if gathered:
-            # ZeRO 3 takes weights away between forward and backward: products that see to their
-            # gradients keep no views of them.
-            segment.own_weight_gradients(WeightGradients())
         segment.stream(self._streamed)
         if self._compiler is not None:
             segment.compile(self._compiler)

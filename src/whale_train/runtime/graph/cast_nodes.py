@@ -11,7 +11,13 @@ from typing import Any
 from torch import SymInt, Tensor, fx
 
 from whale_train.models.export.export import size_of
-from whale_train.runtime.comms.expert_rows import combine, dispatch, exchange
+from whale_train.runtime.comms.expert_rows import (
+    combine,
+    combine_begin,
+    combine_end,
+    dispatch,
+    exchange,
+)
 from whale_train.runtime.comms.layout_collectives import (
     ShardGroup,
     all_gather_reduce_scatter,
@@ -117,12 +123,23 @@ class CastNodes:
 
         One node serves all users of a value.
         """
-        key = (cast.value, cast.kind)
+        key: tuple[Any, ...] = (cast.value, cast.kind)
         if key not in self._nodes:
+            begun = self._nodes.get((*key, "begun"))
+            if begun is not None:
+                self._nodes[key] = self._out.call(combine_end, [begun], cast.kind)
+                return self._nodes[key]
             function = dispatch if cast.kind == DISPATCH else combine
             where = self._exchanged(cast)
             self._nodes[key] = self._out.call(function, [rows, where], cast.kind)
         return self._nodes[key]
+
+    def begin_combine(self, value: str) -> None:
+        """Write the start of the return of the rows `value` from their experts."""
+        casts = self.casts.values()
+        cast = next(x for x in casts if x.value == value and x.kind == COMBINE)
+        args = [self._out.made[value], self._exchanged(cast)]
+        self._nodes[value, COMBINE, "begun"] = self._out.call(combine_begin, args, COMBINE)
 
     def _exchanged(self, cast: PlannedCast, attribute: str = "") -> fx.Node:
         """Return the exchange by which a cast's rows are sent, or its attribute `attribute`."""

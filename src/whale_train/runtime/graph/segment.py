@@ -14,9 +14,7 @@ from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.compile.regions import compile_regions
 from whale_train.runtime.graph.block_modules import Blocks
 from whale_train.runtime.graph.shard_rng import SharedRandom
-from whale_train.runtime.kernels.column_parallel import join_products
 from whale_train.runtime.kernels.streamed_weights import Fetched, StreamedWeights
-from whale_train.runtime.kernels.weight_gradients import WeightGradients
 
 
 class Counts:
@@ -108,21 +106,6 @@ class SegmentModule(nn.Module):
         self._graphs[training] = (graph, tuple(self.tensor_names[path] for path in paths))
         self.inputs = inputs
 
-    def own_weight_gradients(self, owner: WeightGradients) -> None:
-        """Let `owner` compute the weight gradients of the training graph's products and lookups."""
-        owner.replace(self._graphs[True][0], self._parameter_arguments())
-
-    def overlap_weight_gradients(self, owner: WeightGradients | None = None) -> None:
-        """Overlap weight gradients with the all-reduce of the gradient of the products' input.
-
-        The input is an entered value of the training graph. `owner` adds the weight gradients up
-        where a step has several backwards.
-        """
-        graph, parameters = self._graphs[True][0], self._parameter_arguments()
-        join_products(graph, parameters, owner or WeightGradients())
-        if owner is not None:
-            owner.replace(graph, parameters)
-
     def stream(self, weights: StreamedWeights) -> None:
         """Have `weights` fetch those lent parameters that it holds when a graph first reads them.
 
@@ -151,14 +134,6 @@ class SegmentModule(nn.Module):
         Call it before the segment is divided.
         """
         compile_regions(self._graphs[True][0], compiler)
-
-    def _parameter_arguments(self) -> frozenset[str]:
-        """Return the names of the training graph's placeholders that get parameters."""
-        tensors = _tensor_arguments(*self._graphs[True])
-        return frozenset(node.name for node, name in tensors if self._is_parameter(name))
-
-    def _is_parameter(self, name: str) -> bool:
-        return name in self._parameters or name in self._lent
 
     @property
     def lent(self) -> Iterable[nn.Parameter]:

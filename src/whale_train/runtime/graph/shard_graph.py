@@ -21,21 +21,20 @@ from whale_train.runtime.comms.layout_collectives import (
     ShardGroup,
 )
 from whale_train.runtime.graph.cast_nodes import CUTTING, CastNodes
-from whale_train.runtime.graph.delay_combines import delay_combines
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
+from whale_train.runtime.graph.passes import run_passes
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
 from whale_train.runtime.graph.shard_place import ShardContext
 from whale_train.runtime.graph.written_graph import WrittenGraph
-from whale_train.runtime.kernels.grouped_attention import group_keys
 from whale_train.runtime.kernels.grouped_experts import own_grouped_mm, split_grouped_mm
-from whale_train.runtime.kernels.rms_norm import join_rms_norms
 from whale_train.runtime.kernels.sync_batch_norm import global_batch_norm
 from whale_train.runtime.kernels.vocab_parallel import (
     split_cross_entropy,
     split_embedding,
     split_top1,
 )
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.graph_losses import (
     ignored,
     is_mean_over_targets,
@@ -43,7 +42,7 @@ from whale_train.runtime.loss.graph_losses import (
     smoothing,
 )
 from whale_train.strategies.graph.operation_graph import block_of
-from whale_train.strategies.graph.rewrites import GROUPED_KEYS, RMS_NORM
+from whale_train.strategies.graph.rewrites import OVERLAPPED_ROWS
 from whale_train.strategies.layouts.types import BATCH
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
@@ -55,19 +54,18 @@ def write_segment_graph(
     canonical: dict[str, str],
     place: ShardContext,
     counts: Counts | None,
+    owner: WeightGradients,
 ) -> None:
     """Give `segment` the graph of the plan's segment `written`, taken from the export `source`.
 
     `canonical` maps a tied parameter's names to the one name that the parameter is held under.
     `counts` is given for an evaluation graph, and filled when the graph runs; None writes the
-    training graph.
+    training graph, in which `owner` makes the gradients of weights that operations make themselves.
     """
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
-    join_rms_norms(graph, writer.rewritten(RMS_NORM))
-    delay_combines(graph, writer.changing)
-    if place.device.type != "cpu":  # a CPU process that stands for a GPU has no such kernel
-        group_keys(graph, writer.rewritten(GROUPED_KEYS))
+    on_cpu = place.device.type == "cpu"
+    run_passes(*(graph, writer.nodes, written.rewrites, on_cpu), owner if counts is None else None)
     segment.set_graph(counts is None, graph, paths, inputs)
 
 
@@ -90,6 +88,8 @@ class _Writer:
         self.casts = CastNodes(written.casts, self.out, place, values)
         self.counted: set[str] = set()  # mixtures whose experts' rows are counted already
         self.nodes: dict[str, fx.Node] = {}  # the node of every operation
+        overlapped = [x.operations for x in written.rewrites if x.kind == OVERLAPPED_ROWS]
+        self.sent_early = {value for value, *_ in overlapped}
 
     def write(
         self, takes: Iterable[str], gives: Iterable[str]
@@ -98,8 +98,8 @@ class _Writer:
 
         Arguments of the graph module are the values `takes`, the inputs, then the tensors.
         """
-        chosen = set(self.written.operations)
-        nodes = [node for node in self.source.graph.nodes if node.name in chosen]
+        by_name = {node.name: node for node in self.source.graph.nodes}
+        nodes = [by_name[name] for name in self.written.operations]
         for name in takes:
             self.made[name] = self.graph.placeholder(name)
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -117,6 +117,8 @@ class _Writer:
             if node.op == "call_function" and not self.is_training_only(node):
                 self.nodes[node.name] = self.operation(node)
                 self.made[node.name] = self.over_the_batch(node, self.nodes[node.name])
+                if node.name in self.sent_early:
+                    self.casts.begin_combine(node.name)
                 self.mark(module_path(node))
                 changed = self.written.changes.get(node.name)
                 if changed is not None:  # later readers read the new value
@@ -126,16 +128,6 @@ class _Writer:
         self.graph.lint()
         module = fx.GraphModule(self.out.root, self.graph)
         return module, tuple(held), tuple(str(node.target) for node in inputs)
-
-    @property
-    def changing(self) -> set[fx.Node]:
-        """Return the nodes that change a value in place."""
-        return {self.nodes[name] for name in self.written.changes if name in self.nodes}
-
-    def rewritten(self, kind: str) -> list[list[fx.Node]]:
-        """Return the nodes of the operations of each rewrite of `kind`."""
-        rewrites = [x for x in self.written.rewrites if x.kind == kind]
-        return [[self.nodes[name] for name in x.operations] for x in rewrites]
 
     def is_training_only(self, node: fx.Node) -> bool:
         """Return True for an update of a buffer that evaluation skips.

@@ -4,11 +4,12 @@ A replicated value that enters sharded work gets gradients from every member of 
 layers wait for their sum. Nobody waits for the gradients of the work's own weights. So where all
 readers of an entered value are products with weights (the three projections of an attention, the
 two of a gated MLP, a head), they become one function whose backward begins the sum, computes the
-weights' gradients, and then waits for the sum. Megatron-LM does the same for its column-parallel
-layers (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+weights' gradients, and then waits for the sum. The plan says which (`joined_products` of
+strategies/graph/rewrites.py). Megatron-LM does the same for its column-parallel layers (Korthikanti
+et al. 2022, arXiv 2205.05198, section 4.2.2).
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import getitem
 from typing import Any
@@ -19,71 +20,38 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.base.autocast import autocast, autocast_dtype
-from whale_train.runtime.comms.layout_collectives import copy_to_parallel_region
-from whale_train.runtime.kernels.matmul import ProductForm, ProductNode, as_rows, product_of
+from whale_train.runtime.base.graph_nodes import put_in_place
+from whale_train.runtime.kernels.matmul import ProductForm, as_rows, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 
 
-def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGradients) -> None:
-    """Replace each `copy_to_parallel_region` in `graph` that only products read, and these
-    products, by one function.
-
-    Replaced are only those whose products all have weights and biases among the placeholders
-    `parameters`, and whose group has several ranks. `owner` computes the gradients of these weights
-    and biases.
-    """
-    for node in list(graph.graph.nodes):
-        group = _entered_group(graph, node)
-        if group is None:
-            continue
-        products = [product_of(user, parameters) for user in node.users]
-        joinable = [
-            x
-            for x in products
-            if x is not None and x.input is node and (x.bias is None or x.bias.name in parameters)
-        ]
-        if joinable and len(joinable) == len(products):
-            _join(graph, node, joinable, group, owner)
-    graph.recompile()
-
-
-def _entered_group(graph: fx.GraphModule, node: fx.Node) -> dist.ProcessGroup | None:
-    """Return the group of a `copy_to_parallel_region` node.
-
-    Return None for other nodes, and for groups of one rank.
-    """
-    if node.op != "call_module":
-        return None
-    called = getattr(graph.get_submodule(str(node.target)), "function", None)
-    if not isinstance(called, partial) or called.func is not copy_to_parallel_region:
-        return None
-    group: dist.ProcessGroup = called.keywords["group"]
-    return group if group.size() > 1 else None
-
-
-def _join(
-    graph: fx.GraphModule,
-    node: fx.Node,
-    products: Sequence[ProductNode],
-    group: dist.ProcessGroup,
-    owner: WeightGradients,
+def join_products(
+    graph: fx.GraphModule, joined: Iterable[Sequence[fx.Node]], owner: WeightGradients
 ) -> None:
-    """Replace `node`, a `copy_to_parallel_region`, and the `products` that read it by one call of
-    `_Joined`."""
-    name = f"products_{node.name}"
-    graph.add_module(name, _Joined([product.kind for product in products], group, owner))
-    operands = [x for product in products for x in (product.weight, product.bias)]
-    with graph.graph.inserting_after(node):
-        made = graph.graph.call_module(name, (node.args[0], *operands))
-    made.meta = dict(node.meta)
-    after = made
-    for number, product in enumerate(products):
-        with graph.graph.inserting_after(after):
-            after = graph.graph.call_function(getitem, (made, number))
-        after.meta = dict(product.node.meta)
-        product.node.replace_all_uses_with(after)
-        graph.graph.erase_node(product.node)
-    graph.graph.erase_node(node)
+    """Replace each of `joined` in `graph`, and the value that enters for them, by one function.
+
+    joined: products with weights of the placeholders, in the order they run. They alone read one
+        `copy_to_parallel_region`.
+    owner: computes the gradients of the weights and biases.
+    """
+    for nodes in joined:
+        products = [product_of(node) for node in nodes]
+        entered = products[0].input
+        function = graph.get_submodule(str(entered.target)).function
+        assert isinstance(function, partial)
+        group: dist.ProcessGroup = function.keywords["group"]
+        name = f"products_{entered.name}"
+        graph.add_module(name, _Joined([product.kind for product in products], group, owner))
+        operands = [x for product in products for x in (product.weight, product.bias)]
+        with graph.graph.inserting_after(entered):
+            made = graph.graph.call_module(name, (entered.args[0], *operands))
+        made.meta = dict(entered.meta)
+        after = made
+        for number, product in enumerate(products):
+            with graph.graph.inserting_after(after):
+                after = graph.graph.call_function(getitem, (made, number))
+            put_in_place(after, [product.node])
+        graph.graph.erase_node(entered)
 
 
 class _Joined(nn.Module):

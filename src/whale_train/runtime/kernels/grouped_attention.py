@@ -27,7 +27,6 @@ def group_keys(graph: fx.GraphModule, attentions: Iterable[Sequence[fx.Node]]) -
         for node in dict.fromkeys((*reversed(keys), *reversed(values))):
             if not node.users:
                 graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def _shared(graph: fx.GraphModule, inserted: fx.Node, expanded: fx.Node) -> fx.Node:

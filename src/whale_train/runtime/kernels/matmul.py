@@ -1,9 +1,8 @@
-"""Find the products (linear, addmm) and lookups (embedding) that read weights in a graph.
+"""Products (linear, addmm) and lookups (embedding) of weights in a graph.
 
 Owns where their operands stand among the arguments, and the formulas of their gradients.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,50 +89,36 @@ class ProductNode:
     bias: fx.Node | None
 
 
-def product_of(node: fx.Node, parameters: Set[str]) -> ProductNode | None:
-    """Return `node` as a product whose weight is among the placeholders `parameters`, or None."""
-    kind = _KINDS.get(node.target) if node.op == "call_function" else None
-    if kind is None or node.kwargs:
-        return None
-    args: list[Any] = list(node.args) + [None] * (3 - len(node.args))
-    x, weight, bias = args[kind.input], args[kind.weight], args[kind.bias]
-    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
-        return None
-    if weight.name not in parameters:
-        return None
-    return ProductNode(node, kind, x, weight, bias)
+def product_of(node: fx.Node) -> ProductNode:
+    """Return the operands of `node`, a product with a weight."""
+    kind = _KINDS[node.target]
+    args: list[Any] = [*node.args, None]
+    return ProductNode(node, kind, args[kind.input], args[kind.weight], args[kind.bias])
+
+
+def is_product(node: fx.Node) -> bool:
+    """Return True for a product."""
+    return node.target in _KINDS
 
 
 @dataclass(frozen=True)
 class Lookup:
     """Lookup of rows of a parameter in a graph.
 
-    node: the lookup.
     weight: the placeholder of the table.
     indices: the row numbers.
     padding: the row without a gradient; -1 where all rows have one.
     """
 
-    node: fx.Node
     weight: fx.Node
     indices: fx.Node
     padding: int
 
 
-def lookup_of(node: fx.Node, parameters: Set[str]) -> Lookup | None:
-    """Return `node` as a lookup in one of the placeholders `parameters`, or None.
-
-    A lookup with a sparse or scaled gradient gives None too.
-    """
-    if node.target is not _aten.embedding.default or node.kwargs:
-        return None
-    weight, indices, padding, *others = (*node.args, -1)[: max(3, len(node.args))]
-    if not isinstance(weight, fx.Node) or not isinstance(indices, fx.Node) or any(others):
-        return None
-    if weight.name not in parameters:
-        return None
-    assert isinstance(padding, int)
-    return Lookup(node, weight, indices, padding)
+def lookup_of(node: fx.Node) -> Lookup:
+    """Return the operands of `node`, a lookup of rows."""
+    args: list[Any] = [*node.args, -1]
+    return Lookup(*args[:3])
 
 
 def of_table(

@@ -14,7 +14,7 @@ functions whose backward returns the input's gradient and handles the weight's i
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +23,14 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.base.autocast import autocast, autocast_dtype
-from whale_train.runtime.kernels.matmul import ProductForm, lookup_of, of_table, product_of
+from whale_train.runtime.base.graph_nodes import put_in_place
+from whale_train.runtime.kernels.matmul import (
+    ProductForm,
+    is_product,
+    lookup_of,
+    of_table,
+    product_of,
+)
 
 Key = tuple[int, int]  # chunk, micro-batch
 Added = Callable[[nn.Parameter], None]
@@ -134,31 +141,27 @@ class WeightGradients:
         left = {id(p): make(None).to(p.dtype) for p, make in needed if p not in taken}
         return [left.get(id(x.operand)) for x in wanted]
 
-    def replace(self, graph: fx.GraphModule, parameters: Set[str]) -> None:
-        """Replace the products and lookups of `graph` that read a weight among `parameters`.
+    def replace(self, graph: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+        """Replace `nodes` of `graph`, products and lookups of weights.
 
-        `parameters` are names of the graph's placeholders.
+        nodes: each reads a placeholder, which gets the weight.
         """
-        for node in list(graph.graph.nodes):
-            product, lookup = product_of(node, parameters), lookup_of(node, parameters)
+        for node in nodes:
             owned: nn.Module
             args: tuple[fx.Node | None, ...]
-            if product is not None:
+            if is_product(node):
+                product = product_of(node)
                 owned = _OwnedProduct(self, product.kind)
                 args = (product.input, product.weight, product.bias)
-            elif lookup is not None:
+            else:
+                lookup = lookup_of(node)
                 owned = _OwnedLookup(self, lookup.padding)
                 args = (lookup.weight, lookup.indices)
-            else:
-                continue
             name = f"owned_{node.name}"
             graph.add_module(name, owned)
             with graph.graph.inserting_before(node):
                 new = graph.graph.call_module(name, args)
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            graph.graph.erase_node(node)
-        graph.recompile()
+            put_in_place(new, [node])
 
 
 def of_product(

@@ -39,10 +39,9 @@ HELD = (*WEIGHTS, "buffer")
 # value, such as statistics and masks.
 OWN, INSIDE = -1, -2
 
-# Operations that handle their weight's gradient themselves where a step has several backwards: they
-# defer it, or add it to the existing one (runtime/kernels/matmul.py,
-# runtime/kernels/weight_gradients.py).
-PRODUCTS = ("aten.linear.default", "aten.addmm.default")
+# Operations that can make their weight's gradient themselves (rewrites.py): products, with the
+# positions of their input, weight and bias among their arguments, and lookups.
+PRODUCTS = {"aten.linear.default": (0, 1, 2), "aten.addmm.default": (1, 2, 0)}
 LOOKUP = "aten.embedding.default"
 
 # Operations that autocast runs in 16 bits, on CPUs and GPUs alike, casting every floating-point

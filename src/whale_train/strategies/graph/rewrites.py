@@ -1,30 +1,57 @@
-"""Rewrites: groups of operations that a rank which runs the exported graph runs as one.
+"""Rewrites: groups of operations that a rank which runs the exported graph runs in another way.
 
 This file finds them on the operation graph, once. The plan names their operations
-(`PlannedSegment.rewrites`), ranks put other functions in their place
-(`runtime/graph/shard_graph.py`), and the memory model counts what these keep (`saved_tensors.py`).
+(`PlannedSegment.rewrites`), ranks put other functions in their place (`runtime/graph/passes.py`),
+and the models of memory and time count what these keep and take.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale_train.strategies.graph.operation_graph import Argument, Operation, OperationGraph, Ref
+from whale_train.strategies.graph.operation_graph import (
+    HELD,
+    LOOKUP,
+    LOWERED,
+    PRODUCTS,
+    WEIGHTS,
+    Argument,
+    Operation,
+    OperationGraph,
+    Ref,
+    block_of,
+    kind_of,
+)
 
 RMS_NORM = "rms_norm"
 GROUPED_KEYS = "grouped_keys"
+JOINED_PRODUCTS = "joined_products"
+OWN_GRADIENTS = "own_gradients"
+OVERLAPPED_ROWS = "overlapped_rows"
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Operations that run as one.
+    """Operations that run in another way than one by one with autograd's backward.
 
-    kind: what they compute: `rms_norm`, weight * (x * rsqrt(mean(x ** 2, -1) + eps)), or
-        `grouped_keys`, an attention with fewer keys than queries.
-    operations: their names in the order they run. Those of an RMSNorm are the square, its mean, the
-        sum with eps, the inverse root, the product with x, casts of it to fp32, and the product
-        with the weight. Those of grouped keys are the new dimension, its expansion and the reshape
-        of the keys, the same three of the values, and the attention.
+    kind: what becomes of them.
+    operations: their names in the order they run.
+
+    `rms_norm`: the square, its mean, the sum with eps, the inverse root, the product with x, casts
+    of it to fp32, and the product with the weight. They run as one, weight * (x * rsqrt(mean(x **
+    2, -1) + eps)).
+
+    `grouped_keys`: the new dimension, its expansion and the reshape of the keys, the same three of
+    the values, and the attention. It reads keys and values unrepeated.
+
+    `joined_products`: the products that alone read a value which enters sharded work. They run as
+    one, whose backward computes weights' gradients while it sums the value's gradient.
+
+    `own_gradients`: products and lookups. Each makes the gradient of its weight itself, and adds it
+    to the sum in place or defers it.
+
+    `overlapped_rows`: the operation whose rows come back from their experts, and those that run
+    meanwhile.
     """
 
     kind: str
@@ -34,7 +61,9 @@ class Rewrite:
     def unmade(self) -> tuple[str, ...]:
         """Return the large values that the operations, run as one, do not make: the normed x, and
         keys and values that are repeated."""
-        return self.operations[4:-1] if self.kind == RMS_NORM else self.operations[2:-1:3]
+        if self.kind == RMS_NORM:
+            return self.operations[4:-1]
+        return self.operations[2:-1:3] if self.kind == GROUPED_KEYS else ()
 
     def repeated(self, graph: OperationGraph) -> dict[str, str]:
         """Return the keys and values that the operations, which are of `graph`, repeat, by the name
@@ -44,6 +73,15 @@ class Rewrite:
         sources = (graph[name].inputs[0] for name in self.operations[:-1:3])
         return dict(zip(self.unmade, sources, strict=True))
 
+    def reads_as_one(self, graph: OperationGraph) -> frozenset[tuple[str, str]]:
+        """Return pairs of an operation, which is of `graph`, and the value that it shares a changed
+        copy of with the other operations."""
+        if self.kind != JOINED_PRODUCTS:
+            return frozenset()
+        value = _operands(graph[self.operations[0]])[0]
+        assert isinstance(value, Ref)
+        return frozenset((name, value.name) for name in self.operations)
+
 
 @dataclass(frozen=True)
 class RewriteScope:
@@ -52,8 +90,9 @@ class RewriteScope:
     graph: the graph that they are of.
     operations: their names.
     gives: the values that others read.
-    casts: from an operation and a value to the change of layout in which it reads the value.
-        Operations that read a value in equal changes share the changed value.
+    casts: from an operation and a value to the change of layout in which it reads the value: its
+        kind, and what it is from and to. Operations that read a value in equal changes share the
+        changed value. The operation is '' for values that others read.
     replaced: the operations in whose place other ones stand.
     cut: the dimension along which a value is cut.
     """
@@ -61,7 +100,7 @@ class RewriteScope:
     graph: OperationGraph
     operations: Collection[str]
     gives: Collection[str] = ()
-    casts: Mapping[tuple[str, str], Hashable] = field(default_factory=dict)
+    casts: Mapping[tuple[str, str], tuple[str, Hashable, Hashable]] = field(default_factory=dict)
     replaced: Collection[str] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
 
@@ -92,6 +131,103 @@ class RewriteScope:
             if len(times) == 1 and times != {0}:
                 operations = (x for _, names in repetitions for x in names)
                 yield Rewrite(GROUPED_KEYS, (*operations, name))
+
+    def joined_products(self) -> Iterator[Rewrite]:
+        """Yield the products among the operations that alone read a value which enters sharded
+        work, where there are such."""
+        readers: dict[tuple[str, str], list[str]] = {}
+        for (user, value), (kind, *_) in self.casts.items():
+            if kind in _ENTERS and (user in self._names or not user):
+                readers.setdefault((value, kind), []).append(user)
+        changed = {self.graph[name].changes for name in self._writers}
+        for (value, _), users in readers.items():
+            if value not in changed and all(self._reads_weights(user, value) for user in users):
+                in_order = sorted(users, key=self.graph.places.__getitem__)
+                yield Rewrite(JOINED_PRODUCTS, tuple(in_order))
+
+    def own_gradients(self) -> Iterator[str]:
+        """Yield the products and lookups among the operations that read a weight as it is."""
+        for name in self.operations:
+            operation = self.graph[name]
+            if name in self.replaced or operation.kwargs:
+                continue
+            if operation.target in PRODUCTS:
+                weight: Argument = _operands(operation)[1]
+            elif operation.target == LOOKUP and not any(operation.args[3:]):
+                weight = operation.args[0]
+            else:
+                continue
+            if self._is_weight(name, weight):
+                yield name
+
+    def overlapped_rows(self) -> Iterator[Rewrite]:
+        """Yield the operations of the same block that can run while rows come back from their
+        experts: products, and what is computed from them, that neither lead to the rows nor are
+        made of them.
+
+        There are none where no operation of the block reads both, or where one before it writes
+        into a value, which fixes the order.
+        """
+        values = dict.fromkeys(x for (_, x), (kind, *_) in self.casts.items() if kind == _COMBINE)
+        for value in values:
+            names = tuple(self._beside_rows(value)) if value in self._names else ()
+            if names:
+                yield Rewrite(OVERLAPPED_ROWS, (value, *names))
+
+    def _beside_rows(self, value: str) -> Iterator[str]:
+        """Yield the names of the operations that can run while `value`, whose rows experts have
+        computed, comes back to where the rows came from."""
+        readers = (name for name in self.operations if (name, value) in self.casts)
+        reader = next(readers, None)
+        if reader is None:
+            return
+        path = block_of(self.graph[reader].module)
+        names = [x for x in self.operations if block_of(self.graph[x].module) == path]
+        block = [x for x in (self.graph[name] for name in names) if x.target not in HELD]
+        leads, made, beside = self._leads(value, block[0].name), {value}, dict[str, None]()
+        for place, operation in enumerate(block):
+            is_of_beside = not beside.keys().isdisjoint(operation.inputs)
+            if not made.isdisjoint(operation.inputs):
+                if is_of_beside:  # this one needs both
+                    writes = any(x.changes for x in block[:place])
+                    yield from () if writes or self._are_read_before(reader, beside) else beside
+                    return
+                made.add(operation.name)
+            elif operation.name not in leads and (is_of_beside or kind_of(operation) in LOWERED):
+                beside[operation.name] = None
+
+    def _leads(self, value: str, first: str) -> Collection[str]:
+        """Return the names of the operations from `first` on that `value` is computed from, `value`
+        included."""
+        reached, place = {value}, self.graph.places
+        for operation in reversed(self.graph.operations[place[first] : place[value] + 1]):
+            if operation.name in reached:
+                reached.update(operation.inputs)
+                reached.update(operation.after)
+        return reached
+
+    def _are_read_before(self, reader: str, names: Collection[str]) -> bool:
+        """Return True if an operation other than `names` reads one of `names` before `reader`
+        runs."""
+        place, users = self.graph.places, self.graph.users
+        read = (user for name in names for user in users[name] if user not in names)
+        return any(place[user] < place[reader] for user in read)
+
+    def _reads_weights(self, name: str, value: str) -> bool:
+        """Return True where the operation `name` is a product whose input is `value`, with a weight
+        and perhaps a bias that it reads as they are."""
+        if not name or self.graph[name].target not in PRODUCTS or self.graph[name].kwargs:
+            return False
+        x, weight, bias = _operands(self.graph[name])
+        if x != Ref(value) or name in self.replaced or not self._is_weight(name, weight):
+            return False
+        return bias is None or self._is_weight(name, bias)
+
+    def _is_weight(self, reader: str, value: Argument) -> bool:
+        """Return True where `reader` reads `value`, a weight, as it is."""
+        if not isinstance(value, Ref) or self.graph[value.name].target not in WEIGHTS:
+            return False
+        return (reader, value.name) not in self.casts
 
     def _repetition(self, attention: Operation, value: Argument) -> tuple[int, tuple[str, ...]]:
         """Return the number of times that the heads of `value`, which `attention` reads, are
@@ -186,6 +322,42 @@ class RewriteScope:
         return [x.name for x in operations if x.changes or x.writes]
 
 
+def run_order(
+    graph: OperationGraph, operations: Sequence[str], rewrites: Collection[Rewrite]
+) -> tuple[str, ...]:
+    """Return `operations`, which are of `graph`, in the order in which ranks run them: those of
+    overlapped rows come between the start of the rows' return and its end."""
+    order = list(operations)
+    for rewrite in rewrites:
+        if rewrite.kind == OVERLAPPED_ROWS:
+            value, *beside = rewrite.operations
+            made = {value}
+            for name in order:
+                if not made.isdisjoint(graph[name].inputs):
+                    made.add(name)
+            reader = next(place for place, name in enumerate(order) if name in made - {value})
+            last = max(reader - 1, *(order.index(name) for name in beside))
+            between = order[reader : last + 1]
+            order[reader : last + 1] = [x for x in between if x not in made] + [
+                x for x in between if x in made
+            ]
+            early = [x for x in order[: order.index(value)] if x in beside]
+            order = [x for x in order if x not in early]
+            after = order.index(value) + 1
+            order[after:after] = early
+    return tuple(order)
+
+
+def _operands(product: Operation) -> tuple[Argument, Argument, Argument]:
+    """Return the input, the weight and the bias (or None) of a product."""
+    args = (*product.args, None)
+    x, weight, bias = PRODUCTS[product.target]
+    return args[x], args[weight], args[bias]
+
+
+# Changes of layout whose backward sums the gradient of all readers over the group.
+_ENTERS = ("enter", "reduce_enter")
+_COMBINE = "combine"
 _TIMES = "aten.mul.Tensor"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 # The operations of the inverse root of a mean square, last first, and the arguments that follow

@@ -65,19 +65,20 @@ class View:
         self,
         part_of: Callable[[str], float],
         read_as: Mapping[tuple[str, str], float] = MappingProxyType({}),
-        reads_as_one: frozenset[tuple[str, str]] = frozenset(),
     ) -> "View":
         """Return this view for a rank that holds `part_of` every value and reads some in other
         parts."""
-        return replace(self, part_of=cache(part_of), read_as=read_as, reads_as_one=reads_as_one)
+        return replace(self, part_of=cache(part_of), read_as=read_as)
 
     def rewritten(self, rewrites: Collection[Rewrite]) -> "View":
-        """Return this view for ranks that run the operations of every rewrite as one."""
-        unmade = (name for rewrite in rewrites for name in rewrite.unmade)
-        repeated = dict(self.repeated)
-        for rewrite in rewrites:
-            repeated |= rewrite.repeated(self.graph)
-        return replace(self, joined=self.joined.union(unmade), repeated=repeated)
+        """Return this view for ranks that run the operations of every rewrite as it says."""
+        repeated = (pair for x in rewrites for pair in x.repeated(self.graph).items())
+        return replace(
+            self,
+            joined=self.joined.union(*(x.unmade for x in rewrites)),
+            repeated={**self.repeated, **dict(repeated)},
+            reads_as_one=self.reads_as_one.union(*(x.reads_as_one(self.graph) for x in rewrites)),
+        )
 
     def part(self, name: str) -> float:
         """Return the bytes of `name` on the rank, as a part of its bytes in fp32."""

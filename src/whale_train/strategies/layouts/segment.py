@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from whale_train.strategies.graph.operation_graph import OperationGraph
-from whale_train.strategies.graph.rewrites import Rewrite, RewriteScope
+from whale_train.strategies.graph.rewrites import OWN_GRADIENTS, Rewrite, RewriteScope
 from whale_train.strategies.layouts.propagation import Assignment, Shard
 
 
@@ -28,17 +28,38 @@ class Segment:
     assignment: Assignment | None
     sums: Mapping[str, int] = field(default_factory=dict)
 
-    def rewrites(self, graph: OperationGraph, on_cpu: bool) -> tuple[Rewrite, ...]:
-        """Return the rewrites of the operations, which are of `graph`, for CPUs or for GPUs."""
+    def scope(self, graph: OperationGraph) -> RewriteScope:
+        """Return the operations, which are of `graph`, as those among which rewrites are found."""
         typed = self.assignment
         if typed is None:
-            scope = RewriteScope(graph, self.operations, self.gives, replaced=self.sums)
-        else:
-            drawn = [name for name, how in typed.random.items() if how == "shared"]
-            scope = RewriteScope(
-                *(graph, self.operations, self.gives),
-                casts={(x.user, x.value): (x.kind, x.source, x.target) for x in typed.casts},
-                replaced={*self.sums, *typed.becomes, *drawn},
-                cut={name: x.dim for name, x in typed.layouts.items() if isinstance(x, Shard)},
-            )
-        return (*scope.rms_norms(), *(() if on_cpu else scope.grouped_keys()))
+            return RewriteScope(graph, self.operations, self.gives, replaced=self.sums)
+        drawn = [name for name, how in typed.random.items() if how == "shared"]
+        return RewriteScope(
+            *(graph, self.operations, self.gives),
+            casts={(x.user, x.value): (x.kind, x.source, x.target) for x in typed.casts},
+            replaced={*self.sums, *typed.becomes, *drawn},
+            cut={name: x.dim for name, x in typed.layouts.items() if isinstance(x, Shard)},
+        )
+
+    def rewrites(
+        self, graph: OperationGraph, on_cpu: bool, defers: bool, own_gradients: bool
+    ) -> tuple[Rewrite, ...]:
+        """Return the rewrites of the operations.
+
+        graph: the graph that they are of.
+        on_cpu: whether the ranks are CPU processes, or have GPUs.
+        defers: whether weights' gradients are made apart from the backward.
+        own_gradients: whether products and lookups make the gradients of their weights.
+        """
+        scope = self.scope(graph)
+        joined = () if defers else tuple(scope.joined_products())
+        by_joined = {name for rewrite in joined for name in rewrite.operations}
+        names = scope.own_gradients() if own_gradients else ()
+        own = tuple(name for name in names if name not in by_joined)
+        return (
+            *scope.rms_norms(),
+            *(() if on_cpu else scope.grouped_keys()),
+            *joined,
+            *((Rewrite(OWN_GRADIENTS, own),) if own else ()),
+            *scope.overlapped_rows(),
+        )

@@ -14,9 +14,7 @@ from itertools import chain, groupby
 from whale_train.strategies.graph.operation_graph import (
     HELD,
     INSIDE,
-    LOOKUP,
     OWN,
-    PRODUCTS,
     Operation,
     OperationGraph,
     block_of,
@@ -65,6 +63,7 @@ def profile_forward_backward(
     takes: Iterable[str] = (),
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
+    own_gradients: Container[str] = (),
 ) -> ActivationProfile:
     """Return the moments of a forward and a backward of `operations`, in their order.
 
@@ -74,6 +73,7 @@ def profile_forward_backward(
         from forward to backward, whoever keeps them, and the backward begins with the gradients of
         `gives`.
     in_place: names of the weights whose gradients are added to where they are made.
+    own_gradients: names of the operations that make their weights' gradients themselves.
     """
     graph = view.graph
     computed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
@@ -84,7 +84,7 @@ def profile_forward_backward(
     for source in (graph.memory_of[name] for name in (*takes, *gives)):
         values.setdefault((source, OWN), view.num_bytes(source))
     given = {graph.memory_of[name] for name in gives}
-    run = _Run(view, computed, saved, weights, values, given, in_place)
+    run = _Run(view, computed, saved, weights, values, given, in_place, own_gradients)
     first, again = run.backward()
     read = dict.fromkeys(name for operation in computed for name in operation.inputs)
     return ActivationProfile(
@@ -104,6 +104,7 @@ def profile_with_recompute(
     takes: Iterable[str] = (),
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
+    own_gradients: Container[str] = (),
 ) -> ActivationProfile:
     """Return the moments of a forward and a backward where repeated blocks are computed again in
     the backward. The forward keeps only what enters such a block
@@ -121,7 +122,9 @@ def profile_with_recompute(
         inside = set(names)
         read = {graph.memory_of[x] for name in names for x in graph[name].inputs}
         left = {graph.memory_of[x] for x in names if not inside.issuperset(graph.users[x])}
-        run = profile_forward_backward(view, names, weights, (), left & inside, in_place)
+        run = profile_forward_backward(
+            *(view, names, weights, (), left & inside), in_place, own_gradients
+        )
         before = sum(values.values())
         own = kept(view, names)
         if is_repeated(block):
@@ -154,7 +157,6 @@ def _runs(graph: OperationGraph, operations: Sequence[str]) -> list[tuple[str, l
 _GIVEN = (*HELD, "input", "output", "graph")
 # Operations that hand their gradient on as it is, to every value they add.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
-_DEFERRED = frozenset((*PRODUCTS, LOOKUP))
 
 
 @dataclass
@@ -180,7 +182,7 @@ class _Run:
     view: the values as the rank holds them.
     operations: the operations that run, in their order.
     saved: for each of them what it has autograd keep, as `saved_by` gives it.
-    weights, in_place: as in `profile_forward_backward`.
+    weights, in_place, own_gradients: as in `profile_forward_backward`.
     values: bytes that autograd keeps, as `kept` gives them, with the values that are taken and
         given.
     gives: the operations in whose memory the values lie that go to other parts of the model.
@@ -193,6 +195,7 @@ class _Run:
     values: Mapping[tuple[str, int], float]
     gives: Collection[str]
     in_place: Container[str]
+    own_gradients: Container[str]
 
     @cached_property
     def put_together(self) -> list[list[tuple[str, float]]]:
@@ -241,7 +244,9 @@ class _Run:
         graph, size = self.view.graph, self.view.num_bytes
         held: dict[tuple[str, int], float] = {}
         for operation in self.operations:
-            if operation.target in _DEFERRED and any(x in self.weights for x in operation.inputs):
+            if operation.name not in self.own_gradients:
+                continue
+            if any(x in self.weights for x in operation.inputs):
                 held |= {(x, 0): size(x) for x in graph.gradients_of[operation.name]}
                 held[operation.name, 1] = size(operation.name)
         return sum(held.values())

@@ -11,11 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from whale_train.strategies.graph.operation_graph import (
-    LOWERED,
-    Operation,
     OperationGraph,
     Size,
-    kind_of,
 )
 from whale_train.strategies.layouts.propagation import (
     RULES,
@@ -104,28 +101,6 @@ def mixtures_of(graph: OperationGraph) -> dict[str, int]:
             (experts,) = graph[ends].shape or (Size(0),)
             counts.setdefault(ends, experts.fixed)
     return counts
-
-
-def under_rows(graph: OperationGraph, block: Sequence[Operation], value: str) -> tuple[str, ...]:
-    """Return the operations of a `block` that run while the rows `value` come back from their
-    experts (runtime/graph/delay_combines.py). These are products, and operations on their results,
-    that neither lead to the rows nor are made of them. Empty where the block changes values in
-    place."""
-    if any(operation.changes for operation in block):
-        return ()
-    leads, made = {value}, {value}
-    for operation in reversed(block):
-        if operation.name in leads:
-            leads.update(operation.inputs)
-    worked: dict[str, None] = {}
-    for operation in block:
-        if not made.isdisjoint(operation.inputs):
-            made.add(operation.name)
-        elif operation.name not in leads and (
-            kind_of(operation) in LOWERED or not worked.keys().isdisjoint(operation.inputs)
-        ):
-            worked[operation.name] = None
-    return tuple(worked)
 
 
 def router_biases_of(graph: OperationGraph, mixtures: Mapping[str, int]) -> dict[str, str]:

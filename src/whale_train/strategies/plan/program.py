@@ -53,9 +53,10 @@ class PlannedCast:
 
 @dataclass(frozen=True)
 class PlannedRewrite:
-    """Operations that run as one.
+    """Operations that run in another way than one by one with autograd's backward.
 
-    kind: what they compute, `rms_norm` or `grouped_keys`.
+    kind: `rms_norm`, `grouped_keys`, `joined_products`, `own_gradients` or `overlapped_rows`, of
+        which strategies/graph/rewrites.py says what they are.
     operations: names of the operations, in the order they run.
     """
 
@@ -68,7 +69,7 @@ class PlannedSegment:
     """A part of the graph that one TaskGraph runs without interruption.
 
     task_graph: id of the TaskGraph.
-    operations: names of the operations.
+    operations: names of the operations, in the order they run.
     takes: names of the values that the segment reads.
     gives: names of the values that it hands on.
     layouts: layouts of the values that are cut.
@@ -80,7 +81,7 @@ class PlannedSegment:
         value of n samples is n^degree times the sum of the parts, each over its own samples'
         n_r^degree (0: a sum, -1: a mean).
     changes: by operation that changes a value in place, that value.
-    rewrites: operations that run as one.
+    rewrites: groups of operations that run in another way.
     """
 
     task_graph: int

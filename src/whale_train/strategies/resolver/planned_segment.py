@@ -1,7 +1,10 @@
 """The segments of a cut graph in the form that a plan has: layouts whose sizes do not follow the
 batch."""
 
+from collections.abc import Sequence
+
 from whale_train.strategies.graph.operation_graph import OperationGraph, Size
+from whale_train.strategies.graph.rewrites import Rewrite, run_order
 from whale_train.strategies.layouts.propagation import Cast, Shard
 from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.types import DispatchedRows
@@ -13,15 +16,17 @@ from whale_train.strategies.plan.program import (
 )
 
 
-def planned_segment(graph: OperationGraph, segment: Segment, on_cpu: bool) -> PlannedSegment:
-    """Return one segment of `graph` as a plan holds it: the operations it runs, the values it takes
-    and gives, the layouts of those that are sharded, and the casts, replacements and rewrites to
-    write into the graph. Its ranks are CPU processes (`on_cpu`) or have GPUs."""
-    typed, rewrites = segment.assignment, segment.rewrites(graph, on_cpu)
+def planned_segment(
+    graph: OperationGraph, segment: Segment, rewrites: Sequence[Rewrite]
+) -> PlannedSegment:
+    """Return one segment of `graph` as a plan holds it: the operations in the order they run, the
+    values it takes and gives, the layouts of those that are sharded, and the casts, replacements
+    and `rewrites` to write into the graph."""
+    typed = segment.assignment
     values = {*segment.operations, *segment.takes}
     return PlannedSegment(
         task_graph=segment.task_graph,
-        operations=tuple(segment.operations),
+        operations=run_order(graph, segment.operations, rewrites),
         takes=tuple(segment.takes),
         gives=tuple(segment.gives),
         layouts={

@@ -21,6 +21,7 @@ from whale_train.strategies.plan.program import (
     PlannedCopy,
     PlannedGraph,
     PlannedPipeline,
+    PlannedSegment,
 )
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
 from whale_train.strategies.resolver.planned_inventory import planned_inventory
@@ -34,6 +35,7 @@ from whale_train.strategies.stages.placement import (
     AxisIntervals,
     PlanningContext,
     StageChunk,
+    rewrites_of,
     segment_of,
 )
 from whale_train.strategies.stages.step import StagedStep
@@ -131,13 +133,35 @@ def build_plan(
     )
     if job.as_is:
         return plan
-    on_cpu, of_chunks = job.cluster.on_cpu, (segment_of(job, chunk) for chunk in decided.chunks)
-    segments = tuple(planned_segment(job.graph, segment, on_cpu) for segment in of_chunks)
     return replace(
         plan,
-        rewrite=PlannedGraph(decided.axes, segments),
+        rewrite=PlannedGraph(decided.axes, _segments(job, decided, task_graphs)),
         pipeline=_pipeline(job, decided),
     )
+
+
+def _segments(
+    job: PlanningContext, decided: PlanDecisions, task_graphs: Sequence[TaskGraph]
+) -> tuple[PlannedSegment, ...]:
+    """Return the segments of a plan, one a chunk.
+
+    Products and lookups make their weights' gradients themselves where a rank adds them in place or
+    defers them, and where ZeRO 3 takes weights away between forward and backward: autograd would
+    keep views of them.
+    """
+    adding = {
+        job.seats.stage_of[position]
+        for of_copy in decided.orders
+        for position, order in enumerate(of_copy)
+        if job.accumulates(order)
+    }
+    segments = []
+    for chunk in decided.chunks:
+        segment = segment_of(job, chunk)
+        own_gradients = chunk.stage in adding or task_graphs[segment.task_graph].zero == 3
+        rewrites = rewrites_of(job, chunk, own_gradients)
+        segments.append(planned_segment(job.graph, segment, rewrites))
+    return tuple(segments)
 
 
 def simulated_step(job: PlanningContext, decided: PlanDecisions) -> Simulated:

@@ -9,9 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from whale_train.strategies.graph.operation_graph import (
-    PRODUCTS,
     Operation,
-    OperationGraph,
     block_of,
 )
 from whale_train.strategies.graph.saved_tensors import View, whole_value
@@ -39,6 +37,7 @@ from whale_train.strategies.stages.placement import (
     AxisIntervals,
     PlanningContext,
     StageChunk,
+    rewrites_of,
     segment_of,
 )
 
@@ -109,7 +108,7 @@ class MemberMemory:
         """Return the sizes of the values as ranks run `chunk`: as it is, or rewritten."""
         job, view, on_cpu = self._job, self._job.findings.view, self._job.cluster.on_cpu
         if not job.as_is:
-            return view.rewritten(segment_of(job, chunk).rewrites(job.graph, on_cpu))
+            return view.rewritten(rewrites_of(job, chunk, own_gradients=False))
         # Models that run as they are repeat no keys on GPUs.
         return view if on_cpu else view.rewritten(job.findings.grouped_keys)
 
@@ -138,9 +137,9 @@ class MemberMemory:
         view = self._view(chunk).held_by(
             _part_of(chunk, axes, member, self._gathered),
             _read_as(chunk, axes, member, job.graph.trained, self._gathered),
-            _reads_as_one(chunk, job.graph),
         )
-        return run(view, operations, weights, part.takes, gives, in_place)
+        own = () if job.as_is else set(segment_of(job, chunk).scope(job.graph).own_gradients())
+        return run(view, operations, weights, part.takes, gives, in_place, own)
 
     @cached_property
     def _made_in_order(self) -> tuple[str, ...]:
@@ -355,21 +354,6 @@ def _read_as(
         for cast in chunk.sharded.assignment.casts
         if cast.user and cast.value in trained and (cast.kind in _CHANGE_SIZE)
     }
-
-
-def _reads_as_one(chunk: StageChunk, graph: OperationGraph) -> frozenset[tuple[str, str]]:
-    """Return the pairs (operation, value) of products that alone read a value after a cast of kind
-    enter or reduce_enter, and read it as one (`runtime/kernels/column_parallel.py`)."""
-    readers: dict[str, list[str]] = {}
-    for cast in chunk.sharded.assignment.casts if chunk.sharded is not None else ():
-        if cast.user and cast.kind in ("enter", "reduce_enter"):
-            readers.setdefault(cast.value, []).append(cast.user)
-    return frozenset(
-        (user, value)
-        for value, users in readers.items()
-        if all(graph[user].target in PRODUCTS for user in users)
-        for user in users
-    )
 
 
 _CHANGE_SIZE = ("gather", "gather_enter", "gather_once", "slice", "reduce_slice", "reduce_scatter",

@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 from whale_train.errors import PlanError
 from whale_train.strategies.cost.op_cost import Prices
 from whale_train.strategies.graph.operation_graph import (
-    HELD,
     ModelProfile,
-    Operation,
     OperationGraph,
     block_of,
 )
@@ -31,7 +29,6 @@ from whale_train.strategies.partition.routed_experts import (
     mixtures_of,
     route_experts,
     router_biases_of,
-    under_rows,
 )
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused
 from whale_train.strategies.tensor_parallel.choose import Sharded
@@ -186,20 +183,6 @@ class ModelAnalysis:
         """Return the number of experts of every mixture, by the name of the value that holds the
         ends of the experts' rows. Empty without a graph."""
         return mixtures_of(self.graph) if self.profile.graph is not None else {}
-
-    @cached_property
-    def blocks(self) -> Mapping[str, Sequence[Operation]]:
-        """Return the operations of every block, in order, by the block's path."""
-        by_block: dict[str, list[Operation]] = {}
-        for operation in self.graph:
-            if operation.target not in HELD:
-                by_block.setdefault(block_of(operation.module), []).append(operation)
-        return by_block
-
-    def under_rows(self, value: str) -> tuple[str, ...]:
-        """Return the operations that run while the rows `value` come back from their experts."""
-        block = self.blocks[block_of(self.graph[value].module)]
-        return self.once(("under", value), lambda: under_rows(self.graph, block, value))
 
     @cached_property
     def router_biases(self) -> Mapping[str, str]:

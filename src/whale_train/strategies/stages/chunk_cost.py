@@ -15,7 +15,6 @@ from whale_train.strategies.cost.roofline import Times, whole_times
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.layouts.segment import Segment
-from whale_train.strategies.layouts.types import COMBINE
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
 from whale_train.strategies.stages.fused_accumulation import named_in_place
 from whale_train.strategies.stages.placement import (
@@ -23,6 +22,7 @@ from whale_train.strategies.stages.placement import (
     PlanningContext,
     StageChunk,
     equivalent_ranks,
+    segment_of,
 )
 
 
@@ -189,11 +189,11 @@ class ChunkTimes:
         # A copy through shared memory occupies the processors that would run the products.
         if chunk.sharded is None or not chunk.expert_axes or by_memory:
             return hidden
-        casts = chunk.sharded.assignment.casts
-        for value in dict.fromkeys(cast.value for cast in casts if cast.kind == COMBINE):
-            under = job.findings.under_rows(value)
-            if not under:
-                continue
+        for rewrite in job.findings.once(
+            ("under", chunk.key, chunk.slice.operations[0]),
+            lambda: tuple(segment_of(job, chunk).scope(job.graph).overlapped_rows()),
+        ):
+            value, *under = rewrite.operations
             rows_s = rows_time_s(
                 job.graph, value, job.training.precision, job.cluster, ranks, samples
             )

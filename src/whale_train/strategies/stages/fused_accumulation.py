@@ -1,13 +1,14 @@
 """Gradient accumulation fusion: weights whose gradients no backward makes apart from their sum.
 
 In a step of several backwards, products and lookups add to their weights' gradients in place
-(`runtime/kernels/weight_gradients.py`). Autograd sums the gradients of all other parameters.
+(`own_gradients` of strategies/graph/rewrites.py). Autograd sums the gradients of all other
+parameters.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 
 from whale_train.strategies.graph.operation_graph import LOOKUP, PRODUCTS
-from whale_train.strategies.stages.placement import PlanningContext, StageChunk
+from whale_train.strategies.stages.placement import PlanningContext, StageChunk, segment_of
 
 
 def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[str]]:
@@ -16,20 +17,12 @@ def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[
     autograd sums."""
     if job.as_is:
         return {}
-    operations = chunk.slice.operations
-    key = ("readers", operations[0], operations[-1], len(operations))
-    readers = job.findings.once(key, lambda: _readers(job, operations))
-    targets = {LOOKUP}
-    if job.training.precision == "fp32":  # 16-bit values make 16-bit gradients, added in fp32
-        targets.update(PRODUCTS)
-
-    def adds(path: str, target: str) -> bool:
-        shard = chunk.shards.get(path)
-        # A member that holds some of the rows looks them up by runtime/kernels/vocab_parallel.py.
-        own = target == LOOKUP and shard is not None and shard.dim == 0
-        return target in targets and not own
-
-    return {path: of for path, of in readers.items() if all(adds(path, target) for target in of)}
+    first, *_, last = chunk.slice.operations
+    key = ("readers", chunk.key, first, last)
+    readers = job.findings.once(key, lambda: _readers(job, chunk))
+    # 16-bit values make 16-bit gradients of products, which are added in fp32.
+    targets = {LOOKUP, *PRODUCTS} if job.training.precision == "fp32" else {LOOKUP}
+    return {path: of for path, of in readers.items() if of <= targets}
 
 
 def named_in_place(job: PlanningContext, chunk: StageChunk) -> Set[str]:
@@ -45,13 +38,18 @@ def named_in_place(job: PlanningContext, chunk: StageChunk) -> Set[str]:
     }
 
 
-def _readers(job: PlanningContext, operations: Sequence[str]) -> Mapping[str, Set[str]]:
-    """Return the targets of the `operations` that read each parameter, by path."""
+def _readers(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[str]]:
+    """Return the targets of the operations of `chunk` that read each parameter, by path, where all
+    of them make the parameter's gradient themselves."""
     graph, canonical = job.graph, job.profile.parameter_by_path
+    own = set(segment_of(job, chunk).scope(graph).own_gradients())
     targets: dict[str, set[str]] = {}
-    for name in operations:
+    summed = set[str]()
+    for name in chunk.slice.operations:
         for source in graph[name].inputs:
             if graph[source].target == "parameter" and graph[source].path in canonical:
                 path = canonical[graph[source].path].path
                 targets.setdefault(path, set()).add(graph[name].target)
-    return targets
+                if name not in own:
+                    summed.add(path)
+    return {path: of for path, of in targets.items() if path not in summed}

@@ -16,6 +16,7 @@ from whale_train.strategies.grammar.form import Form, needs_graph
 from whale_train.strategies.grammar.nodes import Pipeline, Replicate, Strategy, every_node
 from whale_train.strategies.grammar.normal_form import read_form
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
+from whale_train.strategies.graph.rewrites import Rewrite
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.layouts.propagation import Shard
 from whale_train.strategies.layouts.segment import Segment
@@ -332,6 +333,15 @@ def segment_of(job: PlanningContext, chunk: StageChunk) -> Segment:
     assignment = chunk.sharded.assignment if chunk.sharded else None
     sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
     return Segment(number, part.operations, part.takes, part.gives, assignment, sums)
+
+
+def rewrites_of(
+    job: PlanningContext, chunk: StageChunk, own_gradients: bool
+) -> tuple[Rewrite, ...]:
+    """Return the rewrites of a chunk's operations, whose weights' gradients these make themselves
+    (`own_gradients`) or autograd makes."""
+    defers = job.form.pipeline is not None and job.form.pipeline.schedule == "zero_bubble"
+    return segment_of(job, chunk).rewrites(job.graph, job.cluster.on_cpu, defers, own_gradients)
 
 
 def form_of(

@@ -1,0 +1,51 @@
+"""The passes over one rank's graph, in the order they run.
+
+The plan says what each of them replaces (`PlannedSegment.rewrites`, found by
+strategies/graph/rewrites.py). `shard_graph.py` writes the graph before, with layouts, casts and the
+rows that come back from experts under other work. A segment's weights from the host, its compiled
+regions and its blocks follow (`segment.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from torch import fx
+
+from whale_train.runtime.kernels.column_parallel import join_products
+from whale_train.runtime.kernels.grouped_attention import group_keys
+from whale_train.runtime.kernels.rms_norm import join_rms_norms
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
+from whale_train.strategies.graph.rewrites import (
+    GROUPED_KEYS,
+    JOINED_PRODUCTS,
+    OWN_GRADIENTS,
+    RMS_NORM,
+)
+from whale_train.strategies.plan.program import PlannedRewrite
+
+
+def run_passes(
+    graph: fx.GraphModule,
+    nodes: Mapping[str, fx.Node],
+    rewrites: Sequence[PlannedRewrite],
+    on_cpu: bool,
+    owner: WeightGradients | None,
+) -> None:
+    """Carry out `rewrites` in `graph`.
+
+    nodes: by operation, its node.
+    on_cpu: whether the graph runs on a CPU, perhaps in the place of a GPU. CPUs have no kernel for
+        grouped keys.
+    owner: makes the gradients of weights; None for a graph that has no backward.
+    """
+
+    def of(kind: str) -> list[list[fx.Node]]:
+        return [[nodes[name] for name in x.operations] for x in rewrites if x.kind == kind]
+
+    join_rms_norms(graph, of(RMS_NORM))
+    if not on_cpu:
+        group_keys(graph, of(GROUPED_KEYS))
+    if owner is not None:
+        join_products(graph, of(JOINED_PRODUCTS), owner)
+        owner.replace(graph, chain.from_iterable(of(OWN_GRADIENTS)))
+    graph.recompile()
