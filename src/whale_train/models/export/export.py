@@ -1,4 +1,4 @@
-"""Export of a model on the meta device, with a batch of unknown size (`torch.export`, design §7).
+"""Export of a model on the meta device, with a batch of unknown size (`torch.export`).
 
 The flat graph is what planning and the ranks' rewritten parts share: the same model gives the same
 graph, in any process.

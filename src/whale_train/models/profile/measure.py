@@ -1,6 +1,6 @@
 """Measurement of a model's structure and cost on the meta device: no weights, no devices.
 
-The model is exported once with a batch of unknown size (`torch.export`, design §7). Its graph
+The model is exported once with a batch of unknown size (`torch.export`). Its graph
 becomes the torch-free `OperationGraph` all planning works on, and is kept for the ranks that run a
 rewritten part of it. A model that cannot be exported is measured as it is.
 """

@@ -5,7 +5,7 @@ DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). Engines that av
 their copies scale a loss by the number of copies first; `backward` hides that. Where a step has
 several backwards, a gradient is summed over the copies once, when it is final
 (`runtime/engines/grad_reduce.py`). The global gradient norm spans the engines of a job, so an
-update concerns all of a rank's engines at once (`runtime/train/loop.py`).
+update concerns all of a rank's engines at once (`runtime/train/optimizer_step.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
