@@ -90,12 +90,29 @@ class TrainOptions(_Section):
     router_bias_rate: float | None = Field(None, gt=0)
 
 
+class GroupOptions(_Section):
+    """Options of a group of parameters, an entry of `optimizer.groups`.
+
+    match: patterns of the parameters' paths, or of modules that hold them, in which `*` stands for
+        any text (`*.bias`, `lm_head`).
+    weight_decay: the group's weight decay; None is the optimizer's.
+    lr_scale: the group's learning rate, as a part of the optimizer's.
+    """
+
+    match: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    weight_decay: float | None = Field(None, ge=0)
+    lr_scale: float = Field(1.0, gt=0)
+
+
 class OptimizerOptions(_Section):
     """Options of the optimizer, and of the schedule of its learning rate, under `optimizer`.
 
     name: torch's optimizer of that name, or LAMB.
     lr: the learning rate after the warm-up.
     weight_decay, momentum, betas, eps, fused: arguments of the optimizer, under torch's names.
+    no_decay: the parameters that have no weight decay; None is none of them.
+    groups: groups of parameters with options of their own. A parameter is of the first group that
+        it matches, and then `no_decay` is not about it.
     schedule: how the learning rate falls after the warm-up.
     warmup_steps: number of steps of linear growth.
     final_lr_fraction: the part of `lr` that is left at the last step.
@@ -108,6 +125,8 @@ class OptimizerOptions(_Section):
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     fused: bool = True
+    no_decay: Literal["norms_and_biases"] | None = None
+    groups: tuple[GroupOptions, ...] = ()
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[_Whole, Field(ge=0)] = 0
     final_lr_fraction: float = Field(0.0, ge=0, le=1)

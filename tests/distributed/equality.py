@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tests.distributed.served import Served
 from torch import Tensor, nn
 
-from whale_train.config import Request, read_request
+from whale_train.config import OptimizerOptions, Request, read_request
 from whale_train.data.sources.arrays import ArraysOptions
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
@@ -381,18 +381,30 @@ class _Training(NamedTuple):
     schedule: torch.optim.lr_scheduler.LRScheduler
 
 
+def _groups(given: OptimizerOptions, model: nn.Module) -> list[dict[str, Any]]:
+    """Every parameter with its learning rate and its decay, by the patterns that a test writes:
+    names of parameters, and names of their ends after a star."""
+    groups = []
+    for path, parameter in model.named_parameters():
+        is_spared = given.no_decay == "norms_and_biases" and parameter.dim() < 2
+        rate, decay = given.lr, 0.0 if is_spared else given.weight_decay
+        for group in reversed(given.groups):
+            for name in group.match:
+                if path == name or (name.startswith("*") and path.endswith(name[1:])):
+                    rate = given.lr * group.lr_scale
+                    decay = given.weight_decay if group.weight_decay is None else group.weight_decay
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    return groups
+
+
 def _optimizer(request: Request, model: nn.Module) -> _Training:
     given = request.optimizer
     optimizer: torch.optim.Optimizer
     if given.name == "sgd":
-        optimizer = torch.optim.SGD(
-            model.parameters(), given.lr, given.momentum, weight_decay=given.weight_decay
-        )
+        optimizer = torch.optim.SGD(_groups(given, model), given.lr, given.momentum)
     else:
         kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[given.name]
-        optimizer = kind(
-            model.parameters(), given.lr, given.betas, given.eps, weight_decay=given.weight_decay
-        )
+        optimizer = kind(_groups(given, model), given.lr, given.betas, given.eps)
     if given.schedule == "constant":
         return _Training(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
     assert (given.schedule, given.warmup_steps) == ("cosine", 2)

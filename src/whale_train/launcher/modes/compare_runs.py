@@ -276,14 +276,14 @@ class _Rules:
 
 
 def _whole_steps(optimizer: OptimizerOptions, rates: Sequence[float]) -> tuple[float, float]:
-    """Return the sum of the learning rates, and the largest difference that as many updates of two
-    runs can make.
+    """Return the sum of the learning rates, those of the group with the largest, and the largest
+    difference that as many updates of two runs can make.
 
     An update of Adam's is at most lr max(1, (1 - b1) / sqrt(1 - b2)) (Kingma and Ba, 2015, section
     2.1). SGD's and LAMB's have no bound that is the same for all parameters, so that the difference
     is infinite.
     """
-    whole = sum(rates)
+    whole = sum(rates) * max((1.0, *(group.lr_scale for group in optimizer.groups)))
     if optimizer.name in ("sgd", "lamb"):
         return whole, math.inf
     first, second = optimizer.betas

@@ -47,7 +47,11 @@ from whale_train.strategies.hardware.calibration import stand_ins
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
 from whale_train.strategies.memory.malloc_headroom import THRESHOLD, explain_fragmentation
 from whale_train.strategies.plan.plan import Decision, Plan
-from whale_train.strategies.plan.training import Training
+from whale_train.strategies.plan.training import GroupRule, Training
+from whale_train.strategies.resolver.parameter_groups import (
+    explain_parameter_groups,
+    refuse_unmatched,
+)
 from whale_train.strategies.resolver.resolve import refuse_without_model, resolve_and_simulate
 from whale_train.strategies.search.search import search
 from whale_train.strategies.simulate.chrome_trace import Event
@@ -101,6 +105,8 @@ def training_of(request: Request) -> Training:
         request.model.samples_are_independent,
         request.model.adapters is not None,
         request.train.reduce_dtype,
+        request.optimizer.no_decay == "norms_and_biases",
+        tuple(GroupRule(x.match, x.weight_decay, x.lr_scale) for x in request.optimizer.groups),
     )
 
 
@@ -144,6 +150,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     check_data(request, profile, dataset, faults)
     if not profile.parameters:  # without which there is no plan, nor more faults to find
         raise ConfigError(faults)
+    refuse_unmatched(training.groups, profile.parameters, faults)
     weights = _weights(request, faults)
     planned = partial(_planned, request, strategy, cluster, emulated, use_all)
     try:
@@ -183,9 +190,10 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     figures = explain_device_figures(made.used) if of_properties else ()
     of_loss, of_data = explain_logits(request, profile), explain_data(dataset)
     additions = explain_additions(profile) if request.model.adapters is not None else ()
+    of_groups = explain_parameter_groups(training, profile.parameters)
     said = (
         *(*request.files, *additions, *of_precision, *of_loss, *of_data),
-        *(*weights, *evaluations, *figures, *holes, *copies),
+        *(*of_groups, *weights, *evaluations, *figures, *holes, *copies),
     )
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used

@@ -95,7 +95,7 @@ def _whole_model(
     )
     may_skip = not plan.exported
     engine = make_engine(
-        *(request, plan, task_graph, module, copies, seat),
+        *(request, plan, task_graph, module, copies, seat, by_path),
         may_skip_parameters=may_skip,
         agreement=agreement,
     )

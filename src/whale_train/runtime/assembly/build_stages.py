@@ -154,7 +154,7 @@ def assemble_stages(
         copies = _copies(plan, task_graph, tensors, seat)
         once = runs and plan.pipeline.one_backward
         engines[task_graph.id] = make_engine(
-            *(request, plan, task_graph, segments, copies, seat),
+            *(request, plan, task_graph, segments, copies, seat, tensors),
             overlap=once,
             excess=excess,
             streamed=streamed,

@@ -168,6 +168,7 @@ def without_scale(gradient: Tensor, loss_scale: Tensor | None) -> Tensor:
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of all parameter groups of `optimizer` (None: do nothing)."""
+    """Set the learning rate of all parameter groups of `optimizer` (None: do nothing), times the
+    `lr_scale` of the groups that have one."""
     for group in optimizer.param_groups if optimizer is not None else ():
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

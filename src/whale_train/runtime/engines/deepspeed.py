@@ -1,6 +1,6 @@
 """The engine of copies that partition their common state: DeepSpeed's ZeRO and offload."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
 from whale_train.runtime.engines.reached_alike import ReachedAlike
-from whale_train.runtime.optim.optimizers import makes_late, state_of
+from whale_train.runtime.optim.optimizers import in_groups, makes_late, state_of
 from whale_train.strategies.resolver.deepspeed_config import for_processes
 
 
@@ -42,6 +42,7 @@ class DeepSpeedEngine:
         parameters; None: this engine runs them.
     reached: ensures that every copy has gradients of the same parameters, where their forwards may
         differ; None: they do not.
+    own: the optimizer's options of parameters that have their own.
     """
 
     loss_scale: Tensor | None = None
@@ -57,6 +58,7 @@ class DeepSpeedEngine:
         precision: str,
         excess: int | None = None,
         reached: ReachedAlike | None = None,
+        own: Mapping[Tensor, dict[str, float]] | None = None,
     ) -> None:
         deepspeed = import_deepspeed()
         use_accelerator(device)
@@ -101,9 +103,7 @@ class DeepSpeedEngine:
                 # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=module,
-                    model_parameters=[
-                        {"params": parameters} for parameters in (wide, narrow) if parameters
-                    ],
+                    model_parameters=[*in_groups(wide, own or {}), *in_groups(narrow, own or {})],
                     config=config,
                     dist_init_required=False,
                     mpu=topology,

@@ -1,9 +1,9 @@
 """The choice of the engine of a TaskGraph on a rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from whale_train.config import Request
 from whale_train.runtime.base.copies import Copies
@@ -14,7 +14,7 @@ from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
-from whale_train.runtime.optim.optimizers import make_optimizer
+from whale_train.runtime.optim.optimizers import make_optimizer, options_of
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 
 
@@ -25,6 +25,7 @@ def make_engine(
     module: nn.Module,
     copies: Copies,
     seat: RankContext,
+    by_path: Mapping[str, Tensor],
     *,
     may_skip_parameters: bool = False,
     overlap: bool = True,
@@ -38,13 +39,15 @@ def make_engine(
     partition among, a StreamedEngine where `task_graph` streams its weights, and a TorchEngine
     otherwise.
 
+    by_path: the rank's tensors by their paths in the model.
     streamed: brings weights from the host; needed where `task_graph` streams them.
     agreement: given where copies may reach different parameters.
 
     The other parameters are TorchEngine's.
     """
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
-    optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
+    own = options_of(plan.parameter_groups, by_path)
+    optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments(), own)
     if config is not None and copies.group is not None:
         if seat.stand_ins is not None:
             return seat.stand_ins.zero(
@@ -53,7 +56,9 @@ def make_engine(
         reached = None
         if agreement is not None:
             reached = ReachedAlike(module, copies, agreement, task_graph.zero)
-        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision, excess, reached)
+        return DeepSpeedEngine(
+            *(module, copies, config, seat.device, plan.precision, excess, reached), own
+        )
     torchs: Callable[..., Engine] = TorchEngine
     if task_graph.streams:
         assert streamed is not None

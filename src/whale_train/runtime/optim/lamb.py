@@ -37,7 +37,8 @@ class Shards:
 class Lamb(Optimizer):
     """LAMB with the interface of torch's optimizers.
 
-    Learning rate, betas, eps and weight decay are those of the formula. `shards` are the sharded
+    `parameters` may be groups, as in torch's. Learning rate, betas, eps and weight decay are those
+    of the formula. `shards` are the sharded
     parameters (None: all are whole). As in torch's fused optimizers, `found_inf` may be set to a
     scalar on the device: where it is 1, a step changes nothing.
     """
@@ -47,7 +48,7 @@ class Lamb(Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         lr: float,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-6,

@@ -1,6 +1,6 @@
 """Make the optimizers with which engines update whole parameters."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.optim.lamb import Lamb, Shards
+from whale_train.strategies.plan.plan import PlannedParameterGroup
 
 
 class MakeOptimizer(Protocol):
@@ -20,8 +21,41 @@ class MakeOptimizer(Protocol):
         """Return the optimizer of `parameters`; `copies` tells which are shards (None: none)."""
 
 
-def make_optimizer(name: str, options: dict[str, Any]) -> MakeOptimizer:
-    """Return a function that makes torch's optimizer `name`, or LAMB, with `options`."""
+def options_of(
+    groups: Sequence[PlannedParameterGroup], by_path: Mapping[str, Tensor]
+) -> dict[Tensor, dict[str, float]]:
+    """Return the own options of the parameters of `groups`, each as entries of its group.
+
+    by_path: tensors of this rank by their paths.
+    """
+    return {
+        by_path[path]: {"weight_decay": group.weight_decay, "lr_scale": group.lr_scale}
+        for group in groups
+        for path in group.parameters
+        if path in by_path
+    }
+
+
+def in_groups(
+    parameters: Sequence[nn.Parameter], own: Mapping[Tensor, dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Return `parameters` as an optimizer's groups: those with equal options, with these.
+
+    own: the options of parameters that have their own.
+    """
+    groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(tuple(own.get(parameter, {}).items()), []).append(parameter)
+    return [{"params": of, **dict(options)} for options, of in groups.items()]
+
+
+def make_optimizer(
+    name: str, options: dict[str, Any], own: Mapping[Tensor, dict[str, float]] | None = None
+) -> MakeOptimizer:
+    """Return a function that makes torch's optimizer `name`, or LAMB, with `options`.
+
+    own: the options of parameters that have their own.
+    """
     kinds: dict[str, Callable[..., Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
@@ -30,8 +64,9 @@ def make_optimizer(name: str, options: dict[str, Any]) -> MakeOptimizer:
 
     def make(parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
         if name == "lamb":
-            return Lamb(parameters, **options, shards=_shards(parameters, copies))
-        return kinds[name](parameters, **options)
+            shards = _shards(parameters, copies)
+            return Lamb(in_groups(parameters, own or {}), **options, shards=shards)
+        return kinds[name](in_groups(parameters, own or {}), **options)
 
     return make
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from whale_train.checkpoints.checkpoint_files import FileRecord
 from whale_train.config import OptimizerOptions, Request
@@ -234,13 +235,20 @@ class Yardstick:
             assert isinstance(engine, TorchEngine)
             assert engine.optimizer is not None
             slopes = [
-                slope_of(self._options, self._steps, engine.optimizer.state.get(p, {}), p.detach())
-                for p in engine.parameters
+                (p, group.get("lr_scale", 1.0) * self._slope(engine.optimizer, group, p))
+                for group in engine.optimizer.param_groups
+                for p in group["params"]
             ]
-            for path, slope in _by_path(engine, zip(engine.parameters, slopes, strict=True)):
+            for path, slope in _by_path(engine, slopes):
                 grown = rate * self._left_by_clipping * slope.detach().float().cpu()
                 before = self.sensitivity.get(path)
                 self.sensitivity[path] = grown if before is None else before + grown
+
+    def _slope(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
+        """Return `slope_of` a parameter of `group`, in the group's learning rate."""
+        options = self._options.model_copy(update={"weight_decay": group["weight_decay"]})
+        state = optimizer.state.get(parameter, {})
+        return slope_of(options, self._steps, state, parameter.detach())
 
 
 def slope_of(

@@ -177,6 +177,20 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class PlannedParameterGroup:
+    """Parameters that the optimizer updates with the same options.
+
+    weight_decay: their weight decay.
+    lr_scale: their learning rate, as a part of the optimizer's.
+    parameters: their paths.
+    """
+
+    weight_decay: float
+    lr_scale: float
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan of a whole job.
 
@@ -206,6 +220,8 @@ class Plan:
         experts.
     varies: whether the forward runs other modules or losses from batch to batch.
     inventory: the cluster itself (None in plans of versions that did not say it).
+    parameter_groups: the trained parameters by the optimizer's options of them; empty where all
+        have the same.
     """
 
     cluster: str
@@ -229,6 +245,7 @@ class Plan:
     router_biases: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
     varies: bool = field(default=False, metadata=OMITTED)
     inventory: PlannedInventory | None = field(default=None, metadata=OMITTED)
+    parameter_groups: tuple[PlannedParameterGroup, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

@@ -5,6 +5,21 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
+class GroupRule:
+    """A user's rule for the optimizer's options of some parameters.
+
+    match: patterns of the parameters' paths, or of modules that hold them, in which `*` stands for
+        any text.
+    weight_decay: their weight decay (None: the optimizer's).
+    lr_scale: their learning rate, as a part of the optimizer's.
+    """
+
+    match: tuple[str, ...]
+    weight_decay: float | None
+    lr_scale: float
+
+
+@dataclass(frozen=True)
 class Training:
     """What the resolver must know of the training itself.
 
@@ -20,6 +35,8 @@ class Training:
     adds_to_frozen: whether what is trained are additions to frozen weights, of which a run keeps
         nothing.
     reduce_dtype: dtype in which copies send gradients, the precision or fp32.
+    no_decay: whether norms and biases have no weight decay, where no group is theirs.
+    groups: rules for groups of parameters, of which a parameter follows the first that matches it.
     """
 
     global_batch: int
@@ -33,6 +50,8 @@ class Training:
     samples_are_independent: bool = False
     adds_to_frozen: bool = False
     reduce_dtype: str = "fp32"
+    no_decay: bool = False
+    groups: tuple[GroupRule, ...] = ()
 
     @property
     def sent_width(self) -> float:

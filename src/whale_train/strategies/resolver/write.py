@@ -24,6 +24,7 @@ from whale_train.strategies.plan.program import (
     PlannedSegment,
 )
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.resolver.parameter_groups import parameter_groups
 from whale_train.strategies.resolver.planned_inventory import planned_inventory
 from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.instructions import Instruction, Transits
@@ -130,6 +131,7 @@ def build_plan(
         mixtures=dict(job.findings.mixtures),
         router_biases=dict(job.findings.router_biases),
         inventory=planned_inventory(job.cluster),
+        parameter_groups=parameter_groups(job.training, job.profile.parameters),
     )
     if job.as_is:
         return plan
