@@ -24,7 +24,7 @@ from typing import BinaryIO, NoReturn
 
 from whale_train.launcher.compose.command_line import composed
 from whale_train.launcher.ranks import host_process
-from whale_train.runtime.process import fork_server
+from whale_train.runtime.process.preload import preload
 
 COMMAND = "whale_train.launcher.cli"
 IMPORTED = (
@@ -47,7 +47,7 @@ def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed prints when it is imported
-    fork_server.preload()
+    preload()
     for name in IMPORTED:
         importlib.import_module(name)
     composed(["mode=plan", "train.steps=3"])  # the parsers keep what they met

@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import signal
@@ -22,11 +21,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from whale_train.imports import importing
 from whale_train.machine.hosts import REFUSED
 from whale_train.machine.parents import STOPPED, end_with_parent
 from whale_train.runtime.cpu.threads import num_threads, set_num_threads
@@ -42,26 +41,10 @@ from whale_train.runtime.failures.failure import (
     write_failure,
 )
 from whale_train.runtime.failures.timeouts import StackCall, read_stack, read_watchdog
-from whale_train.runtime.process.uncompiled import uncompiled
+from whale_train.runtime.process.preload import preload_torch
 from whale_train.strategies.plan.plan import Plan
 
 Prepared = TypeVar("Prepared")
-
-# What `torch.optim`, `deepspeed.initialize`, `backward` and `step` import lazily, which every rank
-# would otherwise import for itself. Found by comparing sys.modules before and after them under
-# ZeRO 0 to 3; none of them starts a thread or a process. A version that lacks one needs it not.
-LAZILY_IMPORTED = (
-    "torch._dynamo",
-    "torch._subclasses.schema_check_mode",
-    "torch.utils.cpp_extension",
-    "distutils.ccompiler",
-    "distutils.sysconfig",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.utils.pin_memory",
-)
 
 READY_DEADLINE_S = 3600.0
 POLL_S = 0.02
@@ -110,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_parent(options.parent, signal.SIGTERM)
     run_dir: Path = options.run_dir
     try:
-        preload()
-        from whale_train.config import Request
-        from whale_train.runtime.process import rank_main as worker
+        preload_torch()
+        with importing():
+            from whale_train.config import Request
+            from whale_train.runtime.process import rank_main as worker
 
         request = Request.from_json((run_dir / "request.json").read_text(encoding="utf-8"))
         prepared = worker.prepare(request)
@@ -140,23 +124,6 @@ def stop_before_ranks(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(os.getpid(), signal.SIGTERM)
     os._exit(STOPPED)
-
-
-def preload() -> None:
-    """Import torch, DeepSpeed and LAZILY_IMPORTED, leaving the process free to fork."""
-    # CUDA must be initialised in no process that forks: with this, asking whether there is a
-    # GPU (DeepSpeed does when imported) does not. See torch.cuda.is_available.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Large CPU tensors in huge pages, where the kernel leaves that to programs: a gradient of
-    # 100 MB, new every step, otherwise takes longer to be mapped than to be computed.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # An OpenMP pool made before the fork would be broken after it; one thread has none.
-    set_num_threads(1)
-    with uncompiled():
-        importlib.import_module("deepspeed")
-        for name in LAZILY_IMPORTED:
-            with suppress(ModuleNotFoundError):
-                importlib.import_module(name)
 
 
 def wait_until_ready(run_dir: Path, parent: int) -> bool:
