@@ -1,4 +1,4 @@
-"""Define the command `whale-train`.
+"""Run the command `whale-train`, from its command line to its exit status.
 
 Hydra composes the config once, in the parent. Every job runs in processes of its own.
 """
@@ -9,7 +9,7 @@ from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -21,6 +21,7 @@ from whale_train.launcher.compose.own_files import said_of_own_files
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
 from whale_train.launcher.queued import from_queue
+from whale_train.launcher.ranks.early_host import EarlyHost
 from whale_train.launcher.ranks.external_ranks import find_place, join_job, report_refusal
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ui.show_error import error_text, terminal_width
@@ -28,8 +29,10 @@ from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table
 from whale_train.launcher.ui.terminal import open_console
 
 
-def main() -> None:
+def run_command(early: EarlyHost | None = None) -> NoReturn:
     """Run the command, and exit.
+
+    early: a host that imports already, for the first job that starts ranks; None: there is none.
 
     The exit status is 0 when all is done, 1 when a run failed, 2 when a request was refused, and
     130 when the command was interrupted.
@@ -37,10 +40,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # for a locale without these letters
-    # Programs that pip installed beside this Python (ninja) are found even where the environment is
-    # not activated.
-    beside = str(Path(sys.executable).parent)
-    os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
     # Two runs that start in the same second get directories of their own.
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
     place = None
@@ -72,7 +71,7 @@ def main() -> None:
         names = {str(k): str(v) for k, v in hydra_config.runtime.choices.items() if v is not None}
         run_dir = Path(hydra_config.runtime.output_dir)
         files = said_of_own_files(hydra_config)
-        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place, files)
+        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place, files, early)
         ends.append((tuple(hydra_config.overrides.task), end))
         if end.status == "interrupted":  # a sweep ends with it
             sys.exit(_status(ends))
@@ -130,7 +129,3 @@ def _row(overrides: tuple[str, ...], end: JobEnd) -> SweepRow:
         peak_memory_bytes=max(summary.get("peak_memory_bytes", ()), default=None),
         run_dir=Path(os.path.relpath(end.run_dir)),
     )
-
-
-if __name__ == "__main__":
-    main()
