@@ -17,10 +17,7 @@ from whale_train.runtime.process.uncompiled import uncompiled
 OF_TORCH = ("torch", "torch._dynamo", "torch._subclasses.schema_check_mode")
 OF_DEEPSPEED = (
     "deepspeed",
-    "torch.utils.cpp_extension",
-    "distutils.ccompiler",
-    "distutils.sysconfig",
-    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
