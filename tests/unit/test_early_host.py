@@ -14,6 +14,8 @@ from whale_train.launcher.ranks.early_host import asks_for_ranks
         (["strategy=zero1", "mode=train"], {"PATH": "/bin"}, True),
         (["mode=plan", "strategy=zero1"], {}, False),
         (["mode=verify"], {}, False),
+        (["--config-dir=mine", "strategy=zero1"], {}, True),
+        (["--config-dir", "mine"], {}, True),
         (["--help"], {}, False),
         (["-m", "seed=1,2"], {}, False),
         (["launcher=ssh"], {}, False),

@@ -26,7 +26,7 @@ def asks_for_ranks(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     if any(name in environment for name in _OF_STARTERS):
         return False
     other_modes = (x for x in arguments if x.startswith("mode=") and x != "mode=train")
-    has_flags = any(x.startswith("-") for x in arguments)
+    has_flags = any(x.startswith("-") and not x.startswith("--config-") for x in arguments)
     return not has_flags and not any(other_modes) and not set(_ELSEWHERE) & set(arguments)
 
 
