@@ -8,7 +8,7 @@ from interleave import Side, Turns, interleaved, show
 from rich.console import Console
 
 from whale_train.runtime.cpu.threads import num_threads
-from whale_train.runtime.process.fork_server import preload
+from whale_train.runtime.process.preload import preload
 
 
 def options_of(description: str | None, hosts: int, gbit: float) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from whale_train.models.class_head import ClassHead
 from whale_train.runtime.cpu.threads import num_threads
-from whale_train.runtime.process.fork_server import preload
+from whale_train.runtime.process.preload import preload
 
 TORCH = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 LEARNING_RATE = 0.001

@@ -15,7 +15,7 @@ from interleave import Turns, interleaved, show
 from rich.console import Console
 
 from whale_train.runtime.cpu.threads import num_threads
-from whale_train.runtime.process.fork_server import preload
+from whale_train.runtime.process.preload import preload
 
 LENGTH = 128
 MODELS = {

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from whale_train.models.gpt import GPT
 from whale_train.runtime.cpu.threads import num_threads
-from whale_train.runtime.process.fork_server import preload
+from whale_train.runtime.process.preload import preload
 
 SHAPE: dict[str, Any] = {"width": 320, "depth": 8, "heads": 8, "sequence_length": 64}
 LEARNING_RATE = 0.001

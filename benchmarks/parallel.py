@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from whale_train.config import Request
 from whale_train.runtime.cpu.threads import num_threads
-from whale_train.runtime.process.fork_server import preload
+from whale_train.runtime.process.preload import preload
 from whale_train.strategies.plan.plan import Plan
 
 LEARNING_RATE = 0.001

@@ -22,7 +22,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from whale_train.config import Request
 from whale_train.runtime.cpu.threads import num_threads
-from whale_train.runtime.process.fork_server import preload
+from whale_train.runtime.process.preload import preload
 from whale_train.strategies.grammar.nodes import SCHEDULES
 from whale_train.strategies.plan.plan import Plan
 

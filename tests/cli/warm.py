@@ -23,15 +23,14 @@ from types import SimpleNamespace
 from typing import BinaryIO, NoReturn
 
 from whale_train.launcher.compose.command_line import composed
-from whale_train.launcher.ranks import host_process
-from whale_train.runtime.process import fork_server
+from whale_train.launcher.ranks import early_host, host_process
+from whale_train.runtime.process.preload import preload
 
 COMMAND = "whale_train.launcher.cli"
 IMPORTED = (
     "hydra",
     "hydra.core.hydra_config",
-    "whale_train.launcher.job",
-    "whale_train.launcher.ui.sweep_table",
+    "whale_train.launcher.command",
     "torch",
     "torch.export",
     "whale_train.models.profile.measure",
@@ -47,7 +46,7 @@ def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed prints when it is imported
-    fork_server.preload()
+    preload()
     for name in IMPORTED:
         importlib.import_module(name)
     composed(["mode=plan", "train.steps=3"])  # the parsers keep what they met
@@ -89,21 +88,22 @@ def command_status() -> int:
 
 def fork_programs() -> None:
     """Have this process fork the programs of its hosts, and not start them."""
-    host_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
-    )
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
+    for module in (early_host, host_process):
+        module.subprocess = SimpleNamespace(Popen=Forked, **names)  # type: ignore[assignment]
 
 
 class Forked:
-    """What `HostProcess` uses of subprocess.Popen, of a fork that runs the module's `main`."""
+    """What hosts use of subprocess.Popen, of a fork that runs the module's `main`."""
 
     returncode: int | None = None
+    stdin: BinaryIO | None = None
 
     def __init__(
         self,
         command: Sequence[str],
         stdin: int,
-        stdout: BinaryIO,
+        stdout: BinaryIO | int,
         stderr: int,
         start_new_session: bool,
     ) -> None:
@@ -111,10 +111,19 @@ class Forked:
         assert start_new_session
         sys.stdout.flush()
         sys.stderr.flush()
+        reads = None
+        if stdin == subprocess.PIPE:
+            reads, writes = os.pipe()
+            self.stdin = os.fdopen(writes, "wb")
+        output = os.devnull if isinstance(stdout, int) else stdout.name
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            redirect(os.devnull, stdout.name, stdout.name)
+            redirect(os.devnull, output, output)
+            if reads is not None and self.stdin is not None:
+                self.stdin.close()
+                os.dup2(reads, 0)
+                os.close(reads)
             forget(Path.cwd())
             for number in signal.valid_signals():  # as a program starts
                 if callable(signal.getsignal(number)):
@@ -122,6 +131,8 @@ class Forked:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             atexit._clear()
             leave_with(lambda: importlib.import_module(module).main(arguments))
+        if reads is not None:
+            os.close(reads)
 
     def wait(self) -> int:
         """Reap the process."""

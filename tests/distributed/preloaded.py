@@ -4,9 +4,9 @@ fork server, when this module is."""
 import gc
 import importlib
 
-from whale_train.runtime.process import fork_server as host
+from whale_train.runtime.process.preload import preload
 
-host.preload()
+preload()
 for _name in (
     "numpy",
     "hypothesis",

@@ -22,8 +22,8 @@ from typing import Any
 
 from whale_train.models.export.export import EXPORT_BATCH
 from whale_train.models.profile import measure as profile
-from whale_train.runtime.process import fork_server as host
 from whale_train.runtime.process import rank_main as worker
+from whale_train.runtime.process.preload import preload
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 280.0  # an answer's, the compilation of DeepSpeed's CPU kernel included
@@ -77,7 +77,7 @@ def serve() -> None:
     """Answer questions until there are no more; what functions print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    host.preload()
+    preload()
     ask_once()
     gc.freeze()  # jobs need not look through it
     for line in sys.stdin:

@@ -15,7 +15,7 @@ from tests.distributed.equality import Jobs, run_job
 from tests.distributed.served import Served
 from tests.distributed.test_final_weights import GLOBAL_BATCH, LLAMA
 from tests.distributed.test_parallel_strategies import MODELS, Case
-from tests.pairs import IS_FULL
+from tests.pairs import some
 
 from whale_train.errors import ConfigError
 from whale_train.models.adapters import adapter_faults, add_adapters
@@ -67,7 +67,7 @@ def adapted(base: Path, arrays: Path, served: Served) -> Adapted:
     return Adapted(base, arrays, served)
 
 
-@pytest.mark.parametrize("strategy", PLANS if IS_FULL else ["zero1_pipeline"])
+@pytest.mark.parametrize("strategy", some(PLANS, ["zero1_pipeline"]))
 def test_peft_opens_what_was_learned(
     strategy: str, adapted: Adapted, jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_new_head_is_trained_beside_them(
     assert len(names) == 1 + 2 * LLAMA["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("strategy", ["single", *PLANS] if IS_FULL else ["split3_uneven"])
+@pytest.mark.parametrize("strategy", some(["single", *PLANS], ["split3_uneven"]))
 def test_in_16_bits_what_is_added_to_is_of_16_bits(
     strategy: str, adapted: Adapted, jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ def test_in_16_bits_what_is_added_to_is_of_16_bits(
     assert not any("norm" in path or "embed" in path for path in frozen)
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero3", "split3_uneven"] if IS_FULL else ["zero3"])
+@pytest.mark.parametrize("strategy", some(["single", "zero3", "split3_uneven"], ["zero3"]))
 def test_ranks_hold_it_in_16_bits(strategy: str, adapted: Adapted, tmp_path: Path) -> None:
     """As a checkpoint shows that has what is frozen: nobody could have it from a folder."""
     wanted = adapted.overrides(strategy)

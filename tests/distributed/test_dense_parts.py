@@ -13,7 +13,7 @@ from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
 from tests.distributed.equality import JobFailed, Jobs, assert_equal
 from tests.distributed.served import Served
 from tests.distributed.test_rehearse import rehearsed
-from tests.pairs import IS_FULL, covering
+from tests.pairs import covering, some
 
 from whale_train.rehearsal import Rehearsal
 
@@ -293,7 +293,7 @@ def test_steps_in_parts_clipped_or_evaluated(
     assert_equal(jobs.run(split), jobs.run(single), TOLERANCE)
 
 
-@pytest.mark.parametrize("name", SWEPT if IS_FULL else _SOME)
+@pytest.mark.parametrize("name", some(SWEPT, _SOME))
 def test_all_weights_of_any_model(name: str, jobs: Jobs, arrays: Path) -> None:
     kind, config = SWEPT[name]
     common = [
@@ -324,7 +324,7 @@ def test_statistics_of_all_samples_are_not_those_of_a_copy(jobs: Jobs, arrays: P
 MEMORY = 0.05  # how far a plan's memory may be from that of the rehearsed rank
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"] if IS_FULL else ["bf16"])
+@pytest.mark.parametrize("precision", some(["fp32", "bf16"], ["bf16"]))
 @pytest.mark.parametrize(
     ("copies", "parts"),
     [

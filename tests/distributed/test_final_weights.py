@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.distributed.equality import Jobs, run_job
 from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import GLOBAL_BATCH, MODELS, Case
-from tests.pairs import IS_FULL, covering, once
+from tests.pairs import covering, once, some
 
 from whale_train.models.gpt import GPT
 
@@ -108,7 +108,7 @@ def test_a_model_of_ones_own_loads_what_was_learned(
 OF_INPUTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES if IS_FULL else ["split3_uneven"])
+@pytest.mark.parametrize("strategy", some(STRATEGIES, ["split3_uneven"]))
 def test_a_saved_model_is_trained_further(
     strategy: str, arrays: Path, jobs: Jobs, served: Served, tmp_path: Path
 ) -> None:

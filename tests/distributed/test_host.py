@@ -14,6 +14,7 @@ import pytest
 from tests.distributed.host_program import program
 from tests.pairs import some
 
+from whale_train.launcher.ranks.early_host import EarlyHost
 from whale_train.launcher.ranks.host_process import HostProcess, RunFailure
 from whale_train.launcher.ranks.run_dir import create_run_dir
 from whale_train.machine.limits import cores
@@ -236,6 +237,35 @@ def test_the_host_program_itself_reports_what_it_cannot_do(run_dir: Path) -> Non
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.kind) == (None, "exception")
     assert "request.json" in (outcome.failure.message or "")
+
+
+# Jobs of tests/cli take early hosts of forks of `warm.py`; this one is a program.
+@pytest.mark.full
+def test_an_early_host_is_taken_once_and_logs_where_it_is_told(run_dir: Path) -> None:
+    early = EarlyHost.start()
+    try:
+        host = HostProcess.of(run_dir, early)
+        (run_dir / "ready").touch()  # without the request that the parent writes first
+        assert early.take(run_dir) is None
+        outcome = host.wait(lambda: None)
+    finally:
+        early.stop()
+    assert outcome.failure is not None
+    assert "request.json" in (outcome.failure.message or "")
+    assert "request.json" in (run_dir / "logs" / "host.log").read_text()
+
+
+def test_an_early_host_is_ended_where_another_would_differ(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = EarlyHost.start()
+    try:
+        pid = early.pid
+        monkeypatch.setenv("WHALE_TRAIN_TEST_OTHER", "1")
+        assert early.take(run_dir) is None
+        assert session_of(pid) == []
+    finally:
+        early.stop()
 
 
 def test_a_stop_before_there_are_ranks_takes_the_compilers_along(tmp_path: Path) -> None:

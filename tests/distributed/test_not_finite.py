@@ -10,7 +10,7 @@ import torch
 from tests.distributed.cases import TOLERANCE, hardware
 from tests.distributed.equality import Computed, JobFailed, Jobs, assert_equal, save
 from tests.distributed.test_parallel_strategies import pipeline
-from tests.pairs import covering
+from tests.pairs import covering, some
 from torch import Tensor, nn
 
 BATCH, STEPS, BAD_STEP = 8, 6, 4
@@ -70,7 +70,7 @@ def overrides(strategy: str, data: Path, *more: str, steps: int = STEPS) -> list
 
 # Where each engine, and a stage, finds it; partitions on the host and beside stages are such too.
 SOME = {"dp", "zero3", "split", "pipeline"}
-CASES = covering([*STRATEGIES], lambda strategy: {strategy} & SOME)
+CASES = some(STRATEGIES, SOME)
 COPIES = [name for name in STRATEGIES if name != "single"]
 
 

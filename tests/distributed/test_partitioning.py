@@ -1,6 +1,7 @@
 """ZeRO 3 in pieces: many sub-groups, one fp32 partition; and initial weights that are let go."""
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,19 @@ from torch import nn
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.assembly.shared_init import build_shared, let_go, own_copy
 from whale_train.runtime.base.copies import Copies
-from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.engines.deepspeed import DeepSpeedEngine, import_deepspeed
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
 
 OPTIMIZER = {"lr": 0.05, "momentum": 0.9}
 STEPS, BATCH = 3, 6
 Trained = tuple[list[NDArray[Any]], list[float], list[bool]]
+
+
+def test_deepspeed_asks_no_compiler_what_it_could_compile() -> None:
+    deepspeed = import_deepspeed()
+    assert import_module("deepspeed.comm.torch").build_shm_op() is None
+    assert "__compatible_ops__" not in vars(deepspeed.ops)  # made by asking, for all operations
 
 
 def net() -> nn.Module:

@@ -14,7 +14,7 @@ from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
 from tests.distributed.equality import JobFailed, Jobs, assert_equal
 from tests.distributed.served import Served
 from tests.distributed.test_rehearse import rehearsed
-from tests.pairs import IS_FULL, covering, some
+from tests.pairs import covering, some
 
 from whale_train.models.grouped_product import grouped_mm
 from whale_train.rehearsal import Rehearsal
@@ -221,7 +221,7 @@ def test_what_is_made_of_the_whole_batch_is(
 
 @pytest.mark.parametrize(
     "strategy",
-    ["over2", "streamed", "copies", "copies_of_stages"] if IS_FULL else ["streamed"],
+    some(["over2", "streamed", "copies", "copies_of_stages"], ["streamed"]),
 )
 def test_biases_of_routers_follow_the_loads(strategy: str, jobs: Jobs, arrays: Path) -> None:
     rate = 0.001
@@ -289,7 +289,7 @@ def test_loads_that_nobody_saw_are_not_told() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["over3_unlike", "zero3", "copies_of_stages", "copies_split"] if IS_FULL else ["zero3"],
+    some(["over3_unlike", "zero3", "copies_of_stages", "copies_split"], ["zero3"]),
 )
 def test_one_layers_weights_in_all_places(strategy: str, jobs: Jobs, arrays: Path) -> None:
     spread, single = overrides(arrays, "moe_gpt", strategy, "momentum", "model.share_layers=true")
@@ -298,7 +298,7 @@ def test_one_layers_weights_in_all_places(strategy: str, jobs: Jobs, arrays: Pat
     assert_equal(found, jobs.run(single), TOLERANCE)
 
 
-@pytest.mark.parametrize("prototypes", [1, 2, 4] if IS_FULL else [2])
+@pytest.mark.parametrize("prototypes", some([1, 2, 4], [2]))
 def test_sequences_balanced_in_micro_batches(prototypes: int, jobs: Jobs, arrays: Path) -> None:
     more = (
         *("model.balance=0.5", "model.balance_over=sequence", "model.capacity_factor=0.8"),
@@ -321,7 +321,7 @@ def test_sequences_balanced_in_micro_batches(prototypes: int, jobs: Jobs, arrays
     ],
     ids=lambda extra: extra[0],
 )
-@pytest.mark.parametrize("strategy", ["over2", "streamed"] if IS_FULL else ["streamed"])
+@pytest.mark.parametrize("strategy", some(["over2", "streamed"], ["streamed"]))
 def test_steps_in_parts_clipped_or_evaluated(
     strategy: str, extra: tuple[str, ...], jobs: Jobs, arrays: Path
 ) -> None:
@@ -348,7 +348,7 @@ def test_an_expert_without_rows_gives_what_others_do(dtype: torch.dtype) -> None
 MEMORY = 0.05  # how far a plan's memory may be from that of the rehearsed rank
 
 
-@pytest.mark.parametrize("copies", ["{}", "{zero: 1}", _ON_HOSTS] if IS_FULL else [_ON_HOSTS])
+@pytest.mark.parametrize("copies", some(["{}", "{zero: 1}", _ON_HOSTS], [_ON_HOSTS]))
 def test_rehearsed_rows_are_those_computed(copies: str, served: Served) -> None:
     """Once a mixture numbers are exchanged, and rows go and come back, and their gradients."""
     depth, batch, tokens, width, top_k, ranks = 2, 16, 64, 256, 2, 8

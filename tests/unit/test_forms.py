@@ -7,7 +7,7 @@ from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import Fault
 from whale_train.strategies.grammar.degrees import legal_degrees
-from whale_train.strategies.grammar.form import Form, needs_graph
+from whale_train.strategies.grammar.form import Form, needs_graph, partitions
 from whale_train.strategies.grammar.normal_form import read_form
 
 
@@ -87,6 +87,20 @@ def test_a_lone_split_inside_open_copies_fills_a_node() -> None:
 )
 def test_copies_alone_run_the_model_as_it_is(graph: Any, needed: bool) -> None:
     assert needs_graph(strategy_of({"graph": graph})) == needed
+
+
+@pytest.mark.parametrize(
+    ("graph", "partitioned"),
+    [
+        (replicate(), False),
+        (split(2), False),
+        (replicate(zero=1), True),
+        (pipeline(stage(replicate(2, zero=2)), stage()), True),
+        (pipeline(stage(replicate(2)), stage()), False),
+    ],
+)
+def test_copies_partition_where_any_of_them_has_zero(graph: Any, partitioned: bool) -> None:
+    assert partitions(strategy_of({"graph": graph})) == partitioned
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from whale_train.launcher.planning.plan_request import (
     resolve_each,
     resolve_request,
 )
+from whale_train.launcher.ranks.early_host import EarlyHost
 from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
 from whale_train.launcher.ranks.host_process import HostOutcome
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
@@ -78,6 +79,8 @@ from whale_train.machine.hosts import REFUSED
 from whale_train.models.weights.hub import fetch
 from whale_train.strategies.plan.plan import Decision
 
+ELSEWHERE = ("ssh", "slurm")  # kinds of launchers that start ranks by processes of their own
+
 
 def run_job(
     config: DictConfig,
@@ -86,6 +89,7 @@ def run_job(
     arguments: Sequence[str] = (),
     place: LaunchPlace | None = None,
     files: tuple[Decision, ...] = (),
+    early: EarlyHost | None = None,
 ) -> JobEnd:
     """Serve one request. Prints what happens, and raises nothing that a user can cause.
 
@@ -95,11 +99,14 @@ def run_job(
     arguments: command-line arguments that make the same request.
     place: the place of this process, rank 0, where others have started the ranks.
     files: notes for the plan, about the user's own config files.
+    early: a host that imports already; None: there is none.
     """
     console = open_console(sys.stdout)
     try:
         request = read_request(config, names, files)
         _refuse_mode(request, place)
+        if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
+            early.stop()
         if request.model.pretrained is not None:
             fetch(request.model.pretrained, weights=request.mode not in ("plan", "rehearse"))
         if request.mode in ("plan", "rehearse"):
@@ -121,7 +128,7 @@ def run_job(
             if request.mode == "verify":
                 return verify(request, run_dir, console, place, signals)
             with in_use(run_dir):
-                return _train(request, run_dir, console, place, signals)
+                return _train(request, run_dir, console, place, signals, early)
     except RequestError as error:
         is_told = (run_dir / REFUSED).exists()
         if not isinstance(error, RunDirInUse):  # whose files belong to another run
@@ -144,7 +151,7 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
     Refused are a mode that needs no ranks where others have started some, and a run in two parts
     (`train.delink_at`) where this process does not start the ranks.
     """
-    elsewhere = place is not None or request.launcher.kind in ("ssh", "slurm")
+    elsewhere = place is not None or request.launcher.kind in ELSEWHERE
     if request.is_pseudo and elsewhere and request.mode == "train":
         rule = "starts ranks anew where layers part, and they are started elsewhere"
         remedy = "use null, and for the second part train.resume=RUN model.share_layers=false"
@@ -191,6 +198,7 @@ def _train(
     console: Console,
     place: LaunchPlace | None,
     signals: StopSignals,
+    early: EarlyHost | None,
 ) -> JobEnd:
     """Train, in as many attempts as `launcher.max_restarts` allows.
 
@@ -213,7 +221,7 @@ def _train(
             began, started = 0 if resumed is None else resumed.step, time.monotonic()
             phase = phase_of(wanted, resumed)
             run_dir = make_run_dir(phase, run_dir)
-            outcome, resolved = _attempt(phase, run_dir, console, place, signals, resumed)
+            outcome, resolved = _attempt(phase, run_dir, console, place, signals, resumed, early)
         except RequestError as error:
             if not attempts:
                 raise
@@ -270,6 +278,7 @@ def _attempt(
     place: LaunchPlace | None,
     signals: StopSignals,
     resumed: Resumed | None,
+    early: EarlyHost | None,
 ) -> tuple[HostOutcome, Resolved]:
     """Resolve the request and run its ranks to their end. Returns the outcome and the resolved
     plan."""
@@ -278,7 +287,7 @@ def _attempt(
         parted = "layers that shared their weights go on by themselves, each with what all had"
         console.print(parted, soft_wrap=True)
     begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
-    process = JobProcess(run_dir, place)
+    process = JobProcess(run_dir, place, early)
     try:
         with process.planned(request, signals.poll, console) as resolved:
             going_on = None

@@ -19,8 +19,8 @@ from rich.console import Console
 from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault, LaunchError, PlanError, RequestError
 from whale_train.launcher.planning.plan_request import Resolved, resolve_request
+from whale_train.launcher.ranks.early_host import EarlyHost
 from whale_train.launcher.ranks.host_process import (
-    HOST_PROGRAM,
     POLL_S,
     HostOutcome,
     HostProcess,
@@ -133,12 +133,17 @@ class JobProcess:
 
     run_dir: the run directory.
     place: the place of this process among ranks that others started; None where there are none.
+    early: a host that imports already; None: there is none.
     """
 
-    def __init__(self, run_dir: Path, place: LaunchPlace | None) -> None:
+    def __init__(
+        self, run_dir: Path, place: LaunchPlace | None, early: EarlyHost | None = None
+    ) -> None:
         self._run_dir, self._place = run_dir, place
-        program = HOST_PROGRAM if place is None else MEMBER_PROGRAM
-        self._process = HostProcess.start(run_dir, program)
+        if place is None:
+            self._process = HostProcess.of(run_dir, early)
+        else:
+            self._process = HostProcess.start(run_dir, MEMBER_PROGRAM)
 
     @contextmanager
     def planned(

@@ -18,8 +18,8 @@ from typing import Literal
 
 from whale_train.disk import has_no_room
 from whale_train.errors import LaunchError
+from whale_train.launcher.ranks.early_host import HOST_PROGRAM, EarlyHost
 
-HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
 EXPORT_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.export_host")
 REHEARSE_PROGRAM = (sys.executable, "-m", "whale_train.runtime.rehearse.main")
 HOST_LOG = "logs/host.log"
@@ -102,6 +102,12 @@ class HostProcess:
                 start_new_session=True,
             )
         return cls(run_dir, process)
+
+    @classmethod
+    def of(cls, run_dir: Path, early: EarlyHost | None) -> "HostProcess":
+        """Take `early` for a run directory, or start a host where it cannot be taken."""
+        process = early.take(run_dir.absolute()) if early is not None else None
+        return cls.start(run_dir) if process is None else cls(run_dir, process)
 
     @property
     def pid(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -328,12 +329,19 @@ def import_deepspeed() -> Any:
     """Return the module `deepspeed`, with its shared-memory all-reduce disabled.
 
     DeepSpeed would compile that one (20 s of g++) and initialise it at its first process group,
-    only for inference.
+    only for inference. To find out if it can, it would also run a compiler for every other
+    operation that it has, in every rank.
     """
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = import_module("deepspeed.comm.torch")  # whose name in deepspeed.comm is torch itself
+    assert callable(backend.build_shm_op)
+    backend.build_shm_op = _no_shm_op  # type: ignore[attr-defined]
     return deepspeed
+
+
+def _no_shm_op() -> None:
+    """Return None, as DeepSpeed's `build_shm_op` does where the operation cannot be compiled."""
 
 
 def _by_width(

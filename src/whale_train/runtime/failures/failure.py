@@ -21,6 +21,7 @@ from whale_train.machine.hosts import Host
 from whale_train.runtime.failures.timeouts import StackCall, Wait, find_hang, stack_text
 
 FAILURE_FILE = "failure.json"
+HOST_LOG = "logs/host.log"
 
 # torch's own type of everything that goes wrong between ranks; gloo raises bare RuntimeErrors,
 # told by their text.
@@ -156,7 +157,7 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
     failure = Failure(
         rank=None,
         kind="exception",
-        log="logs/host.log",
+        log=HOST_LOG,
         type=type(error).__qualname__,
         message=str(error),
         traceback=text,

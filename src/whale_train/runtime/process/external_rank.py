@@ -44,9 +44,10 @@ from whale_train.runtime.failures.failure import (
     write_record,
     write_whole,
 )
-from whale_train.runtime.process.fork_server import POLL_S, log_to, preload, wait_until_ready
+from whale_train.runtime.process.fork_server import POLL_S, log_to, wait_until_ready
 from whale_train.runtime.process.job_folder import JobFolder, take_place
 from whale_train.runtime.process.job_message import Job, opened, sealed
+from whale_train.runtime.process.preload import preload
 
 LEAVING = timedelta(seconds=60)
 

@@ -1,10 +1,11 @@
 """Serve one host: import once, fork the host's ranks, and end them together.
 
-    python -m whale_train.runtime.process.fork_server --run-dir DIR --parent PID
+    python -m whale_train.runtime.process.fork_server [--run-dir DIR] --parent PID
 
-The parent starts it as soon as a run is certain, so that importing overlaps with resolving the
-plan. Once the parent has put `ready` into the run directory, the server forks the ranks, each
-logging to `logs/rank_N.log`, and waits for them. The first that ends badly ends all.
+The parent starts it as soon as a run is likely, so that importing overlaps with composing the
+config and resolving the plan. Without `--run-dir`, it writes the run directory to stdin, which it
+then closes. Once the parent has put `ready` into the run directory, the server forks the ranks,
+each logging to `logs/rank_N.log`, and waits for them. The first that ends badly ends all.
 
 Exit status: 0 all ranks done; 1 failed (`failure.json` gives the reason); 130 told to stop by
 SIGTERM, SIGINT or its parent's death. Ranks never outlive the server.
@@ -14,23 +15,24 @@ import argparse
 import ctypes
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from whale_train.imports import importing
 from whale_train.machine.hosts import REFUSED
 from whale_train.machine.parents import STOPPED, end_with_parent
 from whale_train.runtime.cpu.threads import num_threads, set_num_threads
 from whale_train.runtime.failures.failure import (
+    HOST_LOG,
     RankEnd,
     RankError,
     first_failure,
@@ -42,26 +44,10 @@ from whale_train.runtime.failures.failure import (
     write_failure,
 )
 from whale_train.runtime.failures.timeouts import StackCall, read_stack, read_watchdog
-from whale_train.runtime.process.uncompiled import uncompiled
+from whale_train.runtime.process.preload import preload_torch
 from whale_train.strategies.plan.plan import Plan
 
 Prepared = TypeVar("Prepared")
-
-# What `torch.optim`, `deepspeed.initialize`, `backward` and `step` import lazily, which every rank
-# would otherwise import for itself. Found by comparing sys.modules before and after them under
-# ZeRO 0 to 3; none of them starts a thread or a process. A version that lacks one needs it not.
-LAZILY_IMPORTED = (
-    "torch._dynamo",
-    "torch._subclasses.schema_check_mode",
-    "torch.utils.cpp_extension",
-    "distutils.ccompiler",
-    "distutils.sysconfig",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.utils.pin_memory",
-)
 
 READY_DEADLINE_S = 3600.0
 POLL_S = 0.02
@@ -101,19 +87,21 @@ class StopRequest:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of this module; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.fork_server")
-    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, help="default: read from stdin")
     parser.add_argument("--parent", type=int, required=True, help="end with this process")
     options = parser.parse_args(arguments)
     for number in STOP_SIGNALS:
         signal.signal(number, stop_before_ranks)
     signal.signal(LAUNCHERS_SIGNAL, signal.SIG_IGN)
     end_with_parent(options.parent, signal.SIGTERM)
-    run_dir: Path = options.run_dir
+    assigned = AssignedRunDir(options.run_dir)
     try:
-        preload()
-        from whale_train.config import Request
-        from whale_train.runtime.process import rank_main as worker
+        preload_torch()
+        with importing():
+            from whale_train.config import Request
+            from whale_train.runtime.process import rank_main as worker
 
+        run_dir = assigned.wait()
         request = Request.from_json((run_dir / "request.json").read_text(encoding="utf-8"))
         prepared = worker.prepare(request)
         wait_until_ready(run_dir, options.parent)
@@ -127,8 +115,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
             worker.forget,
         )
     except Exception as error:
-        record_host_failure(run_dir, error)
+        record_host_failure(assigned.wait(), error)
         return 1
+
+
+class AssignedRunDir:
+    """The run directory of this host.
+
+    It is given at the start of the process, or the parent writes it to stdin and closes that. Until
+    then, what the process and its libraries say goes to an unnamed file.
+    """
+
+    def __init__(self, given: Path | None) -> None:
+        self._run_dir = given
+        if given is not None:
+            return
+        self._said, path = tempfile.mkstemp(prefix="whale-train-")
+        os.unlink(path)
+        send_output_to(self._said)
+
+    def wait(self) -> Path:
+        """Wait for the run directory, and return it. Exits the process where the parent gives none.
+
+        From then on, stdin is empty, and all output goes to the host's log.
+        """
+        if self._run_dir is not None:
+            return self._run_dir
+        with open(0, "rb", closefd=False) as stdin:
+            path = stdin.read()
+        if not path:
+            os._exit(STOPPED)
+        self._run_dir = Path(os.fsdecode(path))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with (self._run_dir / HOST_LOG).open("ab") as log:
+            log.write(os.pread(self._said, os.fstat(self._said).st_size, 0))
+            log.flush()
+            send_output_to(log.fileno())
+        os.close(self._said)
+        return self._run_dir
+
+
+def send_output_to(file: int) -> None:
+    """Send stdout and stderr, and those of every child and C library, to an open file."""
+    for stream in (1, 2):
+        os.dup2(file, stream)
 
 
 def stop_before_ranks(number: int, frame: FrameType | None) -> None:
@@ -140,23 +174,6 @@ def stop_before_ranks(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(os.getpid(), signal.SIGTERM)
     os._exit(STOPPED)
-
-
-def preload() -> None:
-    """Import torch, DeepSpeed and LAZILY_IMPORTED, leaving the process free to fork."""
-    # CUDA must be initialised in no process that forks: with this, asking whether there is a
-    # GPU (DeepSpeed does when imported) does not. See torch.cuda.is_available.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Large CPU tensors in huge pages, where the kernel leaves that to programs: a gradient of
-    # 100 MB, new every step, otherwise takes longer to be mapped than to be computed.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # An OpenMP pool made before the fork would be broken after it; one thread has none.
-    set_num_threads(1)
-    with uncompiled():
-        importlib.import_module("deepspeed")
-        for name in LAZILY_IMPORTED:
-            with suppress(ModuleNotFoundError):
-                importlib.import_module(name)
 
 
 def wait_until_ready(run_dir: Path, parent: int) -> bool:
@@ -355,10 +372,9 @@ def become_rank(
 
 
 def log_to(path: Path) -> None:
-    """Send stdout and stderr, and those of every child and C library, to `path`."""
+    """Send all output to `path`, as `send_output_to` does."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    send_output_to(log)
     os.close(log)
     # The stream objects stay: loggers made before the fork hold them. Line by line, so that a
     # rank killed at any moment has said what it said.

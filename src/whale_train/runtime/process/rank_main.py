@@ -48,6 +48,7 @@ from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
+from whale_train.runtime.process.preload import preload_deepspeed
 from whale_train.runtime.record.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.timeline import merge, write_events
@@ -63,7 +64,7 @@ from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
 from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
-from whale_train.strategies.grammar.form import needs_graph
+from whale_train.strategies.grammar.form import needs_graph, partitions
 from whale_train.strategies.memory.malloc_headroom import has_room
 from whale_train.strategies.plan.plan import Plan
 
@@ -90,12 +91,14 @@ def prepare(request: Request) -> Prepared:
     The host calls it while the plan is resolved.
     """
     compute_fp32(in_tf32=request.train.tf32)
+    strategy = request.strategy_graph()
+    if strategy.is_auto or request.mode == "calibrate" or partitions(strategy):
+        preload_deepspeed()
     if request.train.compile:
         import_compiler()
     dataset = open_dataset(request.data)
     module = build_shared(request.model, request.seed)
     prepared = Prepared(request, module, None, dataset)
-    strategy = request.strategy_graph()
     # Ranks run the graph or count targets by it. For a strategy yet to be found, they may.
     if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
         return replace(prepared, graph=_exported(prepared))
@@ -112,12 +115,14 @@ def _exported(prepared: Prepared) -> fx.GraphModule | None:
 def complete(run_dir: Path, prepared: Prepared) -> Prepared:
     """Return `prepared` with what the plan asks for, once for all ranks.
 
-    That is the exported graph, where ranks run it, and the CPU optimizer that DeepSpeed compiles at
-    first use, which is loaded.
+    That is the exported graph, where ranks run it, DeepSpeed, where they partition, and the CPU
+    optimizer that DeepSpeed compiles at first use, which is loaded.
     """
     plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.rewrite is not None and prepared.graph is None:
         prepared = replace(prepared, graph=_exported(prepared))
+    if any(task_graph.zero for task_graph in plan.task_graphs):
+        preload_deepspeed()
     if prepared.request.optimizer.name != "sgd" and any(
         task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs
     ):

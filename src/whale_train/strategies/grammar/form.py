@@ -80,6 +80,11 @@ class Form:
         return max((stage.shards for stage in self.stages if stage.body), default=1)
 
 
+def partitions(strategy: Strategy) -> bool:
+    """Return whether copies partition what they have in common, by ZeRO 1, 2 or 3."""
+    return any(isinstance(x, Replicate) and x.zero for x in every_node(strategy.graph))
+
+
 def needs_graph(strategy: Strategy) -> bool:
     """Return whether ranks run the model's exported graph.
 
