@@ -99,7 +99,11 @@ class GroupOptions(_Section):
     lr_scale: the group's learning rate, as a part of the optimizer's.
     """
 
-    match: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    match: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(min_length=1),
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    ]
     weight_decay: float | None = Field(None, ge=0)
     lr_scale: float = Field(1.0, gt=0)
 

@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -105,7 +106,8 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
     shown = as_yaml(given)
     if kind == "extra_forbidden":
         name = str(location[-1])
-        remedy = _known_keys(name, section, tagged.get(tag, read_as), without)
+        inside = _read_as(tagged.get(tag, read_as), location[:-1])
+        remedy = _known_keys(name, key.rpartition(".")[0], inside, without)
         return Fault(key, shown, "is not a key here", remedy)
     if kind == "missing":
         return Fault(key, "", "must be given", f"write {key}=VALUE")
@@ -113,6 +115,8 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         choices = [
             part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
         ]
+        if NoneType in get_args(_read_as(tagged.get(tag, read_as), location, whole=True)):
+            choices.append("null")
         return Fault(key, shown, "is unknown", nearest(shown, choices))
     if kind == "union_tag_invalid":
         choices = [part.strip("' ") for part in context["expected_tags"].split(",")]
@@ -129,6 +133,12 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
     if kind == "int_from_float" and math.isfinite(given):
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
+    if kind.startswith(("tuple", "too_")):
+        return Fault(key, shown, *_list_wanted(_read_as(tagged.get(tag, read_as), location), given))
+    if kind == "model_type":
+        wanted = _read_as(tagged.get(tag, read_as), location)
+        names = sorted(wanted.model_fields) if wanted is not None else ()
+        return Fault(key, shown, "is not a mapping", f"write one, with keys of: {', '.join(names)}")
     rule, remedy = next(
         (rule_and_remedy for start, rule_and_remedy in _TYPES.items() if kind.startswith(start)),
         (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
@@ -143,16 +153,40 @@ _BOUNDS = {
     "lt": ("is not below", "use less than {}"),
 }
 _QUOTED = "put it in quotes"
-_PAIR = ("is not a list of two numbers", "use one, such as [0.9, 0.999]")
 _TYPES = {
     "int": ("is not a whole number", "use one, such as 8"),
     "float": ("is not a number", "use one, such as 0.001"),
     "finite": ("is not finite", "use a number such as 0.001"),
     "bool": ("is not true or false", "use true or false"),
     "string": ("is not text", _QUOTED),
-    "tuple": _PAIR,
-    "too_": _PAIR,
 }
+
+
+def _list_wanted(read_as: Any, given: object) -> tuple[str, str]:
+    """Return the rule and the remedy for a value that is no list of the type `read_as`."""
+    if get_args(read_as)[1:] == (Ellipsis,):
+        rule = "is an empty list" if given == [] else "is not a list"
+        return rule, "write one, such as [first, second]"
+    return "is not a list of two numbers", "use one, such as [0.9, 0.999]"
+
+
+def _read_as(kind: Any, location: Sequence[str | int], whole: bool = False) -> Any:
+    """Return the type that is read at `location` inside a value of `kind`; None where it is not
+    known. Of a union it is the first, unless the `whole` is asked for."""
+    for part in (*location, None):
+        if part is None and whole:
+            return kind
+        while get_origin(kind) in (Annotated, UnionType, Union):
+            inner = [x for x in get_args(kind) if x is not NoneType]
+            kind = inner[0]
+        if part is None:
+            return kind
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            by_name = {field.alias or key: field for key, field in kind.model_fields.items()}
+            kind = by_name[part].annotation if part in by_name else None
+        else:
+            kind = next(iter(get_args(kind)), None) if isinstance(part, int) else None
+    return None
 
 
 def _tagged(read_as: Any) -> dict[str, type[BaseModel]]:

@@ -253,6 +253,22 @@ VALUES = (
         "optimizer.betas=[1, 2, 3] is not a list of two numbers; use one, such as [0.9, 0.999]",
     ),
     Case(
+        "group_of_other_keys",
+        "optimizer.groups=[{params:bias},lm_head,{match:[]}]",
+        "optimizer.groups[0].match must be given; write optimizer.groups[0].match=VALUE",
+        "optimizer.groups[0].params=bias is not a key here; use one of: lr_scale, match, "
+        "weight_decay",
+        "optimizer.groups[1]=lm_head is not a mapping; write one, with keys of: lr_scale, match, "
+        "weight_decay",
+        "optimizer.groups[2].match=[] is an empty list; write one, such as [first, second]",
+    ),
+    Case(
+        "group_of_nothing",
+        "optimizer.groups=[{match:nrom},{match:norm}]",
+        "optimizer.groups[0].match=nrom matches no trained parameter of the model; use a "
+        "parameter's path or a module's, such as norm, or *.bias",
+    ),
+    Case(
         "beta_too_large",
         "optimizer.betas=[0.9,1.5]",
         "optimizer.betas[1]=1.5 is not below 1; use less than 1",
@@ -299,7 +315,7 @@ VALUES = (
     Case(
         "unknown_precision",
         "train.precision=fp8",
-        "train.precision=fp8 is unknown; use one of: bf16, fp16, fp32",
+        "train.precision=fp8 is unknown; use one of: bf16, fp16, fp32, null",
     ),
     Case(
         "clip_without_norm",
@@ -336,7 +352,7 @@ VALUES = (
         "train.stpes=5 is not a key of the config; did you mean train.steps?",
         "optimizer.lr=-1 is not above 0; use more than 0",
         "train.steps=ten is not a whole number; use one, such as 8",
-        "train.precision=fp23 is unknown; did you mean fp32? One of: bf16, fp16, fp32",
+        "train.precision=fp23 is unknown; did you mean fp32? One of: bf16, fp16, fp32, null",
         "seed=-1 is below 0; use 0 or more",
     ),
 )
