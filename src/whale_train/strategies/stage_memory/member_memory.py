@@ -37,8 +37,8 @@ from whale_train.strategies.stages.placement import (
     AxisIntervals,
     PlanningContext,
     StageChunk,
+    own_gradients_of,
     rewrites_of,
-    segment_of,
 )
 
 
@@ -138,7 +138,7 @@ class MemberMemory:
             _part_of(chunk, axes, member, self._gathered),
             _read_as(chunk, axes, member, job.graph.trained, self._gathered),
         )
-        own = () if job.as_is else set(segment_of(job, chunk).scope(job.graph).own_gradients())
+        own = () if job.as_is else own_gradients_of(job, chunk)
         return run(view, operations, weights, part.takes, gives, in_place, own)
 
     @cached_property

@@ -8,7 +8,11 @@ parameters.
 from collections.abc import Mapping, Set
 
 from whale_train.strategies.graph.operation_graph import LOOKUP, PRODUCTS
-from whale_train.strategies.stages.placement import PlanningContext, StageChunk, segment_of
+from whale_train.strategies.stages.placement import (
+    PlanningContext,
+    StageChunk,
+    own_gradients_of,
+)
 
 
 def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[str]]:
@@ -17,8 +21,8 @@ def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[
     autograd sums."""
     if job.as_is:
         return {}
-    first, *_, last = chunk.slice.operations
-    key = ("readers", chunk.key, first, last)
+    names = chunk.slice.operations
+    key = ("readers", chunk.key, names[0], names[-1])
     readers = job.findings.once(key, lambda: _readers(job, chunk))
     # 16-bit values make 16-bit gradients of products, which are added in fp32.
     targets = {LOOKUP, *PRODUCTS} if job.training.precision == "fp32" else {LOOKUP}
@@ -42,7 +46,7 @@ def _readers(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[str]]:
     """Return the targets of the operations of `chunk` that read each parameter, by path, where all
     of them make the parameter's gradient themselves."""
     graph, canonical = job.graph, job.profile.parameter_by_path
-    own = set(segment_of(job, chunk).scope(graph).own_gradients())
+    own = own_gradients_of(job, chunk)
     targets: dict[str, set[str]] = {}
     summed = set[str]()
     for name in chunk.slice.operations:

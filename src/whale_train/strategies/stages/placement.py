@@ -5,7 +5,7 @@ stages name the kind of device that holds them, each takes the next ranks of its
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
@@ -341,7 +341,28 @@ def rewrites_of(
     """Return the rewrites of a chunk's operations, whose weights' gradients these make themselves
     (`own_gradients`) or autograd makes."""
     defers = job.form.pipeline is not None and job.form.pipeline.schedule == "zero_bubble"
-    return segment_of(job, chunk).rewrites(job.graph, job.cluster.on_cpu, defers, own_gradients)
+    on_cpu = job.cluster.on_cpu
+
+    def find() -> tuple[Rewrite, ...]:
+        return segment_of(job, chunk).rewrites(job.graph, on_cpu, defers, own_gradients)
+
+    return job.findings.once(("rewrites", *_named(job, chunk), defers, own_gradients), find)
+
+
+def own_gradients_of(job: PlanningContext, chunk: StageChunk) -> Set[str]:
+    """Return the names of a chunk's operations that can make their weights' gradients
+    themselves."""
+
+    def find() -> Set[str]:
+        return frozenset(segment_of(job, chunk).scope(job.graph).own_gradients())
+
+    return job.findings.once(("own gradients", *_named(job, chunk)), find)
+
+
+def _named(job: PlanningContext, chunk: StageChunk) -> tuple[Hashable, ...]:
+    """Return the part of a cache key that tells chunks apart by their names."""
+    names = chunk.slice.operations
+    return chunk.key, names[0], names[-1], bool(job.batch_sums)
 
 
 def form_of(
