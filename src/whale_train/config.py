@@ -119,6 +119,7 @@ class OptimizerOptions(_Section):
         it matches, and then `no_decay` is not about it.
     schedule: how the learning rate falls after the warm-up.
     warmup_steps: number of steps of linear growth.
+    decay_steps: number of the last steps, in which the learning rate of `wsd` falls.
     final_lr_fraction: the part of `lr` that is left at the last step.
     """
 
@@ -131,8 +132,9 @@ class OptimizerOptions(_Section):
     fused: bool = True
     no_decay: Literal["norms_and_biases"] | None = None
     groups: tuple[GroupOptions, ...] = ()
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
     warmup_steps: Annotated[_Whole, Field(ge=0)] = 0
+    decay_steps: Annotated[_Whole, Field(ge=0)] = 0
     final_lr_fraction: float = Field(0.0, ge=0, le=1)
 
     def arguments(self) -> dict[str, Any]:
@@ -436,6 +438,8 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     optimizer = sections.get("optimizer")
     if isinstance(optimizer, OptimizerOptions):
         _refuse_ineffective(optimizer, faults)
+        if isinstance(train, TrainOptions):
+            _refuse_long_schedule(optimizer, train.steps, faults)
 
 
 def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:
@@ -534,7 +538,25 @@ def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> Non
             remedy = f"use optimizer={'adamw' if sgd else 'sgd'}, or leave it out"
             shown = as_yaml(list(value) if key == "betas" else value)
             faults.append(Fault(f"optimizer.{key}", shown, rule, remedy))
-    if optimizer.schedule == "constant" and optimizer.final_lr_fraction:
+    if optimizer.schedule in ("constant", "inverse_sqrt") and optimizer.final_lr_fraction:
         value = as_yaml(optimizer.final_lr_fraction)
-        rule, remedy = "has no effect on a constant schedule", "use linear or cosine, or 0"
+        named = {"constant": "a constant", "inverse_sqrt": "an inverse_sqrt"}[optimizer.schedule]
+        rule, remedy = f"has no effect on {named} schedule", "use linear or cosine, or 0"
         faults.append(Fault("optimizer.final_lr_fraction", value, rule, remedy))
+    if optimizer.decay_steps and optimizer.schedule != "wsd":
+        rule = f"has no effect on optimizer.schedule={optimizer.schedule}"
+        remedy = "use optimizer.schedule=wsd, or 0"
+        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))
+    if optimizer.schedule == "wsd" and not optimizer.decay_steps:
+        rule = "needs the number of its last steps, in which the learning rate falls"
+        remedy = "use optimizer.decay_steps=100, or the like"
+        faults.append(Fault("optimizer.schedule", "wsd", rule, remedy))
+
+
+def _refuse_long_schedule(optimizer: OptimizerOptions, steps: int, faults: list[Fault]) -> None:
+    """Add a fault where the learning rate falls in more steps than the warm-up leaves."""
+    left = steps - optimizer.warmup_steps
+    if optimizer.schedule == "wsd" and optimizer.decay_steps > max(left, 0):
+        rule = f"is more than the steps after the warm-up ({max(left, 0)})"
+        remedy = f"use at most {left}" if left > 0 else "use a shorter optimizer.warmup_steps"
+        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))

@@ -329,6 +329,23 @@ VALUES = (
         "optimizer.betas=[0.9, 0.99] has no effect on sgd; use optimizer=adamw, or leave it out",
     ),
     Case(
+        "wsd_that_never_falls",
+        "optimizer.schedule=wsd",
+        "optimizer.schedule=wsd needs the number of its last steps, in which the learning rate "
+        "falls; use optimizer.decay_steps=100, or the like",
+    ),
+    Case(
+        "wsd_longer_than_the_run",
+        "optimizer.schedule=wsd optimizer.decay_steps=20 optimizer.warmup_steps=9 train.steps=12",
+        "optimizer.decay_steps=20 is more than the steps after the warm-up (3); use at most 3",
+    ),
+    Case(
+        "decay_of_a_constant",
+        "optimizer.decay_steps=5",
+        "optimizer.decay_steps=5 has no effect on optimizer.schedule=constant; use "
+        "optimizer.schedule=wsd, or 0",
+    ),
+    Case(
         "final_lr",
         "optimizer.final_lr_fraction=0.1",
         "optimizer.final_lr_fraction=0.1 has no effect on a constant schedule; use linear or "
