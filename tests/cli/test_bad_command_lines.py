@@ -188,6 +188,12 @@ COMMAND_LINE = (
         "yet, or go on with its run by train.resume=auto",
     ),
     Case(
+        "run_dir_is_a_url",
+        "hydra.run.dir=s3://bucket/run",
+        "hydra.run.dir=s3://bucket/run is a URL, and a run writes into a folder; name a folder of "
+        "this machine",
+    ),
+    Case(
         "unwritable_run_dir",
         "hydra.run.dir=taken/run",
         "hydra.run.dir=taken/run cannot be made a run directory (Not a directory); name a "

@@ -248,7 +248,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert build_faults(hugging_face_options("LlamaForCausalLM")) == [
         "model.architecture=LlamaForCausalLM needs transformers, which is not installed; "
-        "install whale-train[hf]"
+        "pip install 'transformers<6,>=5'"
     ]
 
 

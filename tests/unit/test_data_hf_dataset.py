@@ -121,7 +121,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert message(path=str(tmp_path)) == (
         "data=hf_dataset needs the package datasets, which is not installed; "
-        "install whale-train[hf]"
+        "pip install 'datasets>=3'"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.extras import how_to_install
 from whale_train.models.options import ADAPTERS as KEY
 from whale_train.models.weights.hub import is_on_hub
 
@@ -30,7 +31,7 @@ _NOT_SET_HERE = ("peft_type", "auto_mapping", "peft_version", "inference_mode", 
 def adapter_faults(settings: Mapping[str, Any]) -> list[Fault]:
     """Return the faults of the settings of a LoraConfig that can be told without a model."""
     if find_spec("peft") is None:
-        remedy = "install whale-train[peft]"
+        remedy = how_to_install("peft")
         return [Fault(KEY, str(settings), "needs peft, which is not installed", remedy)]
     from peft import LoraConfig
 

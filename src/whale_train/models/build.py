@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import UninitializedParameter
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.extras import how_to_install
 from whale_train.models.adapters import adapter_faults, add_adapters
 from whale_train.models.batch_parts.targets import REMEDY, no_module
 from whale_train.models.loss_module import by_keyword
@@ -155,7 +156,7 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        rule, remedy = "needs transformers, which is not installed", "install whale-train[hf]"
+        rule, remedy = "needs transformers, which is not installed", how_to_install("transformers")
         raise _refusal("model.architecture", name, rule, remedy) from error
     faults = []
     try:

@@ -25,6 +25,7 @@ from whale_train.data.paths import (
 )
 from whale_train.data.sources.columns import Column, WrongRow, dtype_of, examined
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.extras import how_to_install
 from whale_train.strategies.graph.operation_graph import InputField
 
 
@@ -127,7 +128,9 @@ def _load(path: str) -> _Source:
         import datasets  # noqa: F401
     except ImportError as error:
         rule = "needs the package datasets, which is not installed"
-        raise ConfigError([Fault("data", "hf_dataset", rule, "install whale-train[hf]")]) from error
+        raise ConfigError(
+            [Fault("data", "hf_dataset", rule, how_to_install("datasets"))]
+        ) from error
     if not os.path.exists(path):
         raise missing_path(path)
     folder = Path(path)

@@ -38,6 +38,9 @@ def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return [Fault(key, "", f"cannot be resolved ({reason})", "correct its ${...}")]
+    if "://" in shown:
+        rule = "is a URL, and a run writes into a folder"
+        return [Fault(key, shortened(shown), rule, "name a folder of this machine")]
     path = Path(shown).absolute()
     faults = _path_faults(path, key, shown)
     if not faults and (taken := taken_by(path, key, shown)) is not None:

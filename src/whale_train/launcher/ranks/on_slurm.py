@@ -19,6 +19,7 @@ from typing import Any
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
+from whale_train.extras import how_to_install
 from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.launcher.ranks.job_key import SECRET
 from whale_train.launcher.ranks.run_dir import installed_version
@@ -63,7 +64,7 @@ class Submission:
                 rule = f"needs the command {name}, which is not here"
                 faults.append(Fault("launcher", "slurm", rule, "run it where jobs are submitted"))
         if installed_version("submitit") is None:
-            rule, remedy = "needs submitit", "pip install 'whale-train[slurm]'"
+            rule, remedy = "needs submitit", how_to_install("submitit")
             faults.append(Fault("launcher", "slurm", rule, remedy))
         nodes, ranks = _size(request, faults)
         minutes(request, faults)
