@@ -115,7 +115,8 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         choices = [
             part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
         ]
-        if NoneType in get_args(_read_as(tagged.get(tag, read_as), location, whole=True)):
+        kinds = get_args(_read_as(tagged.get(tag, read_as), location, whole=True))
+        if NoneType in kinds and len(kinds) == 2:  # these choices, or nothing
             choices.append("null")
         return Fault(key, shown, "is unknown", nearest(shown, choices))
     if kind == "union_tag_invalid":
