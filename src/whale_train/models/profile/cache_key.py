@@ -25,7 +25,10 @@ OWN_SOURCES = (  # sources that make a profile, and that write it down
         _PACKAGE / "strategies" / "graph" / f"{name}.py"
         for name in ("saved_tensors", "operation_graph", "profile_json", "rewrites")
     ),
-    *(_PACKAGE / f"{name}.py" for name in ("__init__", "bounds", "errors", "other_trainers")),
+    *(
+        _PACKAGE / f"{name}.py"
+        for name in ("__init__", "bounds", "errors", "extras", "other_trainers")
+    ),
     *(_PACKAGE / f"{name}.py" for name in ("checkpoints/safetensors_files", "validation")),
 )
 _OWN_MODELS = "whale_train.models."
