@@ -100,13 +100,14 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
     location = list(problem["loc"])
     tagged = _tagged(read_as)
     tag = str(location.pop(0)) if location and location[0] in tagged else ""
+    model = tagged.get(tag, read_as)
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     key = f"{section}{key}"
     kind, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
     shown = as_yaml(given)
     if kind == "extra_forbidden":
         name = str(location[-1])
-        inside = _read_as(tagged.get(tag, read_as), location[:-1])
+        inside = _read_as(model, location[:-1])
         remedy = _known_keys(name, key.rpartition(".")[0], inside, without)
         return Fault(key, shown, "is not a key here", remedy)
     if kind == "missing":
@@ -115,7 +116,7 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         choices = [
             part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
         ]
-        kinds = get_args(_read_as(tagged.get(tag, read_as), location, whole=True))
+        kinds = get_args(_read_as(model, location, whole=True))
         if NoneType in kinds and len(kinds) == 2:  # these choices, or nothing
             choices.append("null")
         return Fault(key, shown, "is unknown", nearest(shown, choices))
@@ -135,9 +136,9 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
     if kind.startswith(("tuple", "too_")):
-        return Fault(key, shown, *_list_wanted(_read_as(tagged.get(tag, read_as), location), given))
+        return Fault(key, shown, *_list_wanted(_read_as(model, location), given))
     if kind == "model_type":
-        wanted = _read_as(tagged.get(tag, read_as), location)
+        wanted = _read_as(model, location)
         names = sorted(wanted.model_fields) if wanted is not None else ()
         return Fault(key, shown, "is not a mapping", f"write one, with keys of: {', '.join(names)}")
     rule, remedy = next(

@@ -1,12 +1,12 @@
-"""Put one node of a graph in the place of others."""
+"""Replace nodes of a graph."""
 
 from collections.abc import Sequence
 
 from torch import fx
 
 
-def put_in_place(new: fx.Node, old: Sequence[fx.Node]) -> None:
-    """Have all readers of the last of the nodes `old` read `new` instead, and erase `old`.
+def replace_nodes(new: fx.Node, old: Sequence[fx.Node]) -> None:
+    """Replace the nodes `old` by `new`, which all readers of the last of them read instead.
 
     old: nodes of the graph of `new`, in the order they run; none but the last is read by others.
     """

@@ -70,7 +70,7 @@ def _dtypes_under_autocast(
         shape = [size.at(EXPORT_BATCH) for size in sizes if size is not None]
         return torch.empty(shape, dtype=value.dtype, device=device)
 
-    needed = ancestors(wanted)
+    needed = _ancestors(wanted)
     without_storage: AbstractContextManager[Any] = nullcontext()
     if device.type != "meta":  # whose tensors have none
         without_storage = FakeTensorMode(allow_non_fake_inputs=True)
@@ -94,7 +94,7 @@ def _dtypes_under_autocast(
     return {node.name: made[node].dtype for node in wanted}
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return `nodes` and all nodes that they depend on, directly or not."""
     closure, left = set[fx.Node](), list(nodes)
     while left:

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.base.autocast import autocast, autocast_dtype
-from whale_train.runtime.base.graph_nodes import put_in_place
+from whale_train.runtime.base.graph_nodes import replace_nodes
 from whale_train.runtime.kernels.matmul import ProductForm, as_rows, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 
@@ -50,7 +50,7 @@ def join_products(
         for number, product in enumerate(products):
             with graph.graph.inserting_after(after):
                 after = graph.graph.call_function(getitem, (made, number))
-            put_in_place(after, [product.node])
+            replace_nodes(after, [product.node])
         graph.graph.erase_node(entered)
 
 

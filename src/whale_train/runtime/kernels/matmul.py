@@ -1,6 +1,6 @@
 """Products (linear, addmm) and lookups (embedding) of weights in a graph.
 
-Owns where their operands stand among the arguments, and the formulas of their gradients.
+Owns the formulas of their values and gradients.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
+
+from whale_train.strategies.graph.operation_graph import PRODUCTS
 
 
 def as_rows(value: Tensor) -> Tensor:
@@ -65,8 +67,8 @@ class ProductForm:
 
 _aten = torch.ops.aten
 _KINDS: dict[Any, ProductForm] = {
-    _aten.linear.default: ProductForm(0, 1, 2, transposed=False),
-    _aten.addmm.default: ProductForm(1, 2, 0, transposed=True),
+    _aten.linear.default: ProductForm(*PRODUCTS["aten.linear.default"], transposed=False),
+    _aten.addmm.default: ProductForm(*PRODUCTS["aten.addmm.default"], transposed=True),
 }
 
 

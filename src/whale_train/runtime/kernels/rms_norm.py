@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from whale_train.runtime.base.graph_nodes import put_in_place
+from whale_train.runtime.base.graph_nodes import replace_nodes
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -29,7 +29,7 @@ def join_rms_norms(graph: fx.GraphModule, norms: Iterable[Sequence[fx.Node]]) ->
         (weight,) = (operand for operand in last.args if operand is not products[-1])
         with graph.graph.inserting_before(last):
             made = graph.graph.call_function(rms_norm, (square.args[0], weight, shifted.args[1]))
-        put_in_place(made, norm)
+        replace_nodes(made, norm)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

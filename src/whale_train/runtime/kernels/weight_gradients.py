@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.base.autocast import autocast, autocast_dtype
-from whale_train.runtime.base.graph_nodes import put_in_place
+from whale_train.runtime.base.graph_nodes import replace_nodes
 from whale_train.runtime.kernels.matmul import (
     ProductForm,
     is_product,
@@ -161,7 +161,7 @@ class WeightGradients:
             graph.add_module(name, owned)
             with graph.graph.inserting_before(node):
                 new = graph.graph.call_module(name, args)
-            put_in_place(new, [node])
+            replace_nodes(new, [node])
 
 
 def of_product(

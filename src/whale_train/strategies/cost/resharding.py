@@ -99,8 +99,8 @@ def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: st
     return num_bytes
 
 
-# The collective of each cast, forward and backward. `r` is an all-reduce, `g` a
-# gather (or a reduce-scatter, which moves as much), `x` an all-to-all, `-` none.
+# The collective of each cast, forward and backward. `r` is an all-reduce, `g` a gather (or a
+# reduce-scatter, which moves as much), `x` an all-to-all, `-` none.
 _COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "enter": ("-", "r"),
     "reduce": ("r", "-"),

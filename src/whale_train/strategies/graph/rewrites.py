@@ -163,7 +163,7 @@ class RewriteScope:
     def overlapped_rows(self) -> Iterator[Rewrite]:
         """Yield the operations of the same block that can run while rows come back from their
         experts: products, and what is computed from them, that neither lead to the rows nor are
-        made of them.
+        made of them. Such are those of a shared expert (DeepSeek-V3, Qwen2-MoE).
 
         There are none where no operation of the block reads both, or where one before it writes
         into a value, which fixes the order.
@@ -357,7 +357,7 @@ def _operands(product: Operation) -> tuple[Argument, Argument, Argument]:
 
 # Changes of layout whose backward sums the gradient of all readers over the group.
 _ENTERS = ("enter", "reduce_enter")
-_COMBINE = "combine"
+_COMBINE = "combine"  # by which rows come back from their experts
 _TIMES = "aten.mul.Tensor"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 # The operations of the inverse root of a mean square, last first, and the arguments that follow

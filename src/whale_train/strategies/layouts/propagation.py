@@ -269,8 +269,8 @@ def differentiable(graph: OperationGraph) -> frozenset[str]:
 
 
 def cast_kind(source: Layout, target: Layout) -> str:
-    """Return the name of the collective that turns one layout into another, or
-    of the two that do it one after the other."""
+    """Return the name of the collective that turns one layout into another, or of the two that do
+    it one after the other."""
     match source, target:
         case Replicated(), ReplicatedPartialGrad():
             return "enter"

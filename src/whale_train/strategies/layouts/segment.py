@@ -29,7 +29,7 @@ class Segment:
     sums: Mapping[str, int] = field(default_factory=dict)
 
     def scope(self, graph: OperationGraph) -> RewriteScope:
-        """Return the operations, which are of `graph`, as those among which rewrites are found."""
+        """Return the scope in which rewrites of the operations, which are of `graph`, are found."""
         typed = self.assignment
         if typed is None:
             return RewriteScope(graph, self.operations, self.gives, replaced=self.sums)

@@ -22,6 +22,7 @@ from whale_train.strategies.stages.placement import (
     PlanningContext,
     StageChunk,
     equivalent_ranks,
+    named_key,
     segment_of,
 )
 
@@ -190,7 +191,7 @@ class ChunkTimes:
         if chunk.sharded is None or not chunk.expert_axes or by_memory:
             return hidden
         for rewrite in job.findings.once(
-            ("under", chunk.key, chunk.slice.operations[0]),
+            ("overlapped", *named_key(job, chunk)),
             lambda: tuple(segment_of(job, chunk).scope(job.graph).overlapped_rows()),
         ):
             value, *under = rewrite.operations

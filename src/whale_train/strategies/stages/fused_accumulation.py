@@ -11,6 +11,7 @@ from whale_train.strategies.graph.operation_graph import LOOKUP, PRODUCTS
 from whale_train.strategies.stages.placement import (
     PlanningContext,
     StageChunk,
+    named_key,
     own_gradients_of,
 )
 
@@ -21,8 +22,7 @@ def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[
     autograd sums."""
     if job.as_is:
         return {}
-    names = chunk.slice.operations
-    key = ("readers", chunk.key, names[0], names[-1])
+    key = ("readers", *named_key(job, chunk))
     readers = job.findings.once(key, lambda: _readers(job, chunk))
     # 16-bit values make 16-bit gradients of products, which are added in fp32.
     targets = {LOOKUP, *PRODUCTS} if job.training.precision == "fp32" else {LOOKUP}

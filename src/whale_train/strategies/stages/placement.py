@@ -346,7 +346,8 @@ def rewrites_of(
     def find() -> tuple[Rewrite, ...]:
         return segment_of(job, chunk).rewrites(job.graph, on_cpu, defers, own_gradients)
 
-    return job.findings.once(("rewrites", *_named(job, chunk), defers, own_gradients), find)
+    key = ("rewrites", *named_key(job, chunk), on_cpu, defers, own_gradients)
+    return job.findings.once(key, find)
 
 
 def own_gradients_of(job: PlanningContext, chunk: StageChunk) -> Set[str]:
@@ -356,11 +357,12 @@ def own_gradients_of(job: PlanningContext, chunk: StageChunk) -> Set[str]:
     def find() -> Set[str]:
         return frozenset(segment_of(job, chunk).scope(job.graph).own_gradients())
 
-    return job.findings.once(("own gradients", *_named(job, chunk)), find)
+    return job.findings.once(("own gradients", *named_key(job, chunk)), find)
 
 
-def _named(job: PlanningContext, chunk: StageChunk) -> tuple[Hashable, ...]:
-    """Return the part of a cache key that tells chunks apart by their names."""
+def named_key(job: PlanningContext, chunk: StageChunk) -> tuple[Hashable, ...]:
+    """Return the key under which operations and weights of a chunk are cached by their names, which
+    chunks of one `key` do not share."""
     names = chunk.slice.operations
     return chunk.key, names[0], names[-1], bool(job.batch_sums)
 
