@@ -3,7 +3,6 @@
 It tells models apart by `_target_` only, and measures nothing (see `profile/measure.py`).
 """
 
-import importlib
 import inspect
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,13 +23,13 @@ from torch.nn.parameter import UninitializedParameter
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.extras import how_to_install
 from whale_train.models.adapters import adapter_faults, add_adapters
-from whale_train.models.batch_parts.targets import REMEDY, no_module
-from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
 from whale_train.models.weights.hub import folder_of, saved_configs, too_many_layers
 from whale_train.models.weights.shared_layers import share_layers
 from whale_train.models.weights.stored import open_folder
+from whale_train.own_code import TargetKind, argument_faults, importable, imported, said
 
+MODULE = TargetKind("torch.nn.Module", lambda made: issubclass(made, nn.Module))
 MOST_PARTS = 250_000  # modules and parameters of a model
 
 # Names in transformers that look like a model's. Auto classes pick a class; they are none.
@@ -51,22 +49,12 @@ def _importable(folder: str) -> Iterator[None]:
     The default device is the CPU inside: a module first imported while a model is built on the meta
     device would keep its constants there for ever.
     """
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        sys.path.remove(folder)
+    with importable(folder), torch.device("cpu"):
+        yield
 
 
 def _refusal(key: str, value: str, rule: str, remedy: str) -> ConfigError:
     return ConfigError([Fault(key, value, rule, remedy)])
-
-
-def _said(error: BaseException) -> str:
-    """Return an exception in one line: its type and text."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def load_class(options: ModelOptions) -> Callable[..., Any]:
@@ -79,70 +67,20 @@ def load_class(options: ModelOptions) -> Callable[..., Any]:
     with _importable(os.getcwd()):
         if options.is_hugging_face:
             return _hugging_face_class(options)
-        made = _imported(options.target)
+        made = imported("model._target_", options.target, MODULE)
     faults = _argument_faults(made, options)
     if faults:
         raise ConfigError(faults)
     return made
 
 
-def _imported(target: str) -> Callable[..., Any]:
-    """Return the class or function at the path `target`: of a module, or of a class in one.
-
-    Raises ConfigError where it cannot be had, or does not say that it gives a module.
-    """
-    path, _, name = target.rpartition(".")
-    parts = path.split(".")
-    module: ModuleType | type | None = None
-    for part in (".".join(parts[: end + 1]) for end in range(len(parts))):
-        try:
-            module = importlib.import_module(part)
-        except Exception as error:
-            inner = getattr(module, part.rpartition(".")[2], None)
-            if isinstance(error, ModuleNotFoundError) and isinstance(inner, type):
-                module = inner
-                continue
-            if isinstance(error, ModuleNotFoundError) and error.name == part:
-                rule = f"cannot be imported: there is no module {part}"
-                remedy = "run from the folder that holds it, or install it"
-            else:
-                rule = f"cannot be imported: {part} raised {_said(error)}"
-                remedy = f"correct {part}"
-            raise _refusal("model._target_", target, rule, remedy) from error
-    if not hasattr(module, name):
-        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        models = [k for k, v in public.items() if isinstance(v, type) and issubclass(v, nn.Module)]
-        remedy = nearest(name, models) if models else f"define a torch.nn.Module in {path}"
-        rule = f"cannot be imported: {path} has no {name}"
-        raise _refusal("model._target_", target, rule, remedy)
-    made: Callable[..., Any] = getattr(module, name)
-    refused = no_module(made)
-    if refused is not None:
-        raise _refusal("model._target_", target, refused, REMEDY)
-    return made
-
-
 def _argument_faults(made: Callable[..., Any], options: ModelOptions) -> list[Fault]:
     """Return the faults of constructor arguments: those it does not know, and missing ones."""
-    try:
-        parameters = inspect.signature(made).parameters
-    except ValueError:  # written in C, without a signature
-        return []
-    named, open_ended = by_keyword(parameters)
-    faults = []
-    for key, value in options.arguments.items():
-        if key not in named and not open_ended:
-            rule = f"is not an argument of {options.class_name}"
-            remedy = nearest(key, named) if named else "leave it out: it takes no arguments"
-            if not options.target.startswith("whale_train."):
-                # The keys of model=gpt, the default, stay when only _target_ is overridden.
-                remedy += "; model=custom starts without arguments"
-            faults.append(Fault(f"model.{key}", str(value), rule, remedy))
-    for key, parameter in named.items():
-        if parameter.default is parameter.empty and key not in options.arguments:
-            rule = f"is not given, and {options.class_name} needs it"
-            faults.append(Fault(f"model.{key}", "", rule, f"write model.{key}=VALUE"))
-    return faults
+    hint = ""
+    if not options.target.startswith("whale_train."):
+        # The keys of model=gpt, the default, stay when only _target_ is overridden.
+        hint = "; model=custom starts without arguments"
+    return argument_faults(made, options.arguments, "model", options.class_name, hint)
 
 
 def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
@@ -162,7 +100,7 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
     try:
         made = getattr(transformers, name, None)
     except Exception as error:
-        refused = f"cannot be imported: {_said(error)}"
+        refused = f"cannot be imported: {said(error)}"
         faults.append(Fault("model.architecture", name, refused, "install what it needs"))
     if not faults and (not isinstance(made, type) or not getattr(made, "config_class", None)):
         # The lazy module lists its names without importing the thousands of them.
@@ -199,7 +137,7 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
     try:
         config = training_config(config_class, options.config, options.pretrained)
     except Exception as error:
-        rule = f"is refused by {config_class.__name__}: {_said(error)}"
+        rule = f"is refused by {config_class.__name__}: {said(error)}"
         return [Fault("model.config", str(options.config), rule, "correct the value it names")]
     known = {n for n in inspect.signature(config_class).parameters if not n.startswith("_")}
     known |= set(config_class.attribute_map)
@@ -349,11 +287,11 @@ def build_model(options: ModelOptions) -> nn.Module:
         rule = f"makes more than {MOST_PARTS:,} modules and parameters"
         raise _refusal(key, value, rule, "use fewer layers") from None
     except Exception as error:
-        rule = f"cannot be built: {options.class_name} raised {_said(error)}"
+        rule = f"cannot be built: {options.class_name} raised {said(error)}"
         raise _refusal(key, value, rule, remedy) from error
     if not isinstance(model, nn.Module):
         rule = f"gives an object of type {type(model).__name__}, not a torch.nn.Module"
-        raise _refusal(key, value, rule, REMEDY)
+        raise _refusal(key, value, rule, MODULE.remedy)
     for path, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             rule = f"has a parameter without a shape before its first forward ({path})"

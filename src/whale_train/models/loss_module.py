@@ -10,19 +10,11 @@ from torch.nn import functional
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.class_dim import FIRST, LAST, class_dim
 from whale_train.models.options import ModelOptions
+from whale_train.own_code import by_keyword
 from whale_train.strategies.graph.operation_graph import InputField
 
 MODEL_PREFIX = "model."  # what LossModule puts before the model's own parameter paths
 IGNORED_LABEL = -100  # labels that count for nothing, as in torch and transformers
-
-
-def by_keyword(
-    parameters: Mapping[str, inspect.Parameter],
-) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the parameters that can be given by name, and whether any other name is taken too."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
-    return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def _forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], bool]:
