@@ -112,6 +112,7 @@ class RowDataset:
     read_field: returns one field of rows that follow each other, `[n, *field.shape]`; None for data
         that the project has or makes itself.
     notes: what a plan says of the data.
+    workers: processes of each rank that read samples to train on; 0: a thread of the rank does.
     """
 
     fields: tuple[InputField, ...]
@@ -119,6 +120,7 @@ class RowDataset:
     read_rows: Callable[[Indices, Indices], Batch]
     read_field: Callable[[InputField, slice], NDArray[Any]] | None = None
     notes: tuple[Note, ...] = ()
+    workers: int = 0
 
     @property
     def num_samples(self) -> int:

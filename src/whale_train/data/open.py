@@ -7,6 +7,7 @@ from pydantic import Field
 from whale_train.data.dataset import Dataset
 from whale_train.data.sources.arrays import ArraysOptions, open_arrays
 from whale_train.data.sources.classes import ClassesOptions, open_classes
+from whale_train.data.sources.custom import CustomOptions, open_custom
 from whale_train.data.sources.digits import DigitsOptions, open_digits
 from whale_train.data.sources.hf_dataset import HfDatasetOptions, open_hf_dataset
 from whale_train.data.sources.images import ImagesOptions, open_images
@@ -21,7 +22,8 @@ DataOptions = Annotated[
     | DigitsOptions
     | ClassesOptions
     | ImagesOptions
-    | HfDatasetOptions,
+    | HfDatasetOptions
+    | CustomOptions,
     Field(discriminator="kind"),
 ]
 
@@ -46,5 +48,7 @@ def open_dataset(options: DataOptions, watch: Watch | None = None) -> Dataset:
             return open_images(options)
         case HfDatasetOptions():
             return open_hf_dataset(options)
+        case CustomOptions():
+            return open_custom(options)
         case _:
             assert_never(options)

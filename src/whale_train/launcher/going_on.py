@@ -31,7 +31,8 @@ _ORDER = ("seed", "data.shuffle", "data.evaluation_fraction")
 # Options that say where rows are read, and nothing about the rows.
 _PLACES = (
     *("data.path", "data.split", "data.columns", "data.max_bytes"),
-    *("data.tokenizer", "data.cache", "data.field"),
+    *("data.tokenizer", "data.cache", "data.field", "data.evaluation"),
+    *("data.target", "data.arguments", "data.fields", "data.collate", "data.pad", "data.workers"),
 )
 _FLOATS = ("F64", "F32", "F16", "BF16")
 

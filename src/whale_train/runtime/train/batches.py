@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,13 @@ from torch import Tensor
 
 from whale_train.config import Request
 from whale_train.data.dataset import Batch as Arrays
-from whale_train.data.dataset import Indices
+from whale_train.data.dataset import Indices, RowDataset
 from whale_train.data.evaluation_sets import HELD_BACK, OpenedData
 from whale_train.data.order import evaluation_batches, samples_at
+from whale_train.data.random_bits import random_bits, stream_key
 from whale_train.runtime.base.step_types import EvaluationBatches
 from whale_train.runtime.train.prefetch import Prefetch
+from whale_train.runtime.train.worker_reads import WorkerReads
 from whale_train.strategies.plan.plan import Plan
 
 
@@ -65,6 +66,7 @@ class RankBatches:
         self._names = {field.name for field in dataset.fields}
         self._first_step = self._first_sample = 0
         self._ahead: Prefetch[_Read] | None = None
+        self._workers: WorkerReads | None = None
         self._reading = Lock()  # a dataset need not know threads
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -107,16 +109,34 @@ class RankBatches:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _chosen(self, step: int) -> list[tuple[Indices, Indices]]:
+        """Return the samples of each of this rank's micro-batches in a step, and their draws, which
+        are random numbers of the places of the run."""
+        indices, seen = self._indices(step), self.seen(step)
+        places = seen + np.arange(len(indices), dtype=np.int64)
+        bits = random_bits(stream_key("draws", self._request.seed), places)
+        draws = (bits >> np.uint64(1)).astype(np.int64)
+        return [(indices[own], draws[own]) for own in self._mine]
 
     def _read(self, step: int) -> "_Read":
-        indices = self._indices(step)
-        draws = self.seen(step) + np.arange(len(indices), dtype=np.int64)
-        with self._reading:
-            arrays = [self._dataset.samples(indices[own], draws[own]) for own in self._mine]
+        workers = self._dataset.workers if isinstance(self._dataset, RowDataset) else 0
+        if workers:
+            if self._workers is None:
+                reads = (self._dataset.samples, self._chosen, workers, step)
+                self._workers = WorkerReads(*reads)
+            read = self._workers.read(step)
+        else:
+            with self._reading:
+                arrays = [self._dataset.samples(*chosen) for chosen in self._chosen(step)]
+            read = [self._named(x) for x in arrays]
         if self._copies is None:
-            return _Read([self._tensors(x) for x in arrays], None)
+            return _Read(read, None)
         with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
-            batches = [self._tensors(x) for x in arrays]
+            batches = [self._there(x) for x in read]
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         return _Read(batches, copied)
@@ -151,8 +171,13 @@ class RankBatches:
         per_sample = ids[0].numel() if ids is not None and len(ids) else 1
         return self._plan.global_batch * per_sample
 
-    def _tensors(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
-        named = {k: torch.from_numpy(x) for k, x in arrays.items() if k in self._names}
-        if self.device.type == "cpu":
-            return named
-        return {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in named.items()}
+    def _tensors(self, arrays: Arrays) -> dict[str, Tensor]:
+        named = self._named(arrays)
+        return named if self.device.type == "cpu" else self._there(named)
+
+    def _named(self, arrays: Arrays) -> dict[str, Tensor]:
+        return {k: torch.from_numpy(x) for k, x in arrays.items() if k in self._names}
+
+    def _there(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch on its way to the rank's GPU."""
+        return {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in batch.items()}
