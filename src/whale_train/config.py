@@ -6,6 +6,7 @@ all faults of all sections are raised at once.
 """
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -40,7 +41,8 @@ class _Section(BaseModel):
 class TrainOptions(_Section):
     """Options of training, under `train`.
 
-    steps: number of optimizer steps.
+    steps: number of optimizer steps. With `epochs` it is set by `in_steps`, which knows the data.
+    epochs: passes over the data, in place of a number of steps; a part of one counts too.
     global_batch: samples of a step, of all devices together.
     accumulate: number of micro-batches in which every device takes its share of a step.
     precision: the precision of training; None lets the devices decide.
@@ -68,7 +70,8 @@ class TrainOptions(_Section):
         towards equal loads; None is never.
     """
 
-    steps: _Count
+    steps: _Count = 100
+    epochs: float | None = Field(None, gt=0)
     global_batch: _Count
     accumulate: Annotated[_Whole, Field(ge=1, le=MOST_MICRO_BATCHES)] = 1
     precision: Literal["fp32", "bf16", "fp16"] | None = None
@@ -321,6 +324,8 @@ def read_request(
         if key == "checkpoint" and isinstance(given, str):  # as in mode=export checkpoint=PATH
             plain[key] = {"path": given}
         section = _mapping(plain, key, faults)
+        if key == "train" and section is not None:
+            section = _with_steps(section, faults)
         if section is not None:
             sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
@@ -337,6 +342,38 @@ def read_request(
     if faults:
         raise ConfigError(faults)
     return Request.model_construct(**sections)
+
+
+def _with_steps(section: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """Return the section `train` without a number of steps that is null. Adds a fault where it
+    gives steps and epochs."""
+    given = {key: value for key, value in section.items() if key != "steps" or value is not None}
+    if "steps" in given and given.get("epochs") is not None:
+        rule = f"is not the only end of the run (train.steps={as_yaml(given['steps'])})"
+        remedy = "leave one of them out"
+        faults.append(Fault("train.epochs", as_yaml(given["epochs"]), rule, remedy))
+    return given
+
+
+def in_steps(request: Request, num_samples: int) -> Request:
+    """Return the request with the optimizer steps of `train.epochs`, where it has some.
+
+    num_samples: number of training samples in the data.
+
+    The last step is the one in which the last sample is seen; it goes on into the next epoch where
+    it has room. Raises ConfigError with all faults of options that name steps.
+    """
+    epochs = request.train.epochs
+    if epochs is None:
+        return request
+    steps = max(1, ceil(round(epochs * num_samples / request.train.global_batch, 9)))
+    train = request.train.model_copy(update={"steps": steps})
+    request = request.model_copy(update={"train": train})
+    faults: list[Fault] = []
+    _refuse_by_steps({key: getattr(request, key) for key in Request.model_fields}, faults)
+    if faults:
+        raise ConfigError(faults)
+    return request
 
 
 def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
@@ -411,14 +448,12 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
 
 def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     """Add faults for values that are wrong or without effect because of other values."""
-    train, verify = sections.get("train"), sections.get("verify")
-    if sections.get("mode") == "verify" and isinstance(verify, VerifyOptions):
-        _refuse_steps(verify, train, faults)
+    train = sections.get("train")
     if isinstance(train, TrainOptions):
         _refuse_loss_scale(train, faults)
         _refuse_tf32(train, faults)
-        _refuse_profile(train, sections.get("mode"), faults)
-        _refuse_delinking(train, sections.get("model"), sections.get("mode"), faults)
+        if train.epochs is None:
+            _refuse_by_steps(sections, faults)
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
@@ -438,8 +473,18 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     optimizer = sections.get("optimizer")
     if isinstance(optimizer, OptimizerOptions):
         _refuse_ineffective(optimizer, faults)
-        if isinstance(train, TrainOptions):
-            _refuse_long_schedule(optimizer, train.steps, faults)
+
+
+def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
+    """Add faults for options that do not go together with the number of steps of the run."""
+    train, mode = sections["train"], sections.get("mode")
+    verify, optimizer = sections.get("verify"), sections.get("optimizer")
+    if mode == "verify" and isinstance(verify, VerifyOptions):
+        _refuse_steps(verify, train, faults)
+    _refuse_profile(train, mode, faults)
+    _refuse_delinking(train, sections.get("model"), mode, faults)
+    if isinstance(optimizer, OptimizerOptions):
+        _refuse_long_schedule(optimizer, train.steps, faults)
 
 
 def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:

@@ -39,9 +39,7 @@ _PER_DEVICE = Instead(
 )
 _ACCUMULATE = Instead(("train.accumulate=4",), "the global batch stays what it is")
 _STEPS = Instead(("train.steps=1000",), "optimizer steps")
-_EPOCHS = Instead(
-    ("train.steps=1000",), "there are no epochs: divide the samples by train.global_batch"
-)
+_EPOCHS = Instead(("train.epochs=3",), "or train.steps, optimizer steps")
 _PRECISION = Instead(("train.precision=bf16",), "or fp16, or fp32")
 _FP16 = Instead(("train.precision=fp16",))
 _BF16 = Instead(("train.precision=bf16",))
@@ -89,10 +87,18 @@ _TRACKER = Instead(
     ("train.tensorboard=true",), "that and metrics.jsonl are what is written for trackers"
 )
 _LOGGED = Instead((), "every step is logged, to metrics.jsonl of the run directory")
-_WORKERS = Instead((), "batches are read by a thread beside the steps; leave it out")
+_WORKERS = Instead(
+    ("data._target_=my.module.MyDataset", "data.workers=2"),
+    "other data than your own classes is read beside the steps by itself",
+)
 _SHUFFLE = Instead(("data.shuffle=false",), "true without it")
-_DATA = Instead(("data=arrays", "data.path=samples.npz"), "or data=text, hf_dataset")
-_LENGTH = Instead(("data=text", "data.sequence_length=128"))
+_DATA = Instead(
+    ("data=text_files", "data.path=corpus/*.jsonl"),
+    "or data=arrays, hf_dataset, or data._target_=my.module.MyDataset",
+)
+_TOKENIZER = Instead(("data=text_files", "data.tokenizer=DIR"), "or owner/name of the hub")
+_PACKING = Instead(("data=text_files", "data.pack={mode: best_fit, documents: isolated}"))
+_LENGTH = Instead(("data=text_files", "data.sequence_length=1024"))
 _NAME = Instead(("model=hf", "model.architecture=LlamaForCausalLM"))
 _WEIGHTS = Instead(
     ("model=hf", "model.architecture=LlamaForCausalLM", "model.pretrained=DIR"),
@@ -202,9 +208,11 @@ _TABLE: Mapping[Instead, str] = {
     "train_dataset dataset_dir",
     _LENGTH: "seq_length seq_len max_seq_length block_size max_length context_length seqlen "
     "sequence_length",
+    _TOKENIZER: "tokenizer_name tokenizer tokenizer_name_or_path tokenizer_path tokenizer_model",
+    _PACKING: "packing sample_packing pack_sequences eval_sample_packing packed",
     _NAME: "model_name model_type arch",
     _WEIGHTS: "model_name_or_path pretrained_model_name_or_path pretrained from_pretrained "
-    "tokenizer_name load_in_8bit",
+    "load_in_8bit",
     _SETTINGS: "num_layers hidden_size num_attention_heads n_layer n_embd n_head n_layers "
     "ffn_hidden_size max_position_embeddings vocab_size",
     _LORA: "lora lora_r lora_rank lora_alpha peft use_lora peft_config lora_dropout use_peft "

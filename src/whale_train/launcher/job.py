@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from whale_train.checkpoints.checkpoint_files import MODEL, STOP
-from whale_train.config import AUTO, Request, read_request
+from whale_train.config import AUTO, Request, in_steps, read_request
 from whale_train.data.evaluation_sets import open_data
 from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.disk import is_full
@@ -117,9 +117,7 @@ def run_job(
                 request.model.pretrained,
                 weights=request.mode not in ("plan", "rehearse"),
             )
-        if isinstance(request.data, TextFilesOptions):
-            with tokenising_shown() as watch:
-                open_data(request.data, watch)
+        request = _with_data(request, place)
         if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
         with stop_signals() as signals:
@@ -154,6 +152,22 @@ def run_job(
         return JobEnd("failed", run_dir)
     except KeyboardInterrupt:
         return interrupted(run_dir)
+
+
+def _with_data(request: Request, place: LaunchPlace | None) -> Request:
+    """Return the request with the steps of `train.epochs`, and its texts tokenised.
+
+    Nothing happens for ranks on other hosts, which have data of their own, and for modes that read
+    none. Raises ConfigError.
+    """
+    elsewhere = place is None and request.launcher.kind == "ssh"
+    if elsewhere or request.mode in ("calibrate", "export"):
+        return request
+    if not isinstance(request.data, TextFilesOptions) and request.train.epochs is None:
+        return request
+    with tokenising_shown() as watch:
+        data = open_data(request.data, watch)
+    return in_steps(request, data.training.num_samples)
 
 
 def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:

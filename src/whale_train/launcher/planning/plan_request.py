@@ -190,7 +190,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     holes = explain_fragmentation(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = explain_device_figures(made.used) if of_properties else ()
-    of_loss, of_data = explain_logits(request, profile), explain_data(dataset)
+    of_loss, of_data = explain_logits(request, profile), explain_data(request, dataset)
     additions = explain_additions(profile) if request.model.adapters is not None else ()
     of_groups = explain_parameter_groups(training, profile.parameters)
     said = (
