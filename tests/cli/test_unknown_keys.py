@@ -187,7 +187,7 @@ def test_what_is_said_to_a_name_of_another_trainer_can_be_set(instead: object) -
         ),
         pytest.param(
             "train.wandb",
-            "use train.tensorboard=true (that and metrics.jsonl *",
+            "use trackers=[{name: wandb, project: mine}] (offline without *",
             marks=pytest.mark.full,
         ),
         ("train.num_workers", "there is none: batches are read by a thread beside the steps; *"),
