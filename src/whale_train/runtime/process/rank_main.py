@@ -273,19 +273,21 @@ def train_as_planned(
             summary = train(
                 *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
             )
-        if profiler is not None:
-            carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
-        summary["resumed_s"] = None if resumed is None else resumed_s
-        if trace is not None:
-            timelines = carrier.gather(run_dir, SavedPart(rank, (write_events(trace, run_dir),)))
-            if rank == 0:
-                merge(run_dir, timelines)
-        if request.checkpoint.final and summary["stopped_after"] is None:
-            last = None if saver is None else saver.last
-            made = (prepared.module.model, request.model)
-            folder = write_final(run_dir, state, *made, last, rank, carrier)
-            if folder is not None:
-                summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
+            if profiler is not None:
+                carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
+            summary["resumed_s"] = None if resumed is None else resumed_s
+            if trace is not None:
+                timelines = carrier.gather(
+                    run_dir, SavedPart(rank, (write_events(trace, run_dir),))
+                )
+                if rank == 0:
+                    merge(run_dir, timelines)
+            if request.checkpoint.final and summary["stopped_after"] is None:
+                last = None if saver is None else saver.last
+                made = (prepared.module.model, request.model)
+                folder = write_final(run_dir, state, *made, last, rank, carrier)
+                if folder is not None:
+                    summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size
     dist.all_gather_object(peaks, peak_memory_bytes(device))
     if metrics is not None:
