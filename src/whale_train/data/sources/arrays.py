@@ -17,7 +17,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
+from whale_train.data.dataset import Batch, Dataset, EvaluationSets, Indices, RowDataset, hold_back
 from whale_train.data.paths import (
     UserPath,
     missing_path,
@@ -54,6 +54,7 @@ class ArraysOptions(BaseModel):
     path: an .npz file of arrays named like the model's forward arguments.
     shuffle: whether epochs are permuted.
     evaluation_fraction: share of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None: there are none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +63,7 @@ class ArraysOptions(BaseModel):
     path: UserPath
     shuffle: bool = True
     evaluation_fraction: float = Field(0.0, ge=0, lt=1)
+    evaluation: EvaluationSets | None = None
 
 
 def open_arrays(options: ArraysOptions) -> Dataset:
@@ -92,7 +94,7 @@ def open_arrays(options: ArraysOptions) -> Dataset:
     fields = tuple(_field(name, array) for name, array in arrays.items())
     dtypes = {field.name: field.dtype for field in fields}
 
-    def read_rows(rows: Indices) -> Batch:
+    def read_rows(rows: Indices, draws: Indices) -> Batch:
         return {name: array[rows].astype(dtypes[name]) for name, array in arrays.items()}
 
     def read_field(field: InputField, rows: slice) -> NDArray[Any]:

@@ -10,12 +10,15 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from whale_train.config import Request
-from whale_train.data.dataset import Dataset
-from whale_train.data.order import evaluation_batches, indices_from
+from whale_train.data.dataset import Batch as Arrays
+from whale_train.data.dataset import Indices
+from whale_train.data.evaluation_sets import HELD_BACK, OpenedData
+from whale_train.data.order import evaluation_batches, samples_at
 from whale_train.runtime.base.step_types import EvaluationBatches
 from whale_train.runtime.train.prefetch import Prefetch
 from whale_train.strategies.plan.plan import Plan
@@ -52,9 +55,10 @@ class RankBatches:
     """This rank's micro-batches of every global batch."""
 
     def __init__(
-        self, request: Request, plan: Plan, dataset: Dataset, rank: int, device: torch.device
+        self, request: Request, plan: Plan, data: OpenedData, rank: int, device: torch.device
     ) -> None:
-        self._request, self._plan, self._dataset = request, plan, dataset
+        dataset = data.training
+        self._request, self._plan, self._dataset, self._data = request, plan, dataset, data
         self.device = device
         self.num_samples = dataset.num_samples
         self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
@@ -77,10 +81,13 @@ class RankBatches:
 
     def sample_numbers(self, step: int) -> list[int]:
         """Return the numbers of all ranks' samples in a step, counted from 0."""
+        return [int(number) for number in self._indices(step)]
+
+    def _indices(self, step: int) -> Indices:
+        """Return the indices of all ranks' samples in a step, int64 `[global batch]`."""
         seed, shuffle = self._request.seed, self._request.data.shuffle
         batch = self._plan.global_batch
-        numbers = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
-        return [int(number) for number in numbers]
+        return samples_at(self._dataset, self.seen(step), batch, seed, shuffle)
 
     def training(self, step: int) -> list[dict[str, Tensor]]:
         """Return this rank's micro-batches of a step; later steps are read ahead."""
@@ -102,11 +109,10 @@ class RankBatches:
             self._ahead = None
 
     def _read(self, step: int) -> "_Read":
-        seed, shuffle = self._request.seed, self._request.data.shuffle
-        batch = self._plan.global_batch
-        indices = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
+        indices = self._indices(step)
+        draws = self.seen(step) + np.arange(len(indices), dtype=np.int64)
         with self._reading:
-            arrays = [self._dataset.samples(indices[positions]) for positions in self._mine]
+            arrays = [self._dataset.samples(indices[own], draws[own]) for own in self._mine]
         if self._copies is None:
             return _Read([self._tensors(x) for x in arrays], None)
         with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
@@ -115,17 +121,25 @@ class RankBatches:
             copied.record()
         return _Read(batches, copied)
 
-    def evaluation(self) -> EvaluationBatches:
-        """Return the first held-back samples, as many as were asked for and exist."""
-        wanted = min(self._request.train.evaluation_samples, self._dataset.num_evaluation_samples)
-        return _HeldBack(wanted, partial(self._evaluated, wanted))
+    def evaluations(self) -> Iterator[tuple[str, EvaluationBatches]]:
+        """Yield the samples to evaluate, those held back and each named set, by their names.
 
-    def _evaluated(self, samples: int) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
+        Of each there are the first, as many as were asked for and exist.
+        """
+        dataset, wanted = self._dataset, self._request.train.evaluation_samples
+        if held_back := min(wanted, dataset.num_evaluation_samples):
+            read = partial(self._evaluated, held_back, dataset.evaluation_samples)
+            yield HELD_BACK, _HeldBack(held_back, read)
+        for name, dataset in self._data.sets.items():
+            count = min(wanted, dataset.num_samples)
+            yield name, _HeldBack(count, partial(self._evaluated, count, dataset.samples))
+
+    def _evaluated(
+        self, samples: int, samples_of: Callable[[Indices], Arrays]
+    ) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
         for weight, indices in evaluation_batches(samples, self._plan.global_batch):
             with self._reading:
-                parts = [
-                    self._dataset.evaluation_samples(indices[positions]) for positions in self._mine
-                ]
+                parts = [samples_of(indices[positions]) for positions in self._mine]
             yield weight, [self._tensors(part) for part in parts]
 
     def tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
