@@ -19,6 +19,7 @@ from whale_train.models.options import ModelOptions
 from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
 from whale_train.strategies.plan.plan import Decision
+from whale_train.trackers.options import TrackerOptions, read_trackers
 from whale_train.validation import DURATION, as_yaml, no_truth_value, validated
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -56,7 +57,7 @@ class TrainOptions(_Section):
     profile: the first and the last step that torch's profiler records.
     evaluate_every: number of steps between evaluations; None is never.
     evaluation_samples: the largest number of samples of an evaluation.
-    tensorboard: whether metrics are also written for TensorBoard.
+    tensorboard: whether TensorBoard is among the trackers.
     on_nan: what becomes of a run whose loss or gradient norm is not finite; None goes on. A step
         that it skips leaves everything as it was, the learning rate's schedule too, and a hundred
         of them in a row end the run.
@@ -246,6 +247,8 @@ class Request(BaseModel):
     model, data, optimizer, launcher, train, verify, checkpoint: the sections of these names.
     rehearse: the ranks that are rehearsed: none (False), one of each kind (True), `all`, or a tuple
         of ranks.
+    trackers: keepers of the run's curves, TensorBoard's among them where `train.tensorboard` asks
+        for it.
     files: the plan's notes about the user's own config files that have the names of built-in ones.
     """
 
@@ -265,6 +268,7 @@ class Request(BaseModel):
     verify: VerifyOptions = VerifyOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     rehearse: Ranks = False
+    trackers: tuple[TrackerOptions, ...] = ()
     files: tuple[Decision, ...] = ()
 
     def to_json(self) -> str:
@@ -332,6 +336,9 @@ def read_request(
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
+    train = sections.get("train")
+    tensorboard = isinstance(train, TrainOptions) and train.tensorboard
+    sections["trackers"] = read_trackers(plain.get("trackers", []), tensorboard, faults)
     known = set(Request.model_fields) - {"names", "files"}
     for key in plain:
         if key not in known:

@@ -82,10 +82,13 @@ _BETAS = Instead(("optimizer.betas=[0.9,0.95]",))
 _MOMENTUM = Instead(("optimizer=sgd", "optimizer.momentum=0.9"))
 _CLIP = Instead(("train.grad_clip=1.0",))
 _SEED = Instead(("seed=1",))
-_TENSORBOARD = Instead(("train.tensorboard=true",), "metrics.jsonl is written always")
-_TRACKER = Instead(
-    ("train.tensorboard=true",), "that and metrics.jsonl are what is written for trackers"
+_TENSORBOARD = Instead(("trackers=[tensorboard]",), "metrics.jsonl is written always")
+_TRACKER = Instead(("trackers=[wandb]",), "or mlflow, trackio, tensorboard, one of your own")
+_WANDB = Instead(("trackers=[{name: wandb, project: mine}]",), "offline without WANDB_API_KEY")
+_MLFLOW = Instead(
+    ("trackers=[{name: mlflow, experiment: mine}]",), "its uri is MLFLOW_TRACKING_URI without one"
 )
+_TRACKIO = Instead(("trackers=[{name: trackio, project: mine}]",))
 _LOGGED = Instead((), "every step is logged, to metrics.jsonl of the run directory")
 _WORKERS = Instead(
     ("data._target_=my.module.MyDataset", "data.workers=2"),
@@ -197,8 +200,12 @@ _TABLE: Mapping[Instead, str] = {
     "clip_grad_norm gradient_clip clip gradient_clip_norm clipnorm grad_clip_norm",
     _SEED: "seed seed_everything random_seed manual_seed data_seed rng_seed",
     _TENSORBOARD: "tensorboard enable_tensorboard tensorboard_dir use_tensorboard",
-    _TRACKER: "wandb report_to logger log_with use_wandb wandb_project mlflow enable_wandb "
-    "wandb.project tracker loggers comet neptune",
+    _TRACKER: "report_to logger log_with tracker loggers comet neptune tracker_name init_trackers",
+    _WANDB: "wandb use_wandb wandb_project enable_wandb wandb.project wandb.enabled wandb_entity "
+    "wandb_run_name wandb_mode wandb.entity wandb.name wandb.mode",
+    _MLFLOW: "mlflow use_mlflow enable_mlflow mlflow.experiment_name mlflow_tracking_uri "
+    "mlflow.tracking_uri mlflow_experiment_name mlflow.experiment mlflow.uri",
+    _TRACKIO: "trackio use_trackio trackio_space_id trackio.project",
     _LOGGED: "log_every_n_steps logging_steps log_interval log_freq steps_per_print log_every "
     "print_freq logging_strategy logging_first_step log_level",
     _WORKERS: "num_workers dataloader_num_workers workers pin_memory dataloader_pin_memory "

@@ -190,7 +190,7 @@ def test_what_is_said_to_a_name_of_another_trainer_can_be_set(instead: object) -
         ),
         pytest.param(
             "train.wandb",
-            "use train.tensorboard=true (that and metrics.jsonl *",
+            "use trackers=[{name: wandb, project: mine}] (offline without *",
             marks=pytest.mark.full,
         ),
         ("train.num_workers", "use data._target_=my.module.MyDataset data.workers=2 (other *"),

@@ -35,6 +35,7 @@ class CheckpointState(BaseModel):
     delinks: whether layers that share their weights part here.
     skipped: number of steps without an update, among those done.
     data: the fingerprint of the data; None in checkpoints without one.
+    trackers: where trackers keep the run's curves, by tracker.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
@@ -46,6 +47,7 @@ class CheckpointState(BaseModel):
     delinks: bool = False
     skipped: _Count = 0
     data: Fingerprint | None = None
+    trackers: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint: Path) -> "CheckpointState":

@@ -39,6 +39,7 @@ from whale_train.launcher.modes.calibrate import calibrate
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
 from whale_train.launcher.modes.verify import verify
+from whale_train.launcher.planning.check_trackers import refuse_trackers
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
@@ -230,6 +231,7 @@ def _train(
     After a failed attempt, the next goes on from the newest checkpoint, on the devices that are
     there then. Attempts end early where the last two failed in the same way at the same step.
     """
+    refuse_trackers(request.trackers)
     attempts: list[Attempt] = []
     wanted = request
     # torchrun and srun start their ranks again themselves.

@@ -77,6 +77,8 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
     """Print how a run ended, and return the end of the job."""
     if outcome.status == "done":
         summary = summary_of(run_dir)
+        for warning in summary.get("warnings", ()):
+            console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
         if summary["stopped_after"] is not None:
             sys.stderr.write(f"interrupted after step {summary['stopped_after']}, which is saved; ")
             sys.stderr.write(f"go on with hydra.run.dir={run_dir} train.resume=auto\n")

@@ -86,8 +86,9 @@ def verify(
 
 def only_steps(request: Request) -> Request:
     """Return the request of a verification, which records gradient norms and evaluates nothing."""
-    options = {"grad_norm": True, "evaluate_every": None, "tensorboard": False, "trace": False}
-    return request.model_copy(update={"train": request.train.model_copy(update=options)})
+    options = {"grad_norm": True, "evaluate_every": None, "trace": False}
+    train = request.train.model_copy(update=options)
+    return request.model_copy(update={"train": train, "trackers": ()})
 
 
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:

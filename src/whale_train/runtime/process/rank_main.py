@@ -4,7 +4,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +52,11 @@ from whale_train.runtime.process.preload import preload_deepspeed
 from whale_train.runtime.record.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.timeline import merge, write_events
+from whale_train.runtime.record.trackers import open_trackers
+from whale_train.runtime.record.trackers_of_failed_runs import (
+    close_when_ended,
+    closed_when_failing,
+)
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState
@@ -67,6 +72,7 @@ from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.grammar.form import needs_graph, partitions
 from whale_train.strategies.memory.malloc_headroom import has_room
 from whale_train.strategies.plan.plan import Plan
+from whale_train.trackers.tracker import Status
 
 
 @dataclass(frozen=True)
@@ -231,12 +237,11 @@ def train_as_planned(
     forget(prepared)
     limit_waits(timeout)
     batches = RankBatches(request, plan, prepared.data, rank, device)
-    metrics = None
-    if rank == 0:
-        board, flops = request.train.tensorboard, (plan.model_flops, plan.peak_flops_s)
-        metrics = Metrics(run_dir, board, device, *flops)
+    metrics, trackers = None, None
+    flops = (plan.model_flops, plan.peak_flops_s)
     carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
+        metrics = Metrics(run_dir, device, *flops) if rank == 0 else None
         arguments = (run_dir, request, plan, program, batches, metrics, state, rank)
         summary, files = record_verification(*arguments, rounding=_rounding(run_dir))
         carrier.gather(run_dir, SavedPart(rank, files))
@@ -249,6 +254,11 @@ def train_as_planned(
                 resumed = resumed.model_copy(update={"samples": 0})
             carrier.forget()
         resumed_s = time.monotonic() - started
+        if rank == 0:
+            step, saved = (0, {}) if resumed is None else (resumed.step, resumed.trackers)
+            trackers = open_trackers(request, plan, run_dir, step, saved)
+            metrics = Metrics(run_dir, device, *flops, trackers)
+            close_when_ended(trackers, run_dir)
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
         saver = None
         if request.checkpoint.every is not None or request.is_pseudo:
@@ -259,22 +269,25 @@ def train_as_planned(
         profiler = None
         if request.train.profile is not None:
             profiler = StepProfiler(request.train.profile, run_dir, rank, device)
-        summary = train(
-            *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
-        )
-        if profiler is not None:
-            carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
-        summary["resumed_s"] = None if resumed is None else resumed_s
-        if trace is not None:
-            timelines = carrier.gather(run_dir, SavedPart(rank, (write_events(trace, run_dir),)))
-            if rank == 0:
-                merge(run_dir, timelines)
-        if request.checkpoint.final and summary["stopped_after"] is None:
-            last = None if saver is None else saver.last
-            made = (prepared.module.model, request.model, tokenizer_of(request.data))
-            folder = write_final(run_dir, state, *made, last, rank, carrier)
-            if folder is not None:
-                summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
+        with closed_when_failing(trackers):
+            summary = train(
+                *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
+            )
+            if profiler is not None:
+                carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
+            summary["resumed_s"] = None if resumed is None else resumed_s
+            if trace is not None:
+                timelines = carrier.gather(
+                    run_dir, SavedPart(rank, (write_events(trace, run_dir),))
+                )
+                if rank == 0:
+                    merge(run_dir, timelines)
+            if request.checkpoint.final and summary["stopped_after"] is None:
+                last = None if saver is None else saver.last
+                made = (prepared.module.model, request.model, tokenizer_of(request.data))
+                folder = write_final(run_dir, state, *made, last, rank, carrier)
+                if folder is not None:
+                    summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size
     dist.all_gather_object(peaks, peak_memory_bytes(device))
     if metrics is not None:
@@ -284,11 +297,19 @@ def train_as_planned(
             summary["compiled_s"] = compiler.seconds
         if links is not None:
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
+        if trackers:
+            trackers.close(_status(summary), summary)
+            summary["warnings"] = trackers.warnings
         path, text = run_dir / "summary.json", json.dumps(summary, indent=1) + "\n"
         with writing(path, len(text)):
             path.with_suffix(".partial").write_text(text, encoding="utf-8")
             path.with_suffix(".partial").replace(path)
     return program
+
+
+def _status(summary: Mapping[str, Any]) -> Status:
+    """Return the status of a run that has a summary: it is done, or has stopped at a checkpoint."""
+    return "finished" if summary["stopped_after"] is None else "interrupted"
 
 
 def _here(rank: int) -> range:

@@ -104,9 +104,15 @@ class Saver:
         dist.broadcast_object_list(whole, src=0)
         self.last = self.last if whole[0] else None
 
-    def save(self, step: int, scalars: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        scalars: Mapping[str, Any],
+        trackers: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
         """Save the state after `step` steps; `scalars` is the part of the state that no tensor has.
 
+        `trackers` waits for the states of trackers and returns them; None where there are none.
         Returns once the blocks are copied. Where saving is not asynchronous, nothing is copied, and
         it returns once all is written.
         """
@@ -116,7 +122,7 @@ class Saver:
             blocks = [_copy(block) for block in blocks]
         self._writing = threading.Thread(
             target=self._write,
-            args=(step, blocks, dict(scalars), self._random.read()),
+            args=(step, blocks, dict(scalars), self._random.read(), trackers),
             daemon=True,
         )
         self._writing.start()
@@ -131,13 +137,20 @@ class Saver:
             self._writing = None
 
     def _write(
-        self, step: int, blocks: list[LocalBlock], scalars: dict[str, Any], random: dict[str, Any]
+        self,
+        step: int,
+        blocks: list[LocalBlock],
+        scalars: dict[str, Any],
+        random: dict[str, Any],
+        trackers: Callable[[], Mapping[str, Any]] | None,
     ) -> None:
         started = time.monotonic()
         checkpoint = folder_of(self._run_dir, step)
         folder = unfinished(checkpoint)
         own = written(folder, self._rank, lambda: self._own_files(folder, blocks, random))
         if self._rank == 0:
+            if trackers is not None:
+                scalars["trackers"] = trackers()
             self._finish(step, folder, checkpoint, scalars, started, own)
         else:
             self._carrier.hand_over(folder, own)

@@ -308,9 +308,8 @@ def train(
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
             delinks = wanted is CheckpointRequest.SAVE_AND_DELINK
-            saver.save(
-                done, {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
-            )
+            scalars = {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
+            saver.save(done, scalars, metrics.tracker_states() if metrics is not None else None)
         if wanted >= CheckpointRequest.SAVE_AND_DELINK:
             break
     loop.settle()
