@@ -39,6 +39,33 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class WatchedMetric(_Section):
+    """A result of evaluations that a run goes by.
+
+    metric: its name in `metrics.jsonl`, as `evaluation_loss`.
+    better: which values are better; None: lower ones of a loss, else higher ones.
+    """
+
+    metric: Annotated[str, Field(min_length=1)]
+    better: Literal["lower", "higher"] | None = None
+
+    @property
+    def is_lower(self) -> bool:
+        """Return whether lower values are better."""
+        return self.better == "lower" or (self.better is None and self.metric.endswith("_loss"))
+
+
+class StopAfterOptions(WatchedMetric):
+    """Options of a run that ends early, under `train.stop_after`.
+
+    evaluations: number of evaluations in a row, none of which was better, after which it ends.
+    min_change: a value is better where it is so by more than that.
+    """
+
+    evaluations: _Count
+    min_change: float = Field(0.0, ge=0)
+
+
 class TrainOptions(_Section):
     """Options of training, under `train`.
 
@@ -57,6 +84,8 @@ class TrainOptions(_Section):
     profile: the first and the last step that torch's profiler records.
     evaluate_every: number of steps between evaluations; None is never.
     evaluation_samples: the largest number of samples of an evaluation.
+    stop_after: the metric whose best value ends the run once it is not reached any more; None ends
+        it after its last step.
     tensorboard: whether TensorBoard is among the trackers.
     on_nan: what becomes of a run whose loss or gradient norm is not finite; None goes on. A step
         that it skips leaves everything as it was, the learning rate's schedule too, and a hundred
@@ -86,6 +115,7 @@ class TrainOptions(_Section):
     profile: tuple[_Count, _Count] | None = None
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512
+    stop_after: StopAfterOptions | None = None
     tensorboard: bool = False
     on_nan: Literal["stop", "skip"] | None = "stop"
     resume: str | None = Field(None, min_length=1)
@@ -198,7 +228,9 @@ class CheckpointOptions(_Section):
     keep: number of the newest checkpoints that stay; None keeps all.
     asynchronous: whether checkpoints are written beside the steps that follow, or before them. It
         is `async` in the config.
-    final: whether the run ends with the trained weights in its directory.
+    final: whether the run ends with the trained weights in its directory: the last ones, or those
+        of the `best` checkpoint.
+    best: the metric whose best value makes a checkpoint, which is kept; None: there is none.
     """
 
     path: str | None = Field(None, min_length=1)
@@ -206,7 +238,16 @@ class CheckpointOptions(_Section):
     grace_s: float = Field(30.0, ge=0)
     keep: _Count | None = None
     asynchronous: bool = Field(True, alias="async")
-    final: bool = True
+    final: bool | Literal["best"] = True
+    best: Annotated[
+        WatchedMetric | None,
+        BeforeValidator(lambda value: {"metric": value} if isinstance(value, str) else value),
+    ] = None
+
+    @property
+    def saves(self) -> bool:
+        """Return whether a run writes checkpoints."""
+        return self.every is not None or self.best is not None
 
     @property
     def every_steps(self) -> int | None:
@@ -468,12 +509,16 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
     if isinstance(checkpoint, CheckpointOptions):
         _refuse_path(checkpoint, sections.get("mode"), faults)
+        if checkpoint.final == "best" and checkpoint.best is None:
+            rule = "is the best checkpoint's, and none is kept (checkpoint.best=null)"
+            remedy = "use checkpoint.best=evaluation_loss or the like, or true"
+            faults.append(Fault("checkpoint.final", "best", rule, remedy))
     if isinstance(launcher, LauncherOptions) and isinstance(checkpoint, CheckpointOptions):
         if launcher.kind == "ssh" and not launcher.hosts:
             remedy = "name them, as launcher.hosts=[gpu1,gpu2]"
             faults.append(Fault("launcher.hosts", "[]", "names no host to start ranks on", remedy))
         restarts = launcher.max_restarts
-        if restarts and checkpoint.every is None:
+        if restarts and not checkpoint.saves:
             rule = "starts again what nothing is saved of (checkpoint.every=null)"
             remedy = "set checkpoint.every, as checkpoint.every=10min"
             faults.append(Fault("launcher.max_restarts", str(restarts), rule, remedy))

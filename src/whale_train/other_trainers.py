@@ -127,7 +127,13 @@ _PROFILE = Instead(("train.profile=[10,13]",), "the first and the last step")
 _TF32 = Instead(("train.tf32=true",))
 _DEBUG = Instead(("train.steps=2",))
 _DROPOUT = Instead((), "no key for all models: it is an argument of the model's own, if it has one")
-_STOP = Instead((), "a run ends after train.steps; Ctrl-C saves where checkpoint.every is set")
+_STOP = Instead(
+    ("train.evaluate_every=100", "train.stop_after={evaluations: 3, metric: evaluation_loss}")
+)
+_BEST = Instead(
+    ("train.evaluate_every=100", "checkpoint.best=evaluation_loss"),
+    "checkpoint.final=best makes model/ of it",
+)
 _RESTARTS = Instead(("launcher.max_restarts=3", "checkpoint.every=100"))
 
 _TABLE: Mapping[Instead, str] = {
@@ -241,6 +247,7 @@ _TABLE: Mapping[Instead, str] = {
     _DEBUG: "fast_dev_run overfit_batches dry_run sanity_check limit_train_batches "
     "num_sanity_val_steps max_train_samples",
     _DROPOUT: "dropout hidden_dropout attention_dropout dropout_rate dropout_p",
+    _BEST: "load_best_model_at_end metric_for_best_model save_best_only monitor best_metric",
     _STOP: "early_stopping max_time patience early_stopping_patience max_duration exit_duration",
     _RESTARTS: "max_restarts max_retries fault_tolerant restart_policy",
 }  # fmt: skip

@@ -36,6 +36,7 @@ class CheckpointState(BaseModel):
     skipped: number of steps without an update, among those done.
     data: the fingerprint of the data; None in checkpoints without one.
     trackers: where trackers keep the run's curves, by tracker.
+    watched: the best values of evaluations so far, by the option that watches them.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
@@ -48,6 +49,7 @@ class CheckpointState(BaseModel):
     skipped: _Count = 0
     data: Fingerprint | None = None
     trackers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    watched: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint: Path) -> "CheckpointState":

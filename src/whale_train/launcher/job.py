@@ -337,7 +337,7 @@ def _attempt(
             signals.poll()
             progress.poll()
 
-        if request.checkpoint.every is not None:
+        if request.checkpoint.saves:
             signals.asks(ask, request.checkpoint.grace_s)
         try:
             outcome = process.wait(poll)

@@ -79,6 +79,12 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
         summary = summary_of(run_dir)
         for warning in summary.get("warnings", ()):
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        if summary.get("ended_early"):
+            line = f"ended after step {summary['steps']}: {summary['ended_early']}"
+            console.print(Portable(Text(line)), soft_wrap=True)
+        if (best := summary.get("best")) is not None:
+            line = f"best: {best['metric']} {best['value']:.6g} after step {best['step']}"
+            console.print(Portable(Text(line)), soft_wrap=True)
         if summary["stopped_after"] is not None:
             sys.stderr.write(f"interrupted after step {summary['stopped_after']}, which is saved; ")
             sys.stderr.write(f"go on with hydra.run.dir={run_dir} train.resume=auto\n")

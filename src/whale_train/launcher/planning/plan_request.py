@@ -38,6 +38,7 @@ from whale_train.launcher.planning.loss_read import explain_logits
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.launcher.planning.remedies import with_checked_remedies
+from whale_train.launcher.planning.watched_metrics import refuse_unwatchable
 from whale_train.machine.hosts import Host
 from whale_train.machine.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
@@ -150,6 +151,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     profile = profile_of(request, dataset)
     check_data(request, profile, data, faults)
     refuse_joined_documents(request, profile, faults)
+    refuse_unwatchable(request, data, faults)
     if not profile.parameters:  # without which there is no plan, nor more faults to find
         raise ConfigError(faults)
     refuse_unmatched(training.groups, profile.parameters, faults)
@@ -210,7 +212,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
 
 def _has_checkpoints(request: Request) -> bool:
     """Return whether a run writes a checkpoint or goes on from one."""
-    saves = request.checkpoint.every is not None or request.is_pseudo
+    saves = request.checkpoint.saves or request.is_pseudo
     return request.mode == "train" and (saves or request.train.resume is not None)
 
 

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch import fx
 from torch.distributed.distributed_c10d import Store
 
+from whale_train.checkpoints.checkpoint_files import MANIFEST, folder_of
 from whale_train.config import Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.sources.text_files import tokenizer_of
@@ -261,7 +262,7 @@ def train_as_planned(
             close_when_ended(trackers, run_dir)
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
         saver = None
-        if request.checkpoint.every is not None or request.is_pseudo:
+        if request.checkpoint.saves or request.is_pseudo:
             saver = Saver(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
                 *(RequestConsensus(), is_asked_to_stop, _launched(run_dir)["data"]),
@@ -284,6 +285,8 @@ def train_as_planned(
                     merge(run_dir, timelines)
             if request.checkpoint.final and summary["stopped_after"] is None:
                 last = None if saver is None else saver.last
+                if request.checkpoint.final == "best":
+                    last = _best(run_dir, summary) or last
                 made = (prepared.module.model, request.model, tokenizer_of(request.data))
                 folder = write_final(run_dir, state, *made, last, rank, carrier)
                 if folder is not None:
@@ -299,12 +302,32 @@ def train_as_planned(
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
         if trackers:
             trackers.close(_status(summary), summary)
-            summary["warnings"] = trackers.warnings
+            summary["warnings"] = [*summary.get("warnings", ()), *trackers.warnings]
         path, text = run_dir / "summary.json", json.dumps(summary, indent=1) + "\n"
         with writing(path, len(text)):
             path.with_suffix(".partial").write_text(text, encoding="utf-8")
             path.with_suffix(".partial").replace(path)
     return program
+
+
+def _best(run_dir: Path, summary: dict[str, Any]) -> Path | None:
+    """Return the best checkpoint of a run; None where it is not there, which a warning says.
+
+    It is in the run directory, or beside the checkpoint that the run has gone on from. A
+    collective, as rank 0 alone has whole checkpoints.
+    """
+    best = summary.get("best")
+    place: list[Path | None] = [None]
+    if best is not None:
+        resumed = _checkpoint(run_dir)
+        folders = [folder_of(run_dir, best["step"])]
+        folders += [] if resumed is None else [resumed.parent / folders[0].name]
+        place = [next((x for x in folders if (x / MANIFEST).exists()), None)]
+    dist.broadcast_object_list(place, src=0)
+    if place[0] is None:
+        said = "checkpoint.final: no best checkpoint is there; model/ has the last weights"
+        summary.setdefault("warnings", []).append(said)
+    return place[0]
 
 
 def _status(summary: Mapping[str, Any]) -> Status:

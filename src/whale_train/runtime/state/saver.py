@@ -19,11 +19,13 @@ import torch
 from torch import distributed as dist
 
 from whale_train.checkpoints.checkpoint_files import (
+    BEST,
     MANIFEST,
     SAVED,
     STOP,
     FileRecord,
     Manifest,
+    best_step,
     checkpoints_in,
     folder_of,
     unfinished,
@@ -109,10 +111,12 @@ class Saver:
         step: int,
         scalars: Mapping[str, Any],
         trackers: Callable[[], Mapping[str, Any]] | None = None,
+        best: Mapping[str, Any] | None = None,
     ) -> None:
         """Save the state after `step` steps; `scalars` is the part of the state that no tensor has.
 
         `trackers` waits for the states of trackers and returns them; None where there are none.
+        `best` says by what the checkpoint is the best so far; None where it is not.
         Returns once the blocks are copied. Where saving is not asynchronous, nothing is copied, and
         it returns once all is written.
         """
@@ -122,7 +126,7 @@ class Saver:
             blocks = [_copy(block) for block in blocks]
         self._writing = threading.Thread(
             target=self._write,
-            args=(step, blocks, dict(scalars), self._random.read(), trackers),
+            args=(step, blocks, dict(scalars), self._random.read(), trackers, best),
             daemon=True,
         )
         self._writing.start()
@@ -143,6 +147,7 @@ class Saver:
         scalars: dict[str, Any],
         random: dict[str, Any],
         trackers: Callable[[], Mapping[str, Any]] | None,
+        best: Mapping[str, Any] | None,
     ) -> None:
         started = time.monotonic()
         checkpoint = folder_of(self._run_dir, step)
@@ -151,7 +156,7 @@ class Saver:
         if self._rank == 0:
             if trackers is not None:
                 scalars["trackers"] = trackers()
-            self._finish(step, folder, checkpoint, scalars, started, own)
+            self._finish(step, folder, checkpoint, scalars, started, own, best)
         else:
             self._carrier.hand_over(folder, own)
 
@@ -169,6 +174,7 @@ class Saver:
         scalars: dict[str, Any],
         started: float,
         own: SavedPart,
+        best: Mapping[str, Any] | None,
     ) -> None:
         """Make a checkpoint of the ranks' files in `folder`, and append its line to the file SAVED.
 
@@ -192,6 +198,8 @@ class Saver:
             if checkpoint.exists():  # left by an earlier run of the same steps
                 shutil.rmtree(checkpoint)
             folder.rename(checkpoint)
+            if best is not None:
+                record_json(checkpoint.parent, BEST, {"step": step, **best})
             line |= {"bytes": manifest.bytes, "seconds": manifest.seconds}
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -201,7 +209,9 @@ class Saver:
         with suppress(OSError), (self._run_dir / SAVED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
-            for old in checkpoints_in(checkpoint.parent)[self._options.keep :]:
+            kept = best_step(checkpoint.parent)
+            others = [x for x in checkpoints_in(checkpoint.parent) if x.name != f"step_{kept}"]
+            for old in others[self._options.keep :]:
                 shutil.rmtree(old, ignore_errors=True)
 
 

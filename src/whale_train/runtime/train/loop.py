@@ -30,6 +30,7 @@ from whale_train.runtime.record.to_host import ToHost
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import CheckpointRequest
 from whale_train.runtime.train.batches import RankBatches
+from whale_train.runtime.train.best_values import Watch
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
 from whale_train.runtime.train.optimizer_step import update
@@ -58,6 +59,8 @@ class Loop:
         self.final_loss: float | None = None
         self.lr = 0.0  # learning rate of the step asked for last
         self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
+        self.watch = Watch(request, {})
+        self.is_best = False  # whether the evaluation after the last step was the best so far
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
@@ -96,8 +99,11 @@ class Loop:
             self.settle()
         seconds = time.perf_counter() - started
         evaluation = {}
+        self.is_best = False
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             evaluation = evaluate(program, batches)
+            if self.watch:
+                self.is_best = self.watch.add(number + 1, of_rank_0(evaluation))
         coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
         self._pending = _Pending(number + 1, lr, seconds, evaluation, batch, coming, loads)
         return seconds
@@ -285,6 +291,7 @@ def train(
             kept = resumed.loss_scale
             loop.loss_scale = LossScale(kept.value, kept.good_steps, batches.device)
         loop.skipped = resumed.skipped
+        loop.watch = Watch(request, resumed.watched)
     times = []
     done = first
     delink_at = request.train.delink_at if request.is_pseudo else None
@@ -303,14 +310,19 @@ def train(
         wanted = saver.wanted(done) if saver is not None else CheckpointRequest.NOTHING
         if done == delink_at:
             wanted = max(wanted, CheckpointRequest.SAVE_AND_DELINK)
-        if saver is not None and (wanted or done == request.train.steps):
+        if loop.is_best:
+            wanted = max(wanted, CheckpointRequest.SAVE)
+        is_last = done == request.train.steps or bool(loop.watch.end)
+        if saver is not None and (wanted or is_last):
             loop.settle()  # raises where the loss is not finite, before it is saved
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
             delinks = wanted is CheckpointRequest.SAVE_AND_DELINK
             scalars = {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
-            saver.save(done, scalars, metrics.tracker_states() if metrics is not None else None)
-        if wanted >= CheckpointRequest.SAVE_AND_DELINK:
+            scalars["watched"] = loop.watch.state()
+            trackers = metrics.tracker_states() if metrics is not None else None
+            saver.save(done, scalars, trackers, loop.watch.best if loop.is_best else None)
+        if is_last or wanted >= CheckpointRequest.SAVE_AND_DELINK:
             break
     loop.settle()
     batches.close()
@@ -322,7 +334,9 @@ def train(
         "final_loss": loop.final_loss,
         "steps": done,
         "skipped_steps": loop.skipped,
-        "stopped_after": None if done == request.train.steps else done,
+        "stopped_after": None if done == request.train.steps or loop.watch.end else done,
+        **({"ended_early": loop.watch.end} if loop.watch.end else {}),
+        **({} if loop.watch.best is None else {"best": loop.watch.best}),
         **({"delinks": True} if done < request.train.steps and delinks else {}),
         "trained_s": ended - started,
         "samples_per_s": plan.global_batch / typical,
@@ -330,6 +344,13 @@ def train(
         "predicted_step_time_s": plan.predicted.step_time_s,
         "predicted_here_s": plan.predicted_here and plan.predicted_here.step_time_s,
     }
+
+
+def of_rank_0(values: dict[str, float]) -> dict[str, float]:
+    """Return the values of rank 0, so that all ranks go by the same digits. A collective."""
+    shared = [values]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def evaluate(program: Program, batches: RankBatches) -> dict[str, float]:
