@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whale_train.config import Request, WatchedMetric
+from whale_train.config import Request, StopAfterOptions, WatchedMetric
 from whale_train.errors import LaunchError
 
 STOP_AFTER, BEST = "train.stop_after", "checkpoint.best"
@@ -35,7 +35,7 @@ class BestValue:
         return replace(self, worse=self.worse + 1)
 
 
-class Watch:
+class EvaluationWatch:
     """Follower of evaluations for a run that ends early by them, or keeps its best checkpoint.
 
     All ranks have one, and are given the same values.
@@ -66,8 +66,8 @@ class Watch:
                 listing = ", ".join(values)
                 said = f"{key} watches {option.metric}, and the evaluation gave {listing}"
                 raise LaunchError(f"{said}; use one of these")
-            least = self._stop_after.min_change if key == STOP_AFTER and self._stop_after else 0.0
-            now = self._best[key].after(step, values[option.metric], option.is_lower, least)
+            min_change = option.min_change if isinstance(option, StopAfterOptions) else 0.0
+            now = self._best[key].after(step, values[option.metric], option.is_lower, min_change)
             is_best |= key == BEST and now.step == step
             self._best[key] = now
         stop, best = self._stop_after, self._best.get(STOP_AFTER)
@@ -85,7 +85,7 @@ class Watch:
         return {"metric": self._watched[BEST].metric, "value": kept.value, "step": kept.step}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the best values so far, as JSON data for a checkpoint."""
         return {
             key: {"metric": self._watched[key].metric, **vars(best)}
             for key, best in self._best.items()

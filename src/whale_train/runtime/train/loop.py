@@ -30,7 +30,7 @@ from whale_train.runtime.record.to_host import ToHost
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import CheckpointRequest
 from whale_train.runtime.train.batches import RankBatches
-from whale_train.runtime.train.best_values import Watch
+from whale_train.runtime.train.best_values import EvaluationWatch
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
 from whale_train.runtime.train.optimizer_step import update
@@ -59,7 +59,7 @@ class Loop:
         self.final_loss: float | None = None
         self.lr = 0.0  # learning rate of the step asked for last
         self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
-        self.watch = Watch(request, {})
+        self.watch = EvaluationWatch(request, {})
         self.is_best = False  # whether the evaluation after the last step was the best so far
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
@@ -291,7 +291,7 @@ def train(
             kept = resumed.loss_scale
             loop.loss_scale = LossScale(kept.value, kept.good_steps, batches.device)
         loop.skipped = resumed.skipped
-        loop.watch = Watch(request, resumed.watched)
+        loop.watch = EvaluationWatch(request, resumed.watched)
     times = []
     done = first
     delink_at = request.train.delink_at if request.is_pseudo else None
