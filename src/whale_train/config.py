@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from whale_train.callbacks.options import CallbacksOptions, read_callbacks
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
@@ -288,6 +289,7 @@ class Request(BaseModel):
     model, data, optimizer, launcher, train, verify, checkpoint: the sections of these names.
     rehearse: the ranks that are rehearsed: none (False), one of each kind (True), `all`, or a tuple
         of ranks.
+    callbacks: code of the user's own that is called at moments of the run.
     trackers: keepers of the run's curves, TensorBoard's among them where `train.tensorboard` asks
         for it.
     files: the plan's notes about the user's own config files that have the names of built-in ones.
@@ -310,6 +312,7 @@ class Request(BaseModel):
     checkpoint: CheckpointOptions = CheckpointOptions()
     rehearse: Ranks = False
     trackers: tuple[TrackerOptions, ...] = ()
+    callbacks: CallbacksOptions = CallbacksOptions()
     files: tuple[Decision, ...] = ()
 
     def to_json(self) -> str:
@@ -326,6 +329,11 @@ class Request(BaseModel):
         """Return whether layers share their weights for a time, and are to part later
         (Pseudo-to-Real)."""
         return self.model.share_layers and self.train.delink_at is not None
+
+    @property
+    def may_save(self) -> bool:
+        """Return whether a run of the request may write checkpoints."""
+        return self.checkpoint.saves or self.is_pseudo or bool(self.callbacks.listed)
 
     def strategy_graph(self) -> Strategy:
         """Return the nodes of the strategy. It was read without faults when the request was
@@ -380,6 +388,7 @@ def read_request(
     train = sections.get("train")
     tensorboard = isinstance(train, TrainOptions) and train.tensorboard
     sections["trackers"] = read_trackers(plain.get("trackers", []), tensorboard, faults)
+    sections["callbacks"] = read_callbacks(plain.get("callbacks", {}), faults)
     known = set(Request.model_fields) - {"names", "files"}
     for key in plain:
         if key not in known:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from whale_train.callbacks.make import refuse_callbacks
 from whale_train.checkpoints.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, in_steps, read_request
 from whale_train.data.evaluation_sets import open_data
@@ -232,6 +233,7 @@ def _train(
     there then. Attempts end early where the last two failed in the same way at the same step.
     """
     refuse_trackers(request.trackers)
+    refuse_callbacks(request.callbacks)
     attempts: list[Attempt] = []
     wanted = request
     # torchrun and srun start their ranks again themselves.

@@ -59,8 +59,8 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that Hydra accepts, overrides before flags.
 
     An override of `model._target_` without one of `model` stands for `model=custom`, and likewise
-    of `data._target_`. Arguments of these classes, keys of a strategy and options of `sbatch` get a
-    `++`, since no config file lists them; their own readers check them.
+    of `data._target_`. Arguments of these classes, keys of a strategy, callbacks and options of
+    `sbatch` get a `++`, since no config file lists them; their own readers check them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -81,11 +81,11 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         first, _, name = override.key_or_group.partition(".")
         text = str(override.input_line)
         free = (
-            first == "strategy"
+            first in ("strategy", "callbacks")
             or (on_slurm and override.key_or_group.startswith("launcher.sbatch"))
             or (first in custom and name.split(".")[0] not in _OF_CLASSES.get(first, (name,)))
         )
-        if name and free and not override.is_delete():
+        if (name or first == "callbacks") and free and not override.is_delete():
             text = "++" + text.lstrip("+")
         if override.key_or_group == "strategy.graph" and not override.is_delete():
             # A graph that is given whole replaces the file's, into which Hydra would merge it.

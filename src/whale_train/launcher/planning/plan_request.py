@@ -212,8 +212,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
 
 def _has_checkpoints(request: Request) -> bool:
     """Return whether a run writes a checkpoint or goes on from one."""
-    saves = request.checkpoint.saves or request.is_pseudo
-    return request.mode == "train" and (saves or request.train.resume is not None)
+    return request.mode == "train" and (request.may_save or request.train.resume is not None)
 
 
 def _refuse_biases(request: Request, plan: Plan, faults: list[Fault]) -> None:

@@ -50,6 +50,7 @@ from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.preload import preload_deepspeed
+from whale_train.runtime.record.callbacks import Callbacks, told_when_failing
 from whale_train.runtime.record.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.timeline import merge, write_events
@@ -238,7 +239,7 @@ def train_as_planned(
     forget(prepared)
     limit_waits(timeout)
     batches = RankBatches(request, plan, prepared.data, rank, device)
-    metrics, trackers = None, None
+    metrics, trackers, callbacks = None, None, None
     flops = (plan.model_flops, plan.peak_flops_s)
     carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
@@ -260,19 +261,25 @@ def train_as_planned(
             trackers = open_trackers(request, plan, run_dir, step, saved)
             metrics = Metrics(run_dir, device, *flops, trackers)
             close_when_ended(trackers, run_dir)
+            if request.callbacks.listed:
+                callbacks = Callbacks(request.callbacks)
+                callbacks.start(trackers.run)
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
         saver = None
-        if request.checkpoint.saves or request.is_pseudo:
+        if request.may_save:
             saver = Saver(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
                 *(RequestConsensus(), is_asked_to_stop, _launched(run_dir)["data"]),
             )
+            if callbacks is not None:
+                saver.on_saved = callbacks.saved
         profiler = None
         if request.train.profile is not None:
             profiler = StepProfiler(request.train.profile, run_dir, rank, device)
-        with closed_when_failing(trackers):
+        with closed_when_failing(trackers), told_when_failing(callbacks):
             summary = train(
-                *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
+                *(request, plan, program, batches, metrics, trace, saver, resumed, profiler),
+                callbacks=callbacks,
             )
             if profiler is not None:
                 carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
@@ -300,6 +307,9 @@ def train_as_planned(
             summary["compiled_s"] = compiler.seconds
         if links is not None:
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
+        if callbacks is not None:
+            callbacks.end(_status(summary), summary)
+            summary["warnings"] = [*summary.get("warnings", ()), *callbacks.warnings]
         if trackers:
             trackers.close(_status(summary), summary)
             summary["warnings"] = [*summary.get("warnings", ()), *trackers.warnings]

@@ -66,8 +66,8 @@ class Metrics:
         self._device = device
         self._trackers = trackers
 
-    def write(self, step: StepMetrics, samples: int, tokens: int) -> None:
-        """Write the line of `step`, which had `samples` samples and `tokens` tokens.
+    def write(self, step: StepMetrics, samples: int, tokens: int) -> dict[str, Any]:
+        """Write the line of `step`, which had `samples` samples and `tokens` tokens, and return it.
 
         A line that a full disk refuses is kept, and written with later ones.
         """
@@ -97,6 +97,7 @@ class Metrics:
             self._append()
         if self._trackers is not None:
             self._trackers.log(step.number, tracked(finite, step.experts))
+        return finite
 
     def tracker_states(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
         """Ask the trackers for what a checkpoint keeps of them; None where there are none.

@@ -32,9 +32,15 @@ CLOSE_S = 60.0
 
 
 class Trackers:
-    """The open trackers of a run; without any where the request names none."""
+    """The open trackers of a run; without any where the request names none.
 
-    def __init__(self, calls: Sequence["TrackerThread"], warnings: list[str]) -> None:
+    run: the description of the run.
+    """
+
+    def __init__(
+        self, run: RunDescription, calls: Sequence["TrackerThread"], warnings: list[str]
+    ) -> None:
+        self.run = run
         self._calls = calls
         self._warnings = warnings
         self._lock = threading.Lock()
@@ -218,7 +224,7 @@ def open_trackers(
     deadline = time.monotonic() + OPEN_S
     for answered in opened:
         answered.wait(max(0.0, deadline - time.monotonic()))
-    return Trackers(calls, warnings)
+    return Trackers(run, calls, warnings)
 
 
 def _facts(plan: Plan) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Saver:
 
     `is_asked_to_stop` returns True once this process was told to end. `data` is the data's
     fingerprint, as plain JSON data. `wants_to_delink` is set where this rank wants shared layers to
-    continue separately.
+    continue separately, and `asked` is what else it wants. `on_saved` is called on rank 0, in the
+    thread that writes, with every checkpoint that is whole.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class Saver:
         self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
         self.wants_to_delink = False
+        self.asked = CheckpointRequest.NOTHING
+        self.on_saved: Callable[[int, Path], None] = lambda step, folder: None
         # The checkpoint begun last; after `close`, None unless it is whole.
         self.last: Path | None = None
 
@@ -88,6 +91,11 @@ class Saver:
 
     def _wish(self) -> CheckpointRequest:
         """Return this rank's wish. Rank 0 also has the clock, and sees the launcher's requests."""
+        asked, self.asked = self.asked, CheckpointRequest.NOTHING
+        return max(asked, self._own_wish())
+
+    def _own_wish(self) -> CheckpointRequest:
+        """Return the wish that this rank has by itself."""
         if self._is_asked_to_stop() or (self._rank == 0 and (self._run_dir / STOP).exists()):
             return CheckpointRequest.SAVE_AND_STOP
         if self.wants_to_delink:
@@ -204,6 +212,8 @@ class Saver:
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             line["error"] = error.strerror or str(error)
+        if "error" not in line:
+            self.on_saved(step, checkpoint)
         for left in unfinished_before(self._run_dir, step):
             shutil.rmtree(left, ignore_errors=True)  # left by a rank that was late with its part
         with suppress(OSError), (self._run_dir / SAVED).open("a", encoding="utf-8") as file:

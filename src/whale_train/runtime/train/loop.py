@@ -24,6 +24,7 @@ from whale_train.runtime.base.trace import Trace, span
 from whale_train.runtime.graph.expert_loads import PendingLoads
 from whale_train.runtime.optim.lr_schedule import learning_rate
 from whale_train.runtime.optim.plateau import Plateau
+from whale_train.runtime.record.callbacks import Callbacks
 from whale_train.runtime.record.metrics import Metrics, StepMetrics
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.to_host import ToHost
@@ -55,7 +56,9 @@ class Loop:
         batches: RankBatches,
         metrics: Metrics | None,
         trace: Trace | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
+        self._callbacks = callbacks
         self.final_loss: float | None = None
         self.lr = 0.0  # learning rate of the step asked for last
         self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
@@ -158,7 +161,9 @@ class Loop:
                 experts=step.loads.read() if step.loads is not None else (),
             )
             samples = self._plan.global_batch
-            self._metrics.write(line, samples, self._batches.tokens(step.batch))
+            written = self._metrics.write(line, samples, self._batches.tokens(step.batch))
+            if self._callbacks is not None:
+                self._callbacks.step(step.number, written, step.evaluation)
             self.final_loss = loss
             if self.plateau is not None and math.isfinite(loss):
                 self.plateau.add(loss)
@@ -277,12 +282,14 @@ def train(
     saver: Saver | None = None,
     resumed: CheckpointState | None = None,
     profiler: StepProfiler | None = None,
+    callbacks: Callbacks | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from step 0 or from the step of `resumed`.
 
-    Returns the content of `summary.json`, without the ranks' memory.
+    Rank 0 may have `callbacks`; all ranks have a `saver` then. Returns the content of
+    `summary.json`, without the ranks' memory.
     """
-    loop = Loop(request, plan, program, batches, metrics, trace)
+    loop = Loop(request, plan, program, batches, metrics, trace, callbacks)
     first = 0
     if resumed is not None:
         first = resumed.step
@@ -296,6 +303,7 @@ def train(
     done = first
     delink_at = request.train.delink_at if request.is_pseudo else None
     delinks = False
+    saves_last = request.checkpoint.saves or request.is_pseudo
     started = ended = time.perf_counter()
     while done < request.train.steps:
         if profiler is not None:
@@ -307,13 +315,18 @@ def train(
             profiler.after(done)
         if saver is not None and loop.plateau is not None:
             saver.wants_to_delink = loop.plateau.reached
+        if saver is not None and callbacks is not None:
+            saver.asked = callbacks.wish()
         wanted = saver.wanted(done) if saver is not None else CheckpointRequest.NOTHING
         if done == delink_at:
             wanted = max(wanted, CheckpointRequest.SAVE_AND_DELINK)
         if loop.is_best:
             wanted = max(wanted, CheckpointRequest.SAVE)
+        if wanted is CheckpointRequest.END:
+            loop.watch.end = loop.watch.end or "a callback asked for the end"
         is_last = done == request.train.steps or bool(loop.watch.end)
-        if saver is not None and (wanted or is_last):
+        is_wanted = wanted not in (CheckpointRequest.NOTHING, CheckpointRequest.END)
+        if saver is not None and (is_wanted or (is_last and saves_last)):
             loop.settle()  # raises where the loss is not finite, before it is saved
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
