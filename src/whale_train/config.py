@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from whale_train.callbacks.options import CallbacksOptions, read_callbacks
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.metrics_options import MetricOptions, read_metrics
 from whale_train.models.options import ModelOptions
 from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
@@ -290,6 +291,7 @@ class Request(BaseModel):
     rehearse: the ranks that are rehearsed: none (False), one of each kind (True), `all`, or a tuple
         of ranks.
     callbacks: code of the user's own that is called at moments of the run.
+    metrics: metrics of the evaluations, by name.
     trackers: keepers of the run's curves, TensorBoard's among them where `train.tensorboard` asks
         for it.
     files: the plan's notes about the user's own config files that have the names of built-in ones.
@@ -313,6 +315,7 @@ class Request(BaseModel):
     rehearse: Ranks = False
     trackers: tuple[TrackerOptions, ...] = ()
     callbacks: CallbacksOptions = CallbacksOptions()
+    metrics: dict[str, MetricOptions] = Field(default_factory=dict)
     files: tuple[Decision, ...] = ()
 
     def to_json(self) -> str:
@@ -389,6 +392,7 @@ def read_request(
     tensorboard = isinstance(train, TrainOptions) and train.tensorboard
     sections["trackers"] = read_trackers(plain.get("trackers", []), tensorboard, faults)
     sections["callbacks"] = read_callbacks(plain.get("callbacks", {}), faults)
+    sections["metrics"] = read_metrics(plain.get("metrics"), faults)
     known = set(Request.model_fields) - {"names", "files"}
     for key in plain:
         if key not in known:

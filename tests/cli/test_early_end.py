@@ -110,3 +110,28 @@ def test_a_run_that_goes_on_counts_on(ended: Path) -> None:
 def test_refused(tmp_path: Path, overrides: tuple[str, ...], expected: str) -> None:
     answer = whale_train([*RUN, *overrides], tmp_path)
     assert (answer.status, " ".join(answer.stderr.split())) == (2, expected)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        (
+            "auroc: {_target_: torchmetrics.classification.MulticlassAUROC, num_classes: 5}",
+            "metrics.auroc._target_=torchmetrics.classification.MulticlassAUROC is not computed "
+            "from predicted classes: it raised ",
+        ),
+        (
+            "f1: {_target_: torchmetrics.classification.MulticlassF1Score, nm_classes: 5}",
+            "metrics.f1.nm_classes=5 is not an argument of MulticlassF1Score; did you mean "
+            "num_classes? ",
+        ),
+        ("f1: {_target_: os.system}", "metrics.f1._target_=os.system is a function that does not "),
+        ("loss: {_target_: torchmetrics.Metric}", "metrics.loss is a result of every evaluation;"),
+    ],
+)
+def test_metrics_are_tried_before_anything_starts(
+    tmp_path: Path, metric: str, expected: str
+) -> None:
+    answer = whale_train([*RUN, f"metrics={{{metric}}}"], tmp_path)
+    assert answer.status == 2
+    assert expected in " ".join(answer.stderr.split())

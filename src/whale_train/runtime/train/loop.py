@@ -32,6 +32,7 @@ from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import CheckpointRequest
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.best_values import EvaluationWatch
+from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
 from whale_train.runtime.train.optimizer_step import update
@@ -59,6 +60,9 @@ class Loop:
         callbacks: Callbacks | None = None,
     ) -> None:
         self._callbacks = callbacks
+        self._evaluation_metrics: EvaluationMetrics | None = None
+        if request.metrics:
+            self._evaluation_metrics = EvaluationMetrics(request.metrics)
         self.final_loss: float | None = None
         self.lr = 0.0  # learning rate of the step asked for last
         self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
@@ -104,7 +108,7 @@ class Loop:
         evaluation = {}
         self.is_best = False
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
-            evaluation = evaluate(program, batches)
+            evaluation = evaluate(program, batches, self._evaluation_metrics)
             if self.watch:
                 self.is_best = self.watch.add(number + 1, of_rank_0(evaluation))
         coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
@@ -366,14 +370,20 @@ def of_rank_0(values: dict[str, float]) -> dict[str, float]:
     return shared[0]
 
 
-def evaluate(program: Program, batches: RankBatches) -> dict[str, float]:
-    """Return the mean loss over each set of samples to evaluate, and the accuracy where there are
-    targets: as `evaluation_loss` of those held back, and `NAME_loss` of a set."""
+def evaluate(
+    program: Program, batches: RankBatches, own: EvaluationMetrics | None = None
+) -> dict[str, float]:
+    """Return the mean loss over each set of samples to evaluate, the accuracy where there are
+    targets, and the metrics of the user's `own`: as `evaluation_loss` of those held back, and
+    `NAME_loss` of a set."""
     metrics = {}
-    for name, held in batches.evaluations():
+    for name, held in batches.evaluations(answers=own is not None):
         seen = program.evaluate(held)
         metrics[f"{name}_loss"] = seen.loss
         targets = round(seen.targets)  # weighted sums of whole numbers
         if targets:
             metrics[f"{name}_accuracy"] = round(seen.correct) / targets
+        if own is not None and held.answers is not None:
+            values = own.values(*held.answers.gathered())
+            metrics |= {f"{name}_{metric}": value for metric, value in values.items()}
     return metrics
