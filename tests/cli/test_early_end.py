@@ -121,9 +121,8 @@ def test_refused(tmp_path: Path, overrides: tuple[str, ...], expected: str) -> N
             "from predicted classes: it raised ",
         ),
         (
-            "f1: {_target_: torchmetrics.classification.MulticlassF1Score, nm_classes: 5}",
-            "metrics.f1.nm_classes=5 is not an argument of MulticlassF1Score; did you mean "
-            "num_classes? ",
+            "f1: {_target_: torchmetrics.classification.MulticlassF1Score}",
+            "metrics.f1.num_classes is not given, and MulticlassF1Score needs it; write ",
         ),
         ("f1: {_target_: os.system}", "metrics.f1._target_=os.system is a function that does not "),
         ("loss: {_target_: torchmetrics.Metric}", "metrics.loss is a result of every evaluation;"),

@@ -11,16 +11,39 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tokenizers
 import yaml
 from tests.cli.command import ROOT, whale_train
 
 from whale_train.rehearsal import Rehearsal
+
+_CORPORA = ("corpus/a.jsonl", "train/a.jsonl", "valid.jsonl")
+
+
+def _words() -> tokenizers.Tokenizer:
+    """Return a tokenizer of a few words."""
+    names = ("<unk>", "the", "cat", "sat", "on", "mat")
+    vocabulary = {name: number for number, name in enumerate(names)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return words
+
 
 FILES = {
     "my_models.py": "from torch import nn\n\n\nclass Net(nn.Sequential):\n"
     "    def __init__(self, width=8):\n"
     "        super().__init__(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4))\n\n"
     "    def forward(self, features):\n        return super().forward(features)\n",
+    "my_data.py": "import numpy as np\n\n\nclass Crop:\n"
+    "    def __init__(self, size):\n        self.size = size\n\n"
+    "    def __call__(self, picture):\n        return picture[:, : self.size, : self.size]\n\n\n"
+    "class Photos:\n    def __init__(self, folder, transform):\n"
+    "        self.transform = transform\n\n    def __len__(self):\n        return 100\n\n"
+    "    def __getitem__(self, number):\n        picture = np.zeros((3, 80, 80), np.float32)\n"
+    "        return self.transform(picture), number % 4\n",
+    **dict.fromkeys(_CORPORA, '{"text": "the cat sat on the mat"}\n' * 200),
+    "my_tokenizer/tokenizer.json": _words().to_str(),
+    "my_tokenizer/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
     "conf/hardware/my_cluster.yaml": (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text(),
 }
 _SLOW = ("m6_10b", "model=bert_large", "resnet50_100k", "v100_512", "strategy=auto", "auto]")

@@ -60,7 +60,7 @@ class EvaluationBatches(Protocol):
 
     @property
     def answers(self) -> AnswerPairs | None:
-        """Return where this rank keeps its answers; None: nowhere."""
+        """Return the pairs to which this rank adds its answers; None where they are not kept."""
 
     def __iter__(self) -> Iterator[tuple[float, Sequence[Batch]]]: ...
 
