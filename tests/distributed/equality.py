@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tests.distributed.served import Served
 from torch import Tensor, nn
 
-from whale_train.config import OptimizerOptions, Request, read_request
+from whale_train.config import Request, read_request
 from whale_train.data.sources.arrays import ArraysOptions
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
@@ -34,6 +34,7 @@ from whale_train.launcher.ranks.run_files import start_ranks
 from whale_train.launcher.resume import find_checkpoint
 from whale_train.models.export.export import model_path
 from whale_train.models.profile.python_draws import PythonDraws
+from whale_train.optimizer_options import OptimizerOptions
 from whale_train.runtime.comms.process_groups import file_rendezvous, leave
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.pipeline.chunk import Segments

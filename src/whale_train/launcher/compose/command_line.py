@@ -1,7 +1,8 @@
 """Check Hydra's command line before Hydra runs, with complaints in our words and exit status 2.
 
 Hydra itself then composes, sweeps and makes the directories. This file owns the few rewritings that
-let a user's own model take arguments, and a strategy keys, that its config file does not list.
+let a user's own model or optimizer take arguments, and a strategy keys, that its config file does
+not list.
 """
 
 from argparse import Namespace
@@ -41,8 +42,11 @@ from whale_train.launcher.compose.unknown_keys import (
     without_doubtful,
 )
 from whale_train.models.options import MODEL_KEYS
+from whale_train.optimizer_options import OPTIMIZER_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
+# Groups whose option `custom` is a class, and the keys that are not its arguments.
+_OF_CLASSES = {"model": MODEL_KEYS, "optimizer": OPTIMIZER_KEYS}
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
@@ -55,9 +59,9 @@ def asks_version(arguments: Sequence[str]) -> bool:
 def rewritten(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that Hydra accepts, overrides before flags.
 
-    An override of `model._target_` without one of `model` stands for `model=custom`. Arguments of a
-    model's class, keys of a strategy and options of `sbatch` get a `++`, since no config file lists
-    them; their own readers check them.
+    An override of `model._target_` without one of `model` stands for `model=custom`, and likewise
+    of `optimizer._target_`. Arguments of these classes and of a schedule's, keys of a strategy and
+    options of `sbatch` get a `++`, since no config file lists them; their own readers check them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -70,8 +74,8 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     if faults:
         raise ConfigError(faults)
     keys = {o.key_or_group for o in parsed}
-    own_class = "model._target_" in keys and "model" not in keys
-    custom = own_class or any(o.key_or_group == "model" and o.value() == "custom" for o in parsed)
+    own = [x for x in _OF_CLASSES if f"{x}._target_" in keys and x not in keys]
+    custom = {*own, *(o.key_or_group for o in parsed if o.value() == "custom")}
     on_slurm = any(o.key_or_group == "launcher" and o.value() == "slurm" for o in parsed)
     overrides = []
     for override in parsed:
@@ -80,7 +84,8 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         free = (
             first == "strategy"
             or (on_slurm and override.key_or_group.startswith("launcher.sbatch"))
-            or (custom and first == "model" and name.split(".")[0] not in MODEL_KEYS)
+            or (first in custom and name.split(".")[0] not in _OF_CLASSES.get(first, (name,)))
+            or override.key_or_group.startswith("optimizer.schedule.")
         )
         if name and free and not override.is_delete():
             text = "++" + text.lstrip("+")
@@ -88,7 +93,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
             # A graph that is given whole replaces the file's, into which Hydra would merge it.
             overrides.append("~strategy.graph")
         overrides.append(text)
-    return [*(["model=custom"] if own_class else []), *overrides, *flags]
+    return [*(f"{group}=custom" for group in own), *overrides, *flags]
 
 
 def read_own_files(arguments: Sequence[str]) -> None:
