@@ -258,6 +258,7 @@ def read_request(
     sections["hardware"] = _mapping(plain, "hardware", faults)
     for key, kind in (
         ("data", DataOptions),
+        ("optimizer", OptimizerOptions),
         ("launcher", LauncherOptions),
         ("train", TrainOptions),
         ("verify", VerifyOptions),
@@ -267,11 +268,10 @@ def read_request(
         if key == "checkpoint" and isinstance(given, str):  # as in mode=export checkpoint=PATH
             plain[key] = {"path": given}
         section = _mapping(plain, key, faults)
-        if section is not None:
+        if section is not None and key == "optimizer":
+            sections[key] = read_optimizer(section, faults)
+        elif section is not None:
             sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
-    given_optimizer = _mapping(plain, "optimizer", faults)
-    if given_optimizer is not None:
-        sections["optimizer"] = read_optimizer(given_optimizer, faults)
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)

@@ -112,8 +112,9 @@ def _refuse_dims(
     refused = [x for x in parameters if str(len(x.shape)) in optimizer.refused]
     if not refused:
         return
-    why = optimizer.refused[str(len(refused[0].shape))]
-    rule = f"refuses {listed(x.path for x in refused)} ({why})"
+    dims = len(refused[0].shape)
+    rule = f"refuses {listed(x.path for x in refused)}: of {dims} dimensions, a parameter that was "
+    rule += f"tried raised {optimizer.refused[str(dims)]}"
     remedy = "give them an optimizer of their own, as "
     remedy += "optimizer.groups=[{match: ['*norm*', '*.bias'], _target_: torch.optim.AdamW}]"
     faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
