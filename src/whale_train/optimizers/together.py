@@ -5,12 +5,14 @@ and devices of the entries. An entry of the parameter's own shape can be cut as 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from whale_train.optimizers.classes import MakePart
 
@@ -161,7 +163,9 @@ def forms_of(state: Mapping[str, Any], parameter: Tensor) -> dict[str, StateForm
 def _state_like(make: MakePart, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return the state that an update would make of `parameter`, with zeros for its values."""
     real = torch.device("cpu") if parameter.is_meta else parameter.device
-    with torch.device(real):
+    # A parameter on the meta device may be one of many whose operations are watched, not done.
+    unwatched = _disable_current_modes() if parameter.is_meta else nullcontext()
+    with unwatched, torch.device(real):
         small = small_parameter(parameter.dim(), real)
         small.grad = torch.full_like(small, 0.01)
         optimizer = make([{"params": [small], "lr": group["lr"]}])

@@ -52,7 +52,7 @@ class _Trial:
 
 
 def try_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> OptimizerClass:
-    """Return what trying the optimizer `target` with `arguments` shows.
+    """Try the optimizer `target` with `arguments`, and return how it acts.
 
     key: the key of the config that names it.
 
@@ -69,7 +69,7 @@ def try_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> Optimi
 
 
 def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) -> OptimizerClass:
-    """Return what trying the optimizer `make` shows, as `try_optimizer` does."""
+    """Try the optimizer that `make` makes, and return how it acts, as `try_optimizer` does."""
     refused: dict[str, str] = {}
     states: dict[str, tuple[StateEntry, ...]] = {}
     decay, unsaved = None, ""
@@ -96,8 +96,8 @@ def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) 
     unlike = "it draws random numbers" if draws else _unlike_in_parts(make, trial, whole)
     unsaved = unsaved or _unsaved(make, trial, whole, draws)
     of_decay = float(decay) if isinstance(decay, int | float) else None
-    found = (refused, states, unlike, unsaved, draws)
-    return OptimizerClass(key, target, dict(arguments), of_decay, *found)
+    named = (key, target, dict(arguments), of_decay)
+    return OptimizerClass(*named, refused, states, unlike, unsaved, draws)
 
 
 def _after_a_step(make: MakePart, dims: int) -> tuple[Optimizer, Tensor]:
@@ -158,22 +158,22 @@ def _step(optimizer: Together, parameters: Sequence[Tensor], gradients: Sequence
     optimizer.step()
 
 
-def _are_close(found: Sequence[Tensor], wanted: Sequence[Tensor], trial: _Trial) -> bool:
+def _are_close(updated: Sequence[Tensor], wanted: Sequence[Tensor], trial: _Trial) -> bool:
     """Return whether parameters of `trial` have been updated equally, but for rounding."""
     return all(
         _distance(x, y, before) <= _TOLERANCE
-        for x, y, before in zip(found, wanted, trial.values, strict=True)
+        for x, y, before in zip(updated, wanted, trial.values, strict=True)
     )
 
 
-def _distance(found: Tensor, wanted: Tensor, before: Tensor) -> float:
+def _distance(updated: Tensor, wanted: Tensor, before: Tensor) -> float:
     """Return the largest difference of two updates of a parameter, in the largest element of the
     update that is wanted."""
-    both = torch.stack([found, wanted])
+    both = torch.stack([updated, wanted])
     if not bool(both.isfinite().all()):
-        return 0.0 if torch.equal(found.nan_to_num(), wanted.nan_to_num()) else torch.inf
+        return 0.0 if torch.equal(updated.nan_to_num(), wanted.nan_to_num()) else torch.inf
     moved = float((wanted - before).abs().max())
-    apart = float((found - wanted).abs().max())
+    apart = float((updated - wanted).abs().max())
     return apart / moved if moved else (torch.inf if apart else 0.0)
 
 
@@ -212,10 +212,10 @@ def _unlike(
     how: how the parameters were cut, for the answer.
     """
     try:
-        found = update(parts)
+        updated = update(parts)
     except Exception as error:
         return f"of a parameter that is {how} it raises {said(error)}"
-    distances = map(_distance, found, wanted, parts.values)
+    distances = map(_distance, updated, wanted, parts.values)
     largest = max(distances)
     if largest <= _TOLERANCE:
         return ""

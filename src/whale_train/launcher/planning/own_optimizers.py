@@ -14,7 +14,7 @@ from whale_train.strategies.graph.operation_graph import Parameter
 from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import GroupRule, Training
-from whale_train.strategies.resolver.parameter_groups import rule_of
+from whale_train.strategies.resolver.parameter_groups import group_rule
 
 KEY = "optimizer._target_"
 
@@ -29,32 +29,30 @@ def with_optimizers(
     """
     if not request.optimizer.is_custom:
         return training
-    found: list[OptimizerClass] = []
+    tried: list[OptimizerClass] = []
     rules = []
     for key, target, arguments, rule in _named(request, training):
-        tried = _tried(found, key, target, arguments, faults)
-        if tried is None:
-            continue
-        if rule is not None:
-            rules.append(replace(rule, optimizer=tried))
-    if len(rules) < len(training.groups) or not found:
+        place = _place_of(tried, key, target, arguments, faults)
+        if place is not None and rule is not None:
+            rules.append(replace(rule, optimizer=place))
+    if len(rules) < len(training.groups) or not tried:
         return training
-    whole = replace(training, groups=tuple(rules), optimizers=tuple(found))
+    whole = replace(training, groups=tuple(rules), optimizers=tuple(tried))
     of_each: dict[int, list[Parameter]] = {}
     for parameter in parameters:
-        rule = rule_of(rules, parameter)
+        rule = group_rule(rules, parameter)
         of_each.setdefault(0 if rule is None else rule.optimizer, []).append(parameter)
     for number, of in of_each.items():
-        _refuse_dims(found[number], of, faults)
-    _refuse_weight_decay(request, rules, found, faults)
+        _refuse_dims(tried[number], of, faults)
+    _refuse_weight_decay(request, rules, tried, faults)
     if request.checkpoint.every is not None or request.train.resume is not None:
-        for tried_class in found:
-            if tried_class.unsaved:
-                rule_said = f"{tried_class.unsaved}, which a checkpoint cannot hold"
+        for optimizer in tried:
+            if optimizer.unsaved:
+                rule_said = f"{optimizer.unsaved}, which a checkpoint cannot hold"
                 remedy = "use another optimizer, or checkpoint.every=null"
-                faults.append(Fault(tried_class.key, tried_class.target, rule_said, remedy))
+                faults.append(Fault(optimizer.key, optimizer.target, rule_said, remedy))
     widths = {
-        parameter.path: found[number].state_bytes(parameter.shape) / max(1, parameter.elements)
+        parameter.path: tried[number].state_bytes(parameter.shape) / max(1, parameter.elements)
         for number, of in of_each.items()
         for parameter in of
     }
@@ -83,26 +81,26 @@ def _named(request: Request, training: Training) -> list[_Named]:
     return named
 
 
-def _tried(
-    found: list[OptimizerClass],
+def _place_of(
+    tried: list[OptimizerClass],
     key: str,
     target: str,
     arguments: dict[str, Any],
     faults: list[Fault],
 ) -> int | None:
-    """Return the index in `found` of an optimizer, which is tried and added unless it is there, or
+    """Return the index in `tried` of an optimizer, which is tried and added unless it is there, or
     None after adding its faults."""
-    for number, tried in enumerate(found):
-        if (tried.target, tried.arguments) == (target, arguments):
+    for number, optimizer in enumerate(tried):
+        if (optimizer.target, optimizer.arguments) == (target, arguments):
             return number
     from whale_train.optimizers.trial import try_optimizer  # which imports torch
 
     try:
-        found.append(try_optimizer(key, target, arguments))
+        tried.append(try_optimizer(key, target, arguments))
     except ConfigError as error:
         faults += [fault for fault in error.faults if fault not in faults]
         return None
-    return len(found) - 1
+    return len(tried) - 1
 
 
 def _refuse_dims(
@@ -123,16 +121,16 @@ def _refuse_dims(
 def _refuse_weight_decay(
     request: Request,
     rules: Sequence[GroupRule],
-    found: Sequence[OptimizerClass],
+    tried: Sequence[OptimizerClass],
     faults: list[Fault],
 ) -> None:
     """Add a fault for weight decay, or its absence, of an optimizer that has none."""
     options = request.optimizer
-    if options.no_decay is not None and found[0].weight_decay is None:
-        rule = f"has no effect on {found[0].target}, which has no weight_decay"
+    if options.no_decay is not None and tried[0].weight_decay is None:
+        rule = f"has no effect on {tried[0].target}, which has no weight_decay"
         faults.append(Fault("optimizer.no_decay", options.no_decay, rule, "use null"))
     for number, (rule_of_group, group) in enumerate(zip(rules, options.groups, strict=True)):
-        optimizer = found[rule_of_group.optimizer]
+        optimizer = tried[rule_of_group.optimizer]
         if group.weight_decay is not None and optimizer.weight_decay is None:
             rule = f"has no effect on {optimizer.target}, which has no weight_decay"
             key = f"optimizer.groups[{number}].weight_decay"

@@ -20,7 +20,7 @@ def parameter_groups(
     usual = (_weight_decay(training, 0), 1.0, 0)
     groups: dict[tuple[float | None, float, int], list[str]] = {}
     for parameter in parameters:
-        rule = rule_of(training.groups, parameter)
+        rule = group_rule(training.groups, parameter)
         decay, scale, optimizer = usual
         if rule is not None:
             decay, scale, optimizer = rule.weight_decay, rule.lr_scale, rule.optimizer
@@ -43,7 +43,7 @@ def _weight_decay(training: Training, optimizer: int) -> float | None:
     return float(training.optimizer_options.get("weight_decay", 0.0))
 
 
-def rule_of(rules: Iterable[GroupRule], parameter: Parameter) -> GroupRule | None:
+def group_rule(rules: Iterable[GroupRule], parameter: Parameter) -> GroupRule | None:
     """Return the first of `rules` that matches the parameter, or None."""
     return next((rule for rule in rules if _follows(parameter, rule.match)), None)
 
@@ -60,7 +60,7 @@ def explain_parameter_groups(
     """Return a note for the plan about the parameters that `training.no_decay` spares."""
     if not training.no_decay or not _weight_decay(training, 0):
         return ()
-    free = [x for x in parameters if rule_of(training.groups, x) is None]
+    free = [x for x in parameters if group_rule(training.groups, x) is None]
     spared = [parameter.path for parameter in free if is_norm_or_bias(parameter)]
     if not spared:
         return ()

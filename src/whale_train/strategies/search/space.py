@@ -316,9 +316,14 @@ class Space:
             return ()
         return [n for n in divisors(mesh.copies) if 1 < n <= self.experts]
 
-    def keeps(self, zero: int, offload: str) -> bool:
-        """Return whether copies may use the ZeRO stage `zero` and the offload `offload`."""
-        return (self.zero or not zero) and (self.offload or offload == "none")
+    def keeps(self, candidate: Candidate) -> bool:
+        """Return whether the optimizer allows what `candidate` partitions, splits and offloads."""
+        split = candidate.mesh.shards > 1 or candidate.split_head or candidate.experts > 0
+        return (
+            (self.zero or not candidate.zero)
+            and (self.offload or candidate.offload == "none")
+            and (self.splits or not split)
+        )
 
     def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
         """Yield the pairs (ZeRO stage, offload) that copies may use.
