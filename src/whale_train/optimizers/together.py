@@ -76,17 +76,20 @@ class Together(Optimizer):
                 finally:
                     part.param_groups = all_groups
 
-    def make_states(self, parameters: Iterable[Tensor]) -> None:
+    def make_states(self, parameters: Mapping[Tensor, int] | Iterable[Tensor]) -> None:
         """Make the state of those of `parameters` that have none, in the form that an update makes.
 
-        The values are zeros. They are to be overwritten.
+        Parameters that are in no group at the moment are given with the index of theirs. The values
+        are zeros, which are to be overwritten.
         """
-        wanted = set(parameters)
-        for group in self.param_groups:
-            make = self._makers[self._numbers[id(group)]]
-            for parameter in wanted.intersection(group["params"]):
-                if not self.state.get(parameter):
-                    self.state[parameter] = _state_like(make, group, parameter)
+        places = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        if isinstance(parameters, Mapping):
+            places |= parameters
+        for parameter in parameters:
+            if not self.state.get(parameter):
+                group = self.param_groups[places[parameter]]
+                make = self._makers[self._numbers[id(group)]]
+                self.state[parameter] = _state_like(make, group, parameter)
 
     def _begin(self, make: MakePart, group: dict[str, Any]) -> None:
         """Make the state that the optimizer's constructor gives the parameters of `group`, for

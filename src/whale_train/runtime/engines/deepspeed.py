@@ -246,8 +246,13 @@ class DeepSpeedEngine:
         """Make the state of the partitions that have elements of `parameters` and no state yet."""
         inner = self._optimizer.optimizer
         if isinstance(inner, Together):
+            groups: Mapping[Tensor, int] = {}
+            if self._stage == 3:  # between steps its partitions are in no group
+                flats = enumerate(self._optimizer.fp32_partitioned_groups_flat)
+                groups = {x: self._optimizer.sub_group_to_group_id[i] for i, x in flats}
             fragments = (self._fragment(p) for p in parameters if p.requires_grad)
-            inner.make_states({x[0] for x in fragments if x is not None})
+            held = dict.fromkeys(x[0] for x in fragments if x is not None)
+            inner.make_states({x: groups[x] for x in held} if groups else list(held))
 
     def _fragment(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
         """Return the range of this rank's fp32 partition that holds elements of `parameter`; None
