@@ -21,6 +21,11 @@ FILES = {
     "    def __init__(self, width=8):\n"
     "        super().__init__(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4))\n\n"
     "    def forward(self, features):\n        return super().forward(features)\n",
+    "my_optimizers.py": "import torch\n\n\nclass Lion(torch.optim.Optimizer):\n"
+    "    def __init__(self, parameters, lr):\n        super().__init__(parameters, {'lr': lr})\n\n"
+    "    @torch.no_grad()\n    def step(self):\n"
+    "        for group in self.param_groups:\n            for x in group['params']:\n"
+    "                x.sub_(x.grad.sign(), alpha=group['lr'])\n",
     "conf/hardware/my_cluster.yaml": (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text(),
 }
 _SLOW = ("m6_10b", "model=bert_large", "resnet50_100k", "v100_512", "strategy=auto", "auto]")
