@@ -34,9 +34,9 @@ class Slow:
     def __init__(self, dataset: Dataset, seconds: float) -> None:
         self._dataset, self._seconds = dataset, seconds
 
-    def samples(self, indices: Indices) -> Batch:
+    def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
         time.sleep(self._seconds)
-        return self._dataset.samples(indices)
+        return self._dataset.samples(indices, draws)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
@@ -55,10 +55,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         join(file_rendezvous(run_dir), 0, 1, CPU)
+        slow = Slow(prepared.data.training, options.read_ms / 1e3)
         datasets: dict[str, Callable[[], Any]] = {
             "there at once": lambda: prepared,
             f"{options.read_ms:g} ms a batch": lambda: replace(
-                worker.prepare(request), dataset=Slow(prepared.dataset, options.read_ms / 1e3)
+                worker.prepare(request), data=replace(prepared.data, training=slow)
             ),
         }
         sides = {}

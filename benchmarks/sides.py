@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.config import Request, read_request
-from whale_train.data.open import open_dataset
+from whale_train.data.evaluation_sets import open_data
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.models.class_head import ClassHead
@@ -58,7 +58,7 @@ class Ours:
         seat = RankContext(rank, CPU, groups, channels, compiler=compiler)
         torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
-        batches = RankBatches(request, plan, prepared.dataset, rank, CPU)
+        batches = RankBatches(request, plan, prepared.data, rank, CPU)
         metrics = Metrics(run_dir, False, CPU) if rank == 0 else None
         # Two loops over one program, which differ in whether they measure the norm.
         self._loops = []
@@ -103,8 +103,8 @@ def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
 
     It is for plans in which a rank's part of a global batch is one micro-batch.
     """
-    dataset = open_dataset(request.data)
-    sources = [RankBatches(request, plan, dataset, rank, CPU) for rank in range(plan.world_size)]
+    data = open_data(request.data)
+    sources = [RankBatches(request, plan, data, rank, CPU) for rank in range(plan.world_size)]
     rank_batches: list[list[Batch]] = [[] for _ in sources]
     for source, batches in zip(sources, rank_batches, strict=True):
         for step in range(count):

@@ -26,16 +26,27 @@ class TargetKind:
 
     name: what one is called in messages, as `torch.nn.Module`.
     includes: function that returns whether a class is of the kind.
+    returned: function that returns whether what a function returns is of a fitting class; None: as
+        `includes`.
+    wanted: the remedy for what is not of the kind; '' for the usual one.
     """
 
     name: str
     includes: Callable[[type], bool]
+    returned: Callable[[type], bool] | None = None
+    wanted: str = ""
 
     @property
     def remedy(self) -> str:
         """Return the remedy for what is not of this kind."""
         short = ".".join(self.name.split(".")[-2:])
-        return f"name a {self.name} class, or a function annotated to return one (-> {short})"
+        usual = f"name a {self.name} class, or a function annotated to return one (-> {short})"
+        return self.wanted or usual
+
+    @property
+    def fits(self) -> Callable[[type], bool]:
+        """Return the function that tells whether a function may return objects of a class."""
+        return self.returned or self.includes
 
 
 @contextmanager
@@ -177,4 +188,61 @@ def _names_only(
         bounds = resolved.__constraints__ or (resolved.__bound__,)
         return all(_names_only(kind, bound, function, owner) for bound in bounds)
     made = origin or resolved  # of a generic class
-    return isinstance(made, type) and kind.includes(made)
+    return isinstance(made, type) and kind.fits(made)
+
+
+def called(key: str, value: Any) -> Any:
+    """Return an argument of a config, in which mappings with a `_target_` are called, inner first.
+
+    A class may be named whose objects can be called, as those of transforms. Raises ConfigError,
+    with the config's `key`.
+    """
+    if isinstance(value, Mapping):
+        inner = {name: called(f"{key}.{name}", item) for name, item in value.items()}
+        target = inner.pop("_target_", None)
+        return inner if target is None else _object(key, str(target), inner)
+    if isinstance(value, list | tuple):
+        return [called(f"{key}[{number}]", item) for number, item in enumerate(value)]
+    return value
+
+
+def _can_be_called(made: type) -> bool:
+    """Return whether the objects of a class can be called."""
+    return "__call__" in dir(made)
+
+
+_CALLABLE = TargetKind(
+    "class with a __call__",
+    _can_be_called,
+    lambda _: False,
+    "name a class whose objects can be called, as those of transforms",
+)
+
+
+def _object(key: str, target: str, arguments: Mapping[str, Any]) -> Any:
+    """Return an object of the class at the path `target`."""
+    made = imported(f"{key}._target_", target, _CALLABLE)
+    faults = argument_faults(made, arguments, key, target.rpartition(".")[2])
+    if faults:
+        raise ConfigError(faults)
+    try:
+        return made(**arguments)
+    except Exception as error:
+        rule = f"cannot be made: it raised {said(error)}"
+        raise ConfigError([Fault(f"{key}._target_", target, rule, "correct it")]) from error
+
+
+def named_function(
+    key: str, target: str, arguments: Mapping[str, Any], returns: TargetKind
+) -> Callable[..., Any]:
+    """Return the function at the path `target`, with `arguments` bound, or an object of a class.
+
+    The objects of the class must be callable. The function must be annotated to return something of
+    the kind `returns`. Nothing else is called. Raises ConfigError, with the config's `key`.
+    """
+    wanted = f"name a function annotated to return a {returns.name}, or a class with a __call__"
+    kind = TargetKind("class with a __call__", _can_be_called, returns.includes, wanted)
+    made = imported(f"{key}._target_", target, kind)
+    if isinstance(made, type):
+        return _object(key, target, arguments)  # type: ignore[no-any-return]
+    return partial(made, **arguments) if arguments else made

@@ -93,7 +93,10 @@ def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
             "model=hf model.architcture=GPT2LMHeadModel",
             ["model.architcture=GPT2LMHeadModel: did you mean model.architecture?"],
         ),
-        ("data=images data.path=x", ["data.path=x: data=arrays, hf_dataset, text have it"]),
+        (
+            "data=images data.path=x",
+            ["data.path=x: data=arrays, hf_dataset, text, text_files have it"],
+        ),
         pytest.param(
             "launcher.sbatch.partition=gpu",
             ["launcher.sbatch.partition=gpu: launcher=slurm has it"],

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.distributed.cases import ONE, UNEVEN, hardware
-from tests.distributed.equality import JobFailed, Jobs, save
+from tests.distributed.equality import Arrays, JobFailed, Jobs, save
 from tests.distributed.evaluated_models import Tagger, Taught
-from tests.pairs import covering
+from tests.pairs import covering, some
 from torch import Tensor
 
 from whale_train.data.open import open_dataset
@@ -77,7 +77,12 @@ def evaluated_plainly(path: Path, fraction: float, samples: int, loss: str) -> l
     options = {"kind": "arrays", "path": str(path), "evaluation_fraction": fraction}
     dataset = open_dataset(ArraysOptions.model_validate(options))
     numbers = np.arange(min(samples, dataset.num_evaluation_samples))
-    batch = {k: torch.from_numpy(v) for k, v in dataset.evaluation_samples(numbers).items()}
+    return evaluated_whole(dataset.evaluation_samples(numbers), loss)
+
+
+def evaluated_whole(samples: Arrays, loss: str) -> list[float]:
+    """Accuracy, where there are targets, and loss of samples as one batch."""
+    batch = {k: torch.from_numpy(v) for k, v in samples.items()}
     torch.manual_seed(SEED)
     model = Tagger(loss).eval()
     logits: list[tuple[Tensor, Tensor]] = []
@@ -157,6 +162,23 @@ def test_an_evaluation_is_one_process_on_all_held_back_samples(
     assert found.evaluations == pytest.approx(
         evaluated_plainly(path, fraction, samples, loss), rel=REL
     )
+
+
+@pytest.mark.parametrize("graph", some(["dp", "hybrid", "pipeline"], ["hybrid"]))
+def test_named_sets_are_evaluated_each_by_itself(jobs: Jobs, folder: Path, graph: str) -> None:
+    """Beside the samples that are held back."""
+    path, fraction, count = folder / "some.npz", 0.5, 19
+    sets = f"data.evaluation={{valid: {{path: {folder}/all.npz}}, again: {{}}}}"
+    options = (sets, "+model.loss_of=mixed", f"train.evaluation_samples={count}")
+    place = (*hardware(2, UNEVEN), f"strategy.graph={GRAPHS[graph]}")
+    (line,) = jobs.run([*evaluating(path, fraction, "Tagger"), *options, *place]).lines
+    expected = {"evaluation": evaluated_plainly(path, fraction, count, "mixed")}
+    for name, file in (("valid", "all"), ("again", "some")):
+        arrays = {key: array[:count] for key, array in np.load(folder / f"{file}.npz").items()}
+        expected[name] = evaluated_whole(arrays, "mixed")
+    for name, values in expected.items():
+        found = [line[f"{name}_accuracy"], line[f"{name}_loss"]]
+        assert found == pytest.approx(values, rel=REL), name
 
 
 def evaluating(path: Path, fraction: float, model: str) -> list[str]:

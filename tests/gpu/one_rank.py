@@ -53,7 +53,7 @@ def main() -> None:
         seat = RankContext(0, device, groups, channels, compiler=compiler)
         torch.manual_seed(request.seed)
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
-        batches = RankBatches(request, plan, prepared.dataset, 0, device)
+        batches = RankBatches(request, plan, prepared.data, 0, device)
         loop = Loop(request, plan, program, batches, None)
         for number in range(request.train.steps):
             if number == _SETTING_UP:

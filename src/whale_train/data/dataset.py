@@ -5,12 +5,13 @@ Which indices an optimizer step takes is decided in `order.py`, never here.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import StringConstraints
 
 from whale_train.data.permutation import permute
 from whale_train.data.random_bits import stream_key
@@ -18,6 +19,9 @@ from whale_train.strategies.graph.operation_graph import InputField
 
 Indices = NDArray[np.int64]
 Batch = dict[str, NDArray[Any]]
+EvaluationSets = Mapping[
+    Annotated[str, StringConstraints(pattern=r"^[A-Za-z]\w*$")], Mapping[str, Any]
+]
 
 
 class Dataset(Protocol):
@@ -35,11 +39,12 @@ class Dataset(Protocol):
     def num_evaluation_samples(self) -> int:
         """Return the number of samples held back, none of which is a training sample."""
 
-    def samples(self, indices: Indices) -> Batch:
+    def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
         """Return the training samples `indices`, in the order asked for.
 
-        `indices` are int64 `[n]`, each in 0..num_samples-1. The result has, per field, an array
-        `[n, *field.shape]` of the field's dtype.
+        `indices` are int64 `[n]`, each in 0..num_samples-1. `draws`, int64 `[n]`, are the samples'
+        places in the whole run, which choose all that is random in them; None: the indices. The
+        result has, per field, an array `[n, *field.shape]` of the field's dtype.
         """
 
     def evaluation_samples(self, indices: Indices) -> Batch:
@@ -102,17 +107,20 @@ class RowDataset:
 
     fields: tensors of one sample.
     held_back: rows that are held back.
-    read_rows: returns the rows of given numbers, int64 `[n]`, as a batch.
+    read_rows: returns the rows of given numbers, int64 `[n]`, as a batch; their draws, int64 `[n]`,
+        choose what is random in them.
     read_field: returns one field of rows that follow each other, `[n, *field.shape]`; None for data
         that the project has or makes itself.
     notes: what a plan says of the data.
+    workers: processes of each rank that read samples to train on; 0: a thread of the rank does.
     """
 
     fields: tuple[InputField, ...]
     held_back: HeldBackRows
-    read_rows: Callable[[Indices], Batch]
+    read_rows: Callable[[Indices, Indices], Batch]
     read_field: Callable[[InputField, slice], NDArray[Any]] | None = None
     notes: tuple[Note, ...] = ()
+    workers: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -122,11 +130,12 @@ class RowDataset:
     def num_evaluation_samples(self) -> int:
         return len(self.held_back.rows)
 
-    def samples(self, indices: Indices) -> Batch:
-        return self.read_rows(self.held_back.training_rows(indices))
+    def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
+        draws = indices if draws is None else draws
+        return self.read_rows(self.held_back.training_rows(indices), draws)
 
     def evaluation_samples(self, indices: Indices) -> Batch:
-        return self.read_rows(self.held_back.rows[indices])
+        return self.read_rows(self.held_back.rows[indices], indices)
 
 
 @dataclass(frozen=True)

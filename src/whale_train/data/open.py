@@ -7,22 +7,37 @@ from pydantic import Field
 from whale_train.data.dataset import Dataset
 from whale_train.data.sources.arrays import ArraysOptions, open_arrays
 from whale_train.data.sources.classes import ClassesOptions, open_classes
+from whale_train.data.sources.custom import CustomOptions, open_custom
 from whale_train.data.sources.digits import DigitsOptions, open_digits
 from whale_train.data.sources.hf_dataset import HfDatasetOptions, open_hf_dataset
 from whale_train.data.sources.images import ImagesOptions, open_images
 from whale_train.data.sources.text import TextOptions, open_text
+from whale_train.data.sources.text_files import TextFilesOptions, open_text_files
+from whale_train.data.tokens.make_store import Watch
 
 DataOptions = Annotated[
-    TextOptions | ArraysOptions | DigitsOptions | ClassesOptions | ImagesOptions | HfDatasetOptions,
+    TextOptions
+    | TextFilesOptions
+    | ArraysOptions
+    | DigitsOptions
+    | ClassesOptions
+    | ImagesOptions
+    | HfDatasetOptions
+    | CustomOptions,
     Field(discriminator="kind"),
 ]
 
 
-def open_dataset(options: DataOptions) -> Dataset:
-    """Return the dataset that `options` describe, ready to read. Raises ConfigError."""
+def open_dataset(options: DataOptions, watch: Watch | None = None) -> Dataset:
+    """Return the dataset that `options` describe, ready to read.
+
+    `watch` is told how far long preparations are, in bytes. Raises ConfigError.
+    """
     match options:
         case TextOptions():
             return open_text(options)
+        case TextFilesOptions():
+            return open_text_files(options, watch)
         case ArraysOptions():
             return open_arrays(options)
         case DigitsOptions():
@@ -33,5 +48,7 @@ def open_dataset(options: DataOptions) -> Dataset:
             return open_images(options)
         case HfDatasetOptions():
             return open_hf_dataset(options)
+        case CustomOptions():
+            return open_custom(options)
         case _:
             assert_never(options)

@@ -6,7 +6,8 @@ why every plan trains on the same batches.
 
 import numpy as np
 
-from whale_train.data.dataset import Indices
+from whale_train.data.dataset import Dataset, Indices
+from whale_train.data.mixture import MixedDataset
 from whale_train.data.permutation import permute
 from whale_train.data.random_bits import random_bits, stream_key
 
@@ -35,6 +36,14 @@ def indices_from(position: int, num_samples: int, count: int, seed: int, shuffle
     if not shuffle:
         return places
     return permute(places, num_samples, random_bits(stream_key("order", seed), epochs))
+
+
+def samples_at(dataset: Dataset, position: int, count: int, seed: int, shuffle: bool) -> Indices:
+    """Return the indices of `count` training samples of `dataset` from `position` of the whole run
+    on, int64 `[count]`."""
+    if isinstance(dataset, MixedDataset):
+        return dataset.indices_at(position + np.arange(count, dtype=np.int64), seed, shuffle)
+    return indices_from(position, dataset.num_samples, count, seed, shuffle)
 
 
 def evaluation_batches(num_samples: int, global_batch: int) -> list[tuple[float, Indices]]:

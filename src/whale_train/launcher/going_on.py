@@ -31,7 +31,11 @@ from whale_train.validation import as_yaml
 KEY, DATA_KEY = "train.resume", "train.resume_data"
 _ORDER = ("seed", "data.shuffle", "data.evaluation_fraction")
 # Options that say where rows are read, and nothing about the rows.
-_PLACES = ("data.path", "data.split", "data.columns", "data.max_bytes")
+_PLACES = (
+    *("data.path", "data.split", "data.columns", "data.max_bytes"),
+    *("data.tokenizer", "data.cache", "data.field", "data.evaluation"),
+    *("data.target", "data.arguments", "data.fields", "data.collate", "data.pad", "data.workers"),
+)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -84,6 +88,10 @@ def _kind(options: OptimizerOptions) -> str:
 def _data_options(request: Request) -> dict[str, Any]:
     """Return the options that determine the samples of a run and their order, by key."""
     options = request.data.model_dump()
+    if sources := options.pop(
+        "sources", ()
+    ):  # their samples are compared, but not how many of each
+        options["weights"] = [source["weight"] for source in sources]
     return {"seed": request.seed, **{f"data.{key}": value for key, value in options.items()}}
 
 

@@ -14,8 +14,11 @@ from rich.text import Text
 
 from whale_train.checkpoints.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
+from whale_train.data.evaluation_sets import open_data
+from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.disk import is_full
 from whale_train.errors import ConfigError, Fault, RequestError
+from whale_train.hub import fetch
 from whale_train.launcher.attempts import (
     Attempt,
     attempts_view,
@@ -75,8 +78,9 @@ from whale_train.launcher.ui.show_comparison import comparison_view, refuse_all
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
+from whale_train.launcher.ui.tokenising import tokenising_shown
 from whale_train.machine.hosts import REFUSED
-from whale_train.models.weights.hub import fetch
+from whale_train.models.weights.saved_configs import KEY as PRETRAINED
 from whale_train.strategies.plan.plan import Decision
 
 ELSEWHERE = ("ssh", "slurm")  # kinds of launchers that start ranks by processes of their own
@@ -108,7 +112,14 @@ def run_job(
         if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
             early.stop()
         if request.model.pretrained is not None:
-            fetch(request.model.pretrained, weights=request.mode not in ("plan", "rehearse"))
+            fetch(
+                PRETRAINED,
+                request.model.pretrained,
+                weights=request.mode not in ("plan", "rehearse"),
+            )
+        if isinstance(request.data, TextFilesOptions):
+            with tokenising_shown() as watch:
+                open_data(request.data, watch)
         if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
         with stop_signals() as signals:

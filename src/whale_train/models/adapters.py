@@ -17,8 +17,8 @@ from torch import nn
 
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.extras import how_to_install
+from whale_train.hub import is_on_hub
 from whale_train.models.options import ADAPTERS as KEY
-from whale_train.models.weights.hub import is_on_hub
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # where peft looks for them
 # Values of `init_lora_weights` that leave the weights alone to which adapters are added. With

@@ -24,7 +24,7 @@ from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.extras import how_to_install
 from whale_train.models.adapters import adapter_faults, add_adapters
 from whale_train.models.options import RULES, ModelOptions
-from whale_train.models.weights.hub import folder_of, saved_configs, too_many_layers
+from whale_train.models.weights.saved_configs import folder_of, saved_configs, too_many_layers
 from whale_train.models.weights.shared_layers import share_layers
 from whale_train.models.weights.stored import open_folder
 from whale_train.own_code import TargetKind, argument_faults, importable, imported, said

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from whale_train.errors import ConfigError, Fault
-from whale_train.own_code import TargetKind, argument_faults, importable, imported
+from whale_train.own_code import TargetKind, argument_faults, by_keyword, importable, imported
 
 OPTIMIZER = TargetKind("torch.optim.Optimizer", lambda made: issubclass(made, Optimizer))
 
@@ -40,11 +40,13 @@ def load_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> MakeP
 
 
 def _first_parameter(made: Callable[..., Any]) -> str | None:
-    """Return the name of the first parameter of `made`, or None where it has no signature."""
+    """Return the name of the first parameter of `made`; None where it cannot be given by name."""
     try:
-        return next(iter(inspect.signature(made).parameters), None)
+        parameters = inspect.signature(made).parameters
     except ValueError:  # written in C
         return None
+    first = next(iter(parameters), None)
+    return first if first in by_keyword(parameters)[0] else None
 
 
 def _made(made: Callable[..., Any], arguments: dict[str, Any], groups: Groups) -> Optimizer:

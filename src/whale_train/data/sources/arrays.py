@@ -17,7 +17,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
+from whale_train.data.dataset import Batch, Dataset, EvaluationSets, Indices, RowDataset, hold_back
 from whale_train.data.paths import (
     UserPath,
     missing_path,
@@ -32,7 +32,7 @@ from whale_train.strategies.graph.operation_graph import InputField
 
 # What is handed to the model for each dtype in the file. Torch's defaults for numbers and indices
 # are float32 and int64, NumPy's float64 and (on some platforms) int32.
-_HANDED_OVER = {
+HANDED_OVER = {
     name: {"float64": "float32", "int32": "int64"}.get(name, name)
     for name in (
         *("bool", "uint8", "int8", "int16", "int32", "int64"),
@@ -54,6 +54,7 @@ class ArraysOptions(BaseModel):
     path: an .npz file of arrays named like the model's forward arguments.
     shuffle: whether epochs are permuted.
     evaluation_fraction: share of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None: there are none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +63,7 @@ class ArraysOptions(BaseModel):
     path: UserPath
     shuffle: bool = True
     evaluation_fraction: float = Field(0.0, ge=0, lt=1)
+    evaluation: EvaluationSets | None = None
 
 
 def open_arrays(options: ArraysOptions) -> Dataset:
@@ -92,7 +94,7 @@ def open_arrays(options: ArraysOptions) -> Dataset:
     fields = tuple(_field(name, array) for name, array in arrays.items())
     dtypes = {field.name: field.dtype for field in fields}
 
-    def read_rows(rows: Indices) -> Batch:
+    def read_rows(rows: Indices, draws: Indices) -> Batch:
         return {name: array[rows].astype(dtypes[name]) for name, array in arrays.items()}
 
     def read_field(field: InputField, rows: slice) -> NDArray[Any]:
@@ -151,7 +153,7 @@ def _read_member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
             raise path_error(path, rule, _REMEDY) from error
         header_bytes = file.tell()
         name = info.filename.removesuffix(".npy")
-        if dtype.name not in _HANDED_OVER or 0 in shape or not shape:
+        if dtype.name not in HANDED_OVER or 0 in shape or not shape:
             return _Member(name, shape, dtype, None)
         num_bytes = dtype.itemsize * math.prod(shape)
         if header_bytes + num_bytes != info.file_size:
@@ -258,9 +260,9 @@ def _faults(path: str, members: list[_Member]) -> list[Fault]:
             rule = f"holds Python objects in array {member.name}, which are never unpickled"
             remedy = "save numbers: sequences padded to one length, for instance"
             faults.append(Fault("data.path", path, rule, remedy))
-        elif member.dtype.name not in _HANDED_OVER:
+        elif member.dtype.name not in HANDED_OVER:
             rule = f"has array {member.name} of dtype {member.dtype.name}"
-            remedy = f"save it as one of: {', '.join(_HANDED_OVER)}"
+            remedy = f"save it as one of: {', '.join(HANDED_OVER)}"
             faults.append(Fault("data.path", path, rule, remedy))
         elif not member.shape:
             rule = f"has array {member.name} without a first axis to be the sample"
@@ -289,5 +291,5 @@ def _field(name: str, array: NDArray[Any]) -> InputField:
             (int(part.min()), int(part.max())) for part in (array[i : i + step] for i in chunks)
         ]
         smallest, bound = min(low for low, _ in extremes), max(high for _, high in extremes) + 1
-    dtype = _HANDED_OVER[array.dtype.name]
+    dtype = HANDED_OVER[array.dtype.name]
     return InputField(name, array.shape[1:], dtype, max(0, bound), min(0, smallest))

@@ -40,7 +40,7 @@ def open_digits(options: DigitsOptions) -> Dataset:
     pixels = (bunch.images[:, None] / _BRIGHTEST).astype(np.float32)
     labels = bunch.target.astype(np.int64)
 
-    def read_rows(rows: Indices) -> Batch:
+    def read_rows(rows: Indices, draws: Indices) -> Batch:
         return {"pixel_values": pixels[rows], "labels": labels[rows]}
 
     fields = (

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from whale_train.data.dataset import Batch, Dataset, Indices, Note, RowDataset, hold_back
+from whale_train.data.dataset import (
+    Batch,
+    Dataset,
+    EvaluationSets,
+    Indices,
+    Note,
+    RowDataset,
+    hold_back,
+)
 from whale_train.data.files import files_in, place_of, read_files, read_saved
 from whale_train.data.paths import (
     UserPath,
@@ -37,6 +45,7 @@ class HfDatasetOptions(BaseModel):
     columns: column of each forward argument; None takes every column under its own name.
     shuffle: whether epochs are permuted.
     evaluation_fraction: share of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None: there are none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +56,7 @@ class HfDatasetOptions(BaseModel):
     columns: Mapping[str, str] | None = None
     shuffle: bool = True
     evaluation_fraction: float = Field(0.0, ge=0, lt=1)
+    evaluation: EvaluationSets | None = None
 
 
 def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
@@ -89,7 +99,7 @@ def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
     if faults:
         raise ConfigError(faults)
 
-    def read_rows(rows: Indices) -> Batch:
+    def read_rows(rows: Indices, draws: Indices) -> Batch:
         read = table[rows.tolist()]
         return {x.name: _stacked(read[columns[x.name]], x, columns[x.name]) for x in fields}
 

@@ -78,7 +78,7 @@ class _Images:
     def num_evaluation_samples(self) -> int:
         return round(self.options.num_samples * self.options.evaluation_fraction)
 
-    def samples(self, indices: Indices) -> Batch:
+    def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
         return self._generate("training", indices, self.num_samples)
 
     def evaluation_samples(self, indices: Indices) -> Batch:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
+from whale_train.data.dataset import Batch, Dataset, EvaluationSets, Indices, RowDataset, hold_back
 from whale_train.data.paths import UserPath, missing_path, refuse_special, unreadable
 from whale_train.data.random_bits import random_bits, stream_key
+from whale_train.data.tokens.corpus_files import COMPRESSED, suffix_of
 from whale_train.errors import ConfigError, Fault
 from whale_train.strategies.graph.operation_graph import InputField
 
@@ -41,6 +42,7 @@ class TextOptions(BaseModel):
     max_bytes: bytes of the corpus at most; None is 8 MB of the standard library, and all of a path.
     shuffle: whether epochs are permuted.
     evaluation_fraction: share of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None: there are none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,6 +54,7 @@ class TextOptions(BaseModel):
     max_bytes: int | None = Field(None, ge=2)
     shuffle: bool = True
     evaluation_fraction: float = Field(0.1, ge=0, lt=1)
+    evaluation: EvaluationSets | None = None
 
 
 def open_text(options: TextOptions) -> Dataset:
@@ -74,7 +77,7 @@ def open_text(options: TextOptions) -> Dataset:
     windows = corpus[: num_windows * length].reshape(num_windows, length)
     masked = options.objective == "masked"
 
-    def read_rows(rows: Indices) -> Batch:
+    def read_rows(rows: Indices, draws: Indices) -> Batch:
         tokens = windows[rows].astype(np.int64)
         return _masked(tokens, rows) if masked else {"input_ids": tokens, "labels": tokens.copy()}
 
@@ -112,6 +115,8 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
         if not os.path.exists(path):
             raise missing_path(options.path)
         refuse_special(options.path)
+        if suffix_of(options.path) not in ("", ".txt") or options.path.endswith(COMPRESSED):
+            raise ConfigError([_not_text(options.path)])
         if path.is_dir():
             return _joined(_below(path, source_only=False), options.max_bytes)
         size = path.stat().st_size
@@ -120,6 +125,13 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
         return np.memmap(path, np.uint8, mode="r", shape=(min(size, options.max_bytes or size),))
     except OSError as error:
         raise unreadable(error, str(path)) from error
+
+
+def _not_text(path: str) -> Fault:
+    """Return the fault of a file whose bytes are no text, but hold some."""
+    rule = "would be trained on as it lies there, with all that is around its texts"
+    remedy = f"use data=text_files data.path={path} data.tokenizer=DIR, or a .txt file"
+    return Fault("data.path", path, rule, remedy)
 
 
 def _below(folder: Path, source_only: bool) -> Iterator[Path]:

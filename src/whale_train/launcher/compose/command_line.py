@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from whale_train.config import read_request
+from whale_train.data.sources.custom import DATA_KEYS
 from whale_train.errors import ConfigError, Fault, RequestError, nearest
 from whale_train.launcher.compose.config_files import read_within_bounds
 from whale_train.launcher.compose.hydra_keys import code_faults
@@ -46,7 +47,7 @@ from whale_train.optimizer_options import OPTIMIZER_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
 # Groups whose option `custom` is a class, and the keys that are not its arguments.
-_OF_CLASSES = {"model": MODEL_KEYS, "optimizer": OPTIMIZER_KEYS}
+_OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KEYS}
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
@@ -60,8 +61,9 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that Hydra accepts, overrides before flags.
 
     An override of `model._target_` without one of `model` stands for `model=custom`, and likewise
-    of `optimizer._target_`. Arguments of these classes and of a schedule's, keys of a strategy and
-    options of `sbatch` get a `++`, since no config file lists them; their own readers check them.
+    of `data._target_` and `optimizer._target_`. Arguments of these classes and of a schedule's,
+    keys of a strategy and options of `sbatch` get a `++`, since no config file lists them; their
+    own readers check them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """

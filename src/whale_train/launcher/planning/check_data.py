@@ -1,7 +1,7 @@
 """Check that a request's data and model agree on numbers of tokens and classes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset, RowDataset, can_be_searched, first_row
+from whale_train.data.evaluation_sets import OpenedData
+from whale_train.data.mixture import MixedDataset
 from whale_train.data.sources.text import IGNORED_LABEL
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import (
@@ -22,31 +24,45 @@ from whale_train.strategies.plan.plan import Decision
 
 
 def check_data(
-    request: Request, profile: ModelProfile, dataset: Dataset, faults: list[Fault]
+    request: Request, profile: ModelProfile, data: OpenedData, faults: list[Fault]
 ) -> None:
     """Add to `faults` where the data and the model do not agree.
 
-    Checked are held-back samples for evaluations, a parameter to train, and the range of tokens and
-    classes.
+    Checked are samples for evaluations, a parameter to train, and the range of tokens and classes.
     """
-    train = request.train
-    if train.evaluate_every is not None and not dataset.num_evaluation_samples:
-        rule, every = "needs held-back samples, and there are none", str(train.evaluate_every)
-        remedy = "raise data.evaluation_fraction, or use null"
-        faults.append(Fault("train.evaluate_every", every, rule, remedy))
+    every, dataset = request.train.evaluate_every, data.training
+    if every is not None and not dataset.num_evaluation_samples and not data.sets:
+        rule, remedy = (
+            "needs held-back samples, and there are none",
+            "raise data.evaluation_fraction",
+        )
+        remedy += ", name sets in data.evaluation, or use null"
+        faults.append(Fault("train.evaluate_every", str(every), rule, remedy))
+    if every is None and data.sets:
+        rule = "is never evaluated (train.evaluate_every=null)"
+        remedy = "use train.evaluate_every=100 or the like, or leave it out"
+        faults.append(Fault("data.evaluation", ", ".join(data.sets), rule, remedy))
     if not profile.parameters:
         rule, remedy = "has no parameter to train", "give it one with requires_grad"
         faults.append(Fault("model", request.names.get("model", ""), rule, remedy))
-    data = request.names.get("data", "")
+    name = request.names.get("data", "")
+    _check_numbers(profile, name, dataset, faults)
+    for key, dataset in data.sets.items():
+        of_set = replace(profile, inputs=dataset.fields)
+        _check_numbers(of_set, f"{name}, set {key},", dataset, faults)
+
+
+def _check_numbers(profile: ModelProfile, name: str, dataset: Dataset, faults: list[Fault]) -> None:
+    """Add to `faults` where the numbers of `dataset`, called `name`, are beyond the model's."""
     for number in _numbers(profile):
-        fault = number.fault(data, dataset)
+        fault = number.fault(name, dataset)
         if fault is not None and fault not in faults:
             faults.append(fault)
 
 
 def explain_data(dataset: Dataset) -> tuple[Decision, ...]:
     """Return the plan's notes about the data."""
-    notes = dataset.notes if isinstance(dataset, RowDataset) else ()
+    notes = dataset.notes if isinstance(dataset, RowDataset | MixedDataset) else ()
     return tuple(Decision(note.key, note.value, "", note.reason) for note in notes)
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whale_train.config import Request
-from whale_train.data.dataset import Dataset
+from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.fingerprint import Fingerprint, fingerprint
-from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.planning.additions import explain_additions
 from whale_train.launcher.planning.architectures import refused_architectures
@@ -34,6 +33,7 @@ from whale_train.launcher.planning.devices.emulation import paces as emulated_pa
 from whale_train.launcher.planning.devices.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.devices.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.evaluations import explain_evaluations, refuse_uncounted
+from whale_train.launcher.planning.isolated_documents import refuse_joined_documents
 from whale_train.launcher.planning.loss_read import explain_logits
 from whale_train.launcher.planning.own_optimizers import (
     explain_optimizers,
@@ -144,16 +144,18 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         used = place.cluster.chosen(strategy.devices)
         if used.devices:
             _refuse_link_speed(request, used, place.emulated, faults)
-    dataset = _dataset(request, faults)
+    data = _data(request, faults)
     if request.mode == "train":
         _refuse_offloading(request, faults)
         if place is not None and place.device == "cpu":
             _refuse_compiling(request, faults)
-    if faults or place is None or dataset is None:
+    if faults or place is None or data is None:
         raise ConfigError(faults)
     cluster, device, emulated = place.cluster, place.device, place.emulated
+    dataset = data.training
     profile = profile_of(request, dataset)
-    check_data(request, profile, dataset, faults)
+    check_data(request, profile, data, faults)
+    refuse_joined_documents(request, profile, faults)
     if not profile.parameters:  # without which there is no plan, nor more faults to find
         raise ConfigError(faults)
     refuse_unmatched(training.groups, profile.parameters, faults)
@@ -216,8 +218,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         plan = assign_devices(plan, used, hosts)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
-    data = fingerprint(dataset) if _has_checkpoints(request) else None
-    made_of = (plan, used, profile, device, emulated, dataset.num_samples, data)
+    print_of_data = fingerprint(dataset) if _has_checkpoints(request) else None
+    made_of = (plan, used, profile, device, emulated, dataset.num_samples, print_of_data)
     return Resolved(*made_of, paces, links, timeline, made.written)
 
 
@@ -324,16 +326,18 @@ def resolve_each(
     Raises ConfigError where the request is wrong under all of them.
     """
     faults: list[Fault] = []
-    place, dataset = place_of(request, this_host_of(request), faults), _dataset(request, faults)
-    if faults or place is None or dataset is None:
+    place, data = place_of(request, this_host_of(request), faults), _data(request, faults)
+    if faults or place is None or data is None:
         raise ConfigError(faults)
+    dataset = data.training
     request, _ = with_precision(request, place.cluster, place.device)
     refuse_reduce_dtype(request, faults)
     cluster, _ = with_tf32(request, place.cluster, faults)
     training = training_of(request)
     device, emulated = place.device, place.emulated
     profile = profile_of(request, dataset)
-    check_data(request, profile, dataset, faults)
+    check_data(request, profile, data, faults)
+    refuse_joined_documents(request, profile, faults)
     training = with_optimizers(request, training, profile.parameters, faults)
     schedule_decisions(request, faults)
     if faults:
@@ -359,10 +363,10 @@ def resolve_each(
     return plans
 
 
-def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
+def _data(request: Request, faults: list[Fault]) -> OpenedData | None:
     """Return the data of the request, or None after adding its faults."""
     try:
-        return open_dataset(request.data)
+        return open_data(request.data)
     except ConfigError as error:
         faults += error.faults
         return None

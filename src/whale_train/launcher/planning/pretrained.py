@@ -14,7 +14,7 @@ from whale_train.errors import ConfigError, Fault, listed
 from whale_train.models.build import load_class, training_config
 from whale_train.models.options import ModelOptions
 from whale_train.models.weights.deferred import deferred
-from whale_train.models.weights.hub import KEY, folder_of
+from whale_train.models.weights.saved_configs import KEY, folder_of
 from whale_train.models.weights.stored import open_folder
 from whale_train.strategies.plan.plan import Decision
 

@@ -2,8 +2,9 @@
 
 This file owns the live line of a terminal, the plain lines of a log, and the last line of a run. It
 reads `metrics.jsonl`, which has one object for each optimizer step (`step` counts the steps done,
-from 1) and one for each evaluation (`evaluation_loss`, `evaluation_accuracy`, `step`). It also
-reads `checkpoints.jsonl`, which has one object for each checkpoint, and nothing else of the run.
+from 1), with the results of the evaluation after the step (`evaluation_loss`,
+`evaluation_accuracy`, and `NAME_loss` of a set of that name). It also reads `checkpoints.jsonl`,
+which has one object for each checkpoint, and nothing else of the run.
 """
 
 import json
@@ -80,11 +81,11 @@ class Progress:
                 self._skipped += bool(record.get("skipped"))
                 if not self._live and self._is_milestone():
                     self._say_step()
-            if "evaluation_loss" in record:
+            if names := _evaluated(record):
                 self._evaluation = record
                 if not self._live:
                     where = f"step {record['step']}/{self._total}"
-                    self._say(f"{where}  {_evaluation(record, 'evaluation loss', 'accuracy ')}")
+                    self._say("  ".join([where, *(_evaluation(record, name) for name in names)]))
         for record in self._saved.read():
             self._console.print(Portable(_checkpoint(record)), soft_wrap=True)
         if self._live:
@@ -145,7 +146,8 @@ class Progress:
             line.truncate(width)
             return line
         step, digits, left = int(self._step["step"]), len(str(self._total)), self._left_s()
-        evaluation = _evaluation(self._evaluation, "eval") if self._evaluation else ""
+        names = _evaluated(self._evaluation)
+        evaluation = _evaluation(self._evaluation, names[0], is_short=True) if names else ""
         count = f"step {step:>{digits}}/{self._total}"
         loss = f"loss {_loss(self._step['loss'])}"
         remaining = f"{_clock_time(left)} left" if left else ""
@@ -297,12 +299,20 @@ def _bar(fraction: float, cells: int) -> Text:
     return bar.append("╌" * (cells - filled), style="dim")
 
 
-def _evaluation(record: Mapping[str, Any], loss: str, accuracy: str = "") -> str:
-    """Return the loss and the accuracy of an evaluation as text; `loss` and `accuracy` are their
-    labels."""
-    correct = record.get("evaluation_accuracy")
-    tail = "" if correct is None else f"  {accuracy}{100 * correct:.1f}%"
-    return f"{loss} {_loss(record['evaluation_loss'])}{tail}"
+def _evaluated(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the sets that were evaluated after a step."""
+    return [key.removesuffix("_loss") for key in record if key.endswith("_loss")]
+
+
+def _evaluation(record: Mapping[str, Any], name: str, is_short: bool = False) -> str:
+    """Return the loss and the accuracy of the set `name` as text, without words where it
+    `is_short`."""
+    correct = record.get(f"{name}_accuracy")
+    tail = "" if correct is None else f"{100 * correct:.1f}%"
+    loss = _loss(record[f"{name}_loss"])
+    if is_short:
+        return "  ".join(x for x in (f"{name.replace('evaluation', 'eval')} {loss}", tail) if x)
+    return "  ".join(x for x in (f"{name} loss {loss}", tail and f"accuracy {tail}") if x)
 
 
 def _loss(loss: float | None) -> str:

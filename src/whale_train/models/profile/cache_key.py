@@ -15,7 +15,7 @@ from typing import Any
 
 from whale_train.errors import ConfigError
 from whale_train.models.options import ModelOptions
-from whale_train.models.weights.hub import saved_configs
+from whale_train.models.weights.saved_configs import saved_configs
 from whale_train.strategies.graph.operation_graph import InputField
 
 _PACKAGE = Path(__file__).parents[2]

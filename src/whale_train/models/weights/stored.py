@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_json
 from whale_train.errors import ConfigError, Fault
-from whale_train.models.weights.hub import KEY
+from whale_train.models.weights.saved_configs import KEY
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Errors of the library and torch for a header that cannot be right, beside their own types.

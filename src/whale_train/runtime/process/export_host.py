@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whale_train.config import Request
+from whale_train.data.sources.text_files import tokenizer_of
 from whale_train.disk import failing_when_full
 from whale_train.machine.parents import end_with_parent
 from whale_train.models.export.export import model_on_meta
@@ -34,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request = Request.from_json((checkpoint / "request.json").read_text(encoding="utf-8"))
         model = model_on_meta(request.model)
         with failing_when_full():
-            export_weights(checkpoint / "model", options.run_dir, model, request.model)
+            tokenizer = tokenizer_of(request.data)
+            saved = checkpoint / "model"
+            export_weights(saved, options.run_dir, model, request.model, tokenizer)
     except Exception as error:
         record_host_failure(options.run_dir, error)
         return 1

@@ -16,8 +16,8 @@ from torch import fx
 from torch.distributed.distributed_c10d import Store
 
 from whale_train.config import Request
-from whale_train.data.dataset import Dataset
-from whale_train.data.open import open_dataset
+from whale_train.data.evaluation_sets import OpenedData, open_data
+from whale_train.data.sources.text_files import tokenizer_of
 from whale_train.disk import failing_when_full, writing
 from whale_train.machine.hosts import read_hosts
 from whale_train.machine.limits import memory_bytes
@@ -76,13 +76,13 @@ class Prepared:
     request: the request.
     module: the model, with its weights in shared memory.
     graph: the exported graph, or None where ranks need none.
-    dataset: the data.
+    data: the data.
     """
 
     request: Request
     module: LossModule
     graph: fx.GraphModule | None
-    dataset: Dataset
+    data: OpenedData
 
 
 def prepare(request: Request) -> Prepared:
@@ -96,9 +96,9 @@ def prepare(request: Request) -> Prepared:
         preload_deepspeed()
     if request.train.compile:
         import_compiler()
-    dataset = open_dataset(request.data)
+    data = open_data(request.data)
     module = build_shared(request.model, request.seed)
-    prepared = Prepared(request, module, None, dataset)
+    prepared = Prepared(request, module, None, data)
     # Ranks run the graph or count targets by it. For a strategy yet to be found, they may.
     if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
         return replace(prepared, graph=_exported(prepared))
@@ -107,7 +107,7 @@ def prepare(request: Request) -> Prepared:
 
 def _exported(prepared: Prepared) -> fx.GraphModule | None:
     """Return the exported graph of the model, or None where it cannot be exported."""
-    fields = prepared.dataset.fields
+    fields = prepared.data.training.fields
     graph, _ = export_model(prepared.request.model, fields)
     return None if graph is None else with_constants(graph, prepared.module, fields)
 
@@ -230,7 +230,7 @@ def train_as_planned(
     state = RankState(program.engines, plan, rank, names, prepared.module)
     forget(prepared)
     limit_waits(timeout)
-    batches = RankBatches(request, plan, prepared.dataset, rank, device)
+    batches = RankBatches(request, plan, prepared.data, rank, device)
     metrics = None
     if rank == 0:
         board, flops = request.train.tensorboard, (plan.model_flops, plan.peak_flops_s)
@@ -271,7 +271,7 @@ def train_as_planned(
                 merge(run_dir, timelines)
         if request.checkpoint.final and summary["stopped_after"] is None:
             last = None if saver is None else saver.last
-            made = (prepared.module.model, request.model)
+            made = (prepared.module.model, request.model, tokenizer_of(request.data))
             folder = write_final(run_dir, state, *made, last, rank, carrier)
             if folder is not None:
                 summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())

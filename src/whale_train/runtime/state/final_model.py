@@ -14,13 +14,14 @@ from typing import Any
 from torch import nn
 
 from whale_train.checkpoints.checkpoint_files import MODEL, PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.data.tokens.tokenizer_files import copy_tokenizer
 from whale_train.errors import LaunchError
 from whale_train.models.adapters import WEIGHTS_FILE as ADAPTERS
 from whale_train.models.adapters import adapter_names, describe_adapters, has_adapters
 from whale_train.models.build import given_config
 from whale_train.models.export.export import model_on_meta
 from whale_train.models.options import ModelOptions
-from whale_train.models.weights.hub import folder_of
+from whale_train.models.weights.saved_configs import folder_of
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import write_blocks, written
@@ -28,18 +29,7 @@ from whale_train.runtime.state.saver import owned
 from whale_train.runtime.state.tensor_files import TensorReader, record_json, write_tensors
 
 _FILE_BYTES = 5 * 10**9
-# Files that transformers saves beside weights and config.
-_KEPT = (
-    *(
-        "generation_config.json",
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-    ),
-    *("*.model", "chat_template*", "*processor_config.json"),
-)
+_KEPT = ("generation_config.json", "*processor_config.json")  # beside weights and config
 
 
 def write_final(
@@ -47,14 +37,17 @@ def write_final(
     state: RankState,
     model: nn.Module,
     options: ModelOptions,
+    tokenizer: Path | None,
     checkpoint: Path | None,
     rank: int,
     carrier: Carrier,
 ) -> Path | None:
     """Write the trained weights, each rank its own part, and return rank 0's folder of them.
 
-    Other ranks get None. Where a `checkpoint` was saved after the last step, its weights are read
-    instead. Raises LaunchError where files cannot be written; no files are left then.
+    Other ranks get None. `tokenizer` is the folder of the data's tokenizer, which goes with the
+    weights; None: that of `model.pretrained` does. Where a `checkpoint` was saved after the last
+    step, its weights are read instead. Raises LaunchError where files cannot be written; no files
+    are left then.
     """
     parts = run_dir / PARTS_OF_MODEL
     try:
@@ -69,7 +62,7 @@ def write_final(
             return None
         if has_adapters(model):  # peft asks its modules what they hold, which ranks took from them
             model = model_on_meta(options)
-        return export_weights(saved, run_dir, model, options)
+        return export_weights(saved, run_dir, model, options, tokenizer)
     except OSError as error:
         why = error.strerror or error
         raise LaunchError(f"the trained model could not be written: {why}") from error
@@ -78,10 +71,17 @@ def write_final(
             shutil.rmtree(parts, ignore_errors=True)
 
 
-def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelOptions) -> Path:
+def export_weights(
+    saved: Path,
+    run_dir: Path,
+    model: nn.Module,
+    options: ModelOptions,
+    tokenizer: Path | None = None,
+) -> Path:
     """Return the folder of weights in `run_dir`, made from the blocks in the folder `saved`.
 
-    `model`, built by `options`, is read for its names and its config alone. An existing folder is
+    `model`, built by `options`, is read for its names and its config alone. The files of the
+    `tokenizer` are copied beside the weights, or those of `model.pretrained`. An existing folder is
     replaced. Raises OSError where files cannot be written.
     """
     made = run_dir / UNFINISHED_MODEL
@@ -94,6 +94,10 @@ def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelO
         else:
             describe(model, options, made)
             join(saved, made, _names_of(model))
+        if tokenizer is None and options.pretrained is not None:
+            tokenizer = folder_of(options.pretrained)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, made)
     except OSError:  # on a full disk there is no room to say so beside it
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -147,7 +151,7 @@ def _write_adapters(parts: Path, folder: Path, model: nn.Module) -> None:
 def describe(model: Any, options: ModelOptions, folder: Path) -> None:
     """Write the files that `from_pretrained` needs beside the weights of a transformers model.
 
-    Such files of the pretrained folder, tokenizers included, are copied. Other models get none.
+    Such files of the pretrained folder are copied. Other models get none.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from whale_train.config import Request
-from whale_train.data.dataset import Dataset
-from whale_train.data.order import evaluation_batches, indices_from
+from whale_train.data.dataset import Batch as Arrays
+from whale_train.data.dataset import Indices, RowDataset
+from whale_train.data.evaluation_sets import HELD_BACK, OpenedData
+from whale_train.data.order import evaluation_batches, samples_at
+from whale_train.data.random_bits import random_bits, stream_key
 from whale_train.runtime.base.step_types import EvaluationBatches
 from whale_train.runtime.train.prefetch import Prefetch
+from whale_train.runtime.train.worker_reads import WorkerReads
 from whale_train.strategies.plan.plan import Plan
 
 
@@ -52,15 +56,17 @@ class RankBatches:
     """This rank's micro-batches of every global batch."""
 
     def __init__(
-        self, request: Request, plan: Plan, dataset: Dataset, rank: int, device: torch.device
+        self, request: Request, plan: Plan, data: OpenedData, rank: int, device: torch.device
     ) -> None:
-        self._request, self._plan, self._dataset = request, plan, dataset
+        dataset = data.training
+        self._request, self._plan, self._dataset, self._data = request, plan, dataset, data
         self.device = device
         self.num_samples = dataset.num_samples
         self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
         self._names = {field.name for field in dataset.fields}
         self._first_step = self._first_sample = 0
         self._ahead: Prefetch[_Read] | None = None
+        self._workers: WorkerReads | None = None
         self._reading = Lock()  # a dataset need not know threads
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -77,10 +83,13 @@ class RankBatches:
 
     def sample_numbers(self, step: int) -> list[int]:
         """Return the numbers of all ranks' samples in a step, counted from 0."""
+        return [int(number) for number in self._indices(step)]
+
+    def _indices(self, step: int) -> Indices:
+        """Return the indices of all ranks' samples in a step, int64 `[global batch]`."""
         seed, shuffle = self._request.seed, self._request.data.shuffle
         batch = self._plan.global_batch
-        numbers = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
-        return [int(number) for number in numbers]
+        return samples_at(self._dataset, self.seen(step), batch, seed, shuffle)
 
     def training(self, step: int) -> list[dict[str, Tensor]]:
         """Return this rank's micro-batches of a step; later steps are read ahead."""
@@ -100,32 +109,57 @@ class RankBatches:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _chosen(self, step: int) -> list[tuple[Indices, Indices]]:
+        """Return the samples of each of this rank's micro-batches in a step, and their draws, which
+        are random numbers of the places of the run."""
+        indices, seen = self._indices(step), self.seen(step)
+        places = seen + np.arange(len(indices), dtype=np.int64)
+        bits = random_bits(stream_key("draws", self._request.seed), places)
+        draws = (bits >> np.uint64(1)).astype(np.int64)
+        return [(indices[own], draws[own]) for own in self._mine]
 
     def _read(self, step: int) -> "_Read":
-        seed, shuffle = self._request.seed, self._request.data.shuffle
-        batch = self._plan.global_batch
-        indices = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
-        with self._reading:
-            arrays = [self._dataset.samples(indices[positions]) for positions in self._mine]
+        workers = self._dataset.workers if isinstance(self._dataset, RowDataset) else 0
+        if workers:
+            if self._workers is None:
+                reads = (self._dataset.samples, self._chosen, workers, step)
+                self._workers = WorkerReads(*reads)
+            read = self._workers.read(step)
+        else:
+            with self._reading:
+                arrays = [self._dataset.samples(*chosen) for chosen in self._chosen(step)]
+            read = [self._named(x) for x in arrays]
         if self._copies is None:
-            return _Read([self._tensors(x) for x in arrays], None)
+            return _Read(read, None)
         with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
-            batches = [self._tensors(x) for x in arrays]
+            batches = [self._there(x) for x in read]
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         return _Read(batches, copied)
 
-    def evaluation(self) -> EvaluationBatches:
-        """Return the first held-back samples, as many as were asked for and exist."""
-        wanted = min(self._request.train.evaluation_samples, self._dataset.num_evaluation_samples)
-        return _HeldBack(wanted, partial(self._evaluated, wanted))
+    def evaluations(self) -> Iterator[tuple[str, EvaluationBatches]]:
+        """Yield the samples to evaluate, those held back and each named set, by their names.
 
-    def _evaluated(self, samples: int) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
+        Of each there are the first, as many as were asked for and exist.
+        """
+        dataset, wanted = self._dataset, self._request.train.evaluation_samples
+        if held_back := min(wanted, dataset.num_evaluation_samples):
+            read = partial(self._evaluated, held_back, dataset.evaluation_samples)
+            yield HELD_BACK, _HeldBack(held_back, read)
+        for name, dataset in self._data.sets.items():
+            count = min(wanted, dataset.num_samples)
+            yield name, _HeldBack(count, partial(self._evaluated, count, dataset.samples))
+
+    def _evaluated(
+        self, samples: int, samples_of: Callable[[Indices], Arrays]
+    ) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
         for weight, indices in evaluation_batches(samples, self._plan.global_batch):
             with self._reading:
-                parts = [
-                    self._dataset.evaluation_samples(indices[positions]) for positions in self._mine
-                ]
+                parts = [samples_of(indices[positions]) for positions in self._mine]
             yield weight, [self._tensors(part) for part in parts]
 
     def tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
@@ -137,8 +171,13 @@ class RankBatches:
         per_sample = ids[0].numel() if ids is not None and len(ids) else 1
         return self._plan.global_batch * per_sample
 
-    def _tensors(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
-        named = {k: torch.from_numpy(x) for k, x in arrays.items() if k in self._names}
-        if self.device.type == "cpu":
-            return named
-        return {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in named.items()}
+    def _tensors(self, arrays: Arrays) -> dict[str, Tensor]:
+        named = self._named(arrays)
+        return named if self.device.type == "cpu" else self._there(named)
+
+    def _named(self, arrays: Arrays) -> dict[str, Tensor]:
+        return {k: torch.from_numpy(x) for k, x in arrays.items() if k in self._names}
+
+    def _there(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch on its way to the rank's GPU."""
+        return {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in batch.items()}

@@ -332,10 +332,13 @@ def train(
 
 
 def evaluate(program: Program, batches: RankBatches) -> dict[str, float]:
-    """Return the mean loss over the held-back samples, and the accuracy where there are targets."""
-    seen = program.evaluate(batches.evaluation())
-    metrics = {"evaluation_loss": seen.loss}
-    targets = round(seen.targets)  # weighted sums of whole numbers
-    if targets:
-        metrics["evaluation_accuracy"] = round(seen.correct) / targets
+    """Return the mean loss over each set of samples to evaluate, and the accuracy where there are
+    targets: as `evaluation_loss` of those held back, and `NAME_loss` of a set."""
+    metrics = {}
+    for name, held in batches.evaluations():
+        seen = program.evaluate(held)
+        metrics[f"{name}_loss"] = seen.loss
+        targets = round(seen.targets)  # weighted sums of whole numbers
+        if targets:
+            metrics[f"{name}_accuracy"] = round(seen.correct) / targets
     return metrics

@@ -1,0 +1,132 @@
+"""Samples of several sources in fixed proportions.
+
+The sources' samples follow each other in one numbering: those of the first, then those of the
+second, and so on. Which of them stands at a place of a run is a function of the place alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from whale_train.data.dataset import Batch, Dataset, Indices, Note
+from whale_train.data.permutation import permute
+from whale_train.data.random_bits import random_bits, stream_key
+from whale_train.strategies.graph.operation_graph import InputField
+
+BLOCK = 1000  # places of a run in which the proportions are exact
+
+
+@dataclass(frozen=True, eq=False)
+class MixedDataset:
+    """A dataset of several sources, all with the same fields.
+
+    sources: the sources.
+    shares: places of every `BLOCK` places that each source has.
+    notes: what a plan says of the data.
+    """
+
+    sources: tuple[Dataset, ...]
+    shares: tuple[int, ...]
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def fields(self) -> tuple[InputField, ...]:
+        return self.sources[0].fields
+
+    @property
+    def num_samples(self) -> int:
+        return sum(source.num_samples for source in self.sources)
+
+    @property
+    def num_evaluation_samples(self) -> int:
+        return sum(source.num_evaluation_samples for source in self.sources)
+
+    def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
+        draws = indices if draws is None else draws
+        places, batches = [], []
+        for number, first, stop in self._ranges([x.num_samples for x in self.sources]):
+            own = np.flatnonzero((indices >= first) & (indices < stop))
+            if len(own):
+                places.append(own)
+                batches.append(self.sources[number].samples(indices[own] - first, draws[own]))
+        return _merged(places, batches)
+
+    def evaluation_samples(self, indices: Indices) -> Batch:
+        places, batches = [], []
+        for number, first, stop in self._ranges([x.num_evaluation_samples for x in self.sources]):
+            own = np.flatnonzero((indices >= first) & (indices < stop))
+            if len(own):
+                places.append(own)
+                batches.append(self.sources[number].evaluation_samples(indices[own] - first))
+        return _merged(places, batches)
+
+    @staticmethod
+    def _ranges(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return each source's number, its first index and the one after its last."""
+        stops = np.cumsum(sizes)
+        return [(i, int(stops[i]) - size, int(stops[i])) for i, size in enumerate(sizes)]
+
+    @cached_property
+    def _first(self) -> Indices:
+        sizes = np.array([source.num_samples for source in self.sources], np.int64)
+        return np.cumsum(sizes) - sizes
+
+    def indices_at(self, positions: Indices, seed: int, shuffle: bool) -> Indices:
+        """Return the samples at places `positions` of the whole run, int64 `[n]`.
+
+        Every source is read from its beginning to its end again and again, each time in an order of
+        its own with `shuffle`.
+        """
+        blocks, slots = np.divmod(positions, BLOCK)
+        sources, taken = np.empty_like(positions), np.empty_like(positions)
+        for block in np.unique(blocks):
+            own = blocks == block
+            of_slot, before = self._block(int(block), seed)
+            sources[own] = of_slot[slots[own]]
+            taken[own] = before[slots[own]] + block * np.asarray(self.shares)[sources[own]]
+        indices = np.empty(len(positions), np.int64)
+        for number, source in enumerate(self.sources):
+            own = sources == number
+            passes, places = np.divmod(taken[own], source.num_samples)
+            if shuffle:
+                key = random_bits(stream_key(f"order of source {number}", seed), passes)
+                places = permute(places, source.num_samples, key)
+            indices[own] = self._first[number] + places
+        return indices
+
+    def _block(self, block: int, seed: int) -> tuple[Indices, Indices]:
+        """Return the source of each place of a block, and how many places of the block before it
+        have the same source."""
+        key = random_bits(stream_key("mixture", seed), np.array([block]))
+        order = permute(np.arange(BLOCK), BLOCK, key)
+        sources = np.searchsorted(np.cumsum(self.shares), order, side="right")
+        before = np.empty(BLOCK, np.int64)
+        for number, share in enumerate(self.shares):
+            before[sources == number] = np.arange(share)
+        return sources, before
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the places of every `BLOCK` that sources with `weights` have.
+
+    They are whole numbers near the weights' proportions, by largest remainders. A source may get
+    none.
+    """
+    exact = np.asarray(weights, np.float64) / sum(weights) * BLOCK
+    shares = np.floor(exact).astype(np.int64)
+    most = np.argsort(shares - exact, kind="stable")[: BLOCK - int(shares.sum())]
+    shares[most] += 1
+    return tuple(int(share) for share in shares)
+
+
+def _merged(places: Sequence[Indices], batches: Sequence[Batch]) -> Batch:
+    """Return one batch of several, whose samples go to `places` of it."""
+    count = sum(map(len, places))
+    merged: Batch = {}
+    for name, first in batches[0].items():
+        merged[name] = np.empty((count, *first.shape[1:]), first.dtype)
+        for own, batch in zip(places, batches, strict=True):
+            merged[name][own] = batch[name]
+    return merged

@@ -1,0 +1,175 @@
+"""`data._target_=...`: a dataset of the user's own, whose samples have numbers.
+
+It is a map-style `torch.utils.data.Dataset`, or anything else with `__len__` and `__getitem__`. It
+is imported and called here, and nothing of torch is needed for that.
+
+What is random in a sample is drawn from Python's, NumPy's and torch's own generators, which are
+seeded by the sample's place in the run: a run that goes on sees the same samples under any plan.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from whale_train.data.dataset import (
+    Dataset,
+    EvaluationSets,
+    RowDataset,
+    hold_back,
+)
+from whale_train.data.sources.own_samples import TARGET, Samples
+from whale_train.errors import ConfigError, Fault
+from whale_train.own_code import (
+    PATH,
+    TargetKind,
+    argument_faults,
+    called,
+    importable,
+    imported,
+    named_function,
+    said,
+)
+from whale_train.strategies.graph.operation_graph import InputField
+
+_Name = Annotated[str, Field(min_length=1)]
+DATASET = TargetKind("torch.utils.data.Dataset", lambda made: _has_numbers(made))
+_TORCHS = "torch.utils.data.dataset.Dataset"
+_BATCH = TargetKind("dict", lambda made: issubclass(made, Mapping | tuple | list))
+
+
+class PadOptions(BaseModel):
+    """Options of a field whose rows have several lengths, under `data.pad`.
+
+    length: the length to which rows are filled up along their first dimension.
+    value: what they are filled up with.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: int = Field(ge=1)
+    value: float | int = 0
+
+
+class Callee(BaseModel):
+    """A function of the user's own, or a class whose objects can be called, with its arguments."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    target: str = Field(alias="_target_", pattern=PATH)
+
+
+class CustomOptions(BaseModel):
+    """Options of `data=custom`.
+
+    target: path of the class of the dataset, or of a function that returns one.
+    fields: names of the parts of samples that are tuples, or the key of a sample for each argument
+        of the model's forward; None takes the keys of samples that are dicts.
+    collate: makes a batch of a list of samples; None stacks them.
+    pad: lengths to which the rows of fields are filled up.
+    workers: processes of each rank that read samples.
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: share of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None: there are none.
+    arguments: arguments of the class; in the config they stand beside the other options.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    kind: Literal["custom"] = "custom"
+    target: str = Field(alias="_target_", pattern=PATH)
+    fields: tuple[_Name, ...] | Mapping[_Name, _Name] | None = None
+    collate: Callee | None = None
+    pad: Mapping[_Name, PadOptions] | None = None
+    workers: int = Field(1, ge=1)
+    shuffle: bool = True
+    evaluation_fraction: float = Field(0.0, ge=0, lt=1)
+    evaluation: EvaluationSets | None = None
+    arguments: Mapping[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments_beside(cls, given: Any) -> Any:
+        """Gather the arguments of the class, which have names of their own in the config."""
+        if not isinstance(given, Mapping):
+            return given
+        own = {key: value for key, value in given.items() if key in DATA_KEYS}
+        free = {key: value for key, value in given.items() if key not in DATA_KEYS}
+        return {**own, "arguments": {**given.get("arguments", {}), **free}} if free else given
+
+
+# What the data group itself defines; every other key under `data` is an argument of the class.
+DATA_KEYS = frozenset(
+    name for key, option in CustomOptions.model_fields.items() for name in (key, option.alias)
+) - {None}
+
+
+def _has_numbers(made: type) -> bool:
+    """Return whether a class is one of torch's datasets, or has numbered samples."""
+    is_torchs = any(f"{x.__module__}.{x.__name__}" == _TORCHS for x in made.__mro__)
+    return is_torchs or (hasattr(made, "__getitem__") and hasattr(made, "__len__"))
+
+
+def open_custom(options: CustomOptions) -> Dataset:
+    """Return the user's dataset. Its fields are those of its first samples.
+
+    Raises ConfigError where the class cannot be had, is none of datasets, raises, or gives samples
+    that are no numbers of one shape.
+    """
+    samples = _samples(options)
+    try:
+        count = len(samples.dataset)
+    except TypeError as error:
+        raise _refused(options, f"has no length ({error})", _NUMBERED) from error
+    if not count:
+        raise _refused(options, "has no samples", "give it at least one")
+    first = np.arange(min(2, count))
+    try:
+        batch = samples.read(first, first)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refused(options, f"raised {said(error)} for sample 0 or 1", "correct it") from error
+    samples.fields = tuple(
+        InputField(name, array.shape[1:], array.dtype.name) for name, array in batch.items()
+    )
+    unknown = [x for x in samples.pads if x not in batch]
+    if unknown:
+        rule = f"is no field of the data, which has {', '.join(batch)}"
+        raise ConfigError([Fault(f"data.pad.{unknown[0]}", "", rule, "leave it out")])
+    held_back = hold_back(count, options.evaluation_fraction)
+    return RowDataset(samples.fields, held_back, samples.read, workers=options.workers)
+
+
+_NUMBERED = "give it __len__ and __getitem__, so that any plan can go on with any sample"
+
+
+def _samples(options: CustomOptions) -> Samples:
+    """Return the samples of the user's dataset, which is made when it is first read."""
+    with importable(os.getcwd()):
+        made = imported(TARGET, options.target, DATASET)
+        faults = argument_faults(made, options.arguments, "data", options.target.rpartition(".")[2])
+        if faults:
+            raise ConfigError(faults)
+        arguments = {key: called(f"data.{key}", value) for key, value in options.arguments.items()}
+        collate = None
+        if options.collate is not None:
+            given = options.collate.model_extra or {}
+            collate = named_function("data.collate", options.collate.target, given, _BATCH)
+
+    def make() -> Any:
+        try:
+            with importable(os.getcwd()):
+                return made(**arguments)
+        except Exception as error:
+            rule = f"cannot be made: it raised {said(error)}"
+            raise _refused(options, rule, "correct its arguments or its code") from error
+
+    pads = {name: (pad.length, float(pad.value)) for name, pad in (options.pad or {}).items()}
+    return Samples(options.target, make, options.fields, collate, pads)
+
+
+def _refused(options: CustomOptions, rule: str, remedy: str) -> ConfigError:
+    return ConfigError([Fault(TARGET, options.target, rule, remedy)])

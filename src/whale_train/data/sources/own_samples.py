@@ -1,0 +1,182 @@
+"""Read samples of a dataset of the user's own as arrays, and say what is wrong with one."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale_train.data.dataset import Batch, Indices
+from whale_train.data.generators import kept_generators, seed_generators
+from whale_train.data.sources.arrays import HANDED_OVER
+from whale_train.errors import ConfigError, Fault
+from whale_train.strategies.graph.operation_graph import InputField
+
+TARGET = "data._target_"
+Pads = Mapping[str, tuple[int, float]]
+
+
+@dataclass(eq=False)
+class Samples:
+    """Samples of a user's dataset, as arrays.
+
+    target: the path of its class, for messages.
+    make: makes the dataset.
+    names: names of the parts of a sample that is a tuple, or the key of a sample for each argument
+        of the model's forward; None takes the keys of a sample that is a dict.
+    collate: makes a batch of a list of samples; None stacks them.
+    pads: lengths to which fields are filled up, and with what.
+    fields: tensors of a sample; empty until they are known.
+    """
+
+    target: str
+    make: Callable[[], Any]
+    names: tuple[str, ...] | Mapping[str, str] | None
+    collate: Callable[..., Any] | None
+    pads: Pads
+    fields: tuple[InputField, ...] = ()
+    _made: Any = None
+    _process: int = 0
+    _keeps_files: bool = field(default=False)
+
+    @property
+    def dataset(self) -> Any:
+        """Return the dataset.
+
+        One that has opened files is made anew in every process: a file's position is shared with
+        the process that was forked.
+        """
+        if self._made is None or (self._keeps_files and self._process != os.getpid()):
+            before = _open_files()
+            self._made, self._process = self.make(), os.getpid()
+            self._keeps_files = bool(_open_files() - before)
+        return self._made
+
+    def read(self, rows: Indices, draws: Indices) -> Batch:
+        """Return samples `rows`, int64 `[n]`, whose random parts `draws` choose, as a batch."""
+        samples = []
+        with kept_generators():
+            for row, draw in zip(rows.tolist(), draws.tolist(), strict=True):
+                seed_generators(draw)
+                samples.append(self.dataset[row])
+            if self.collate is not None:
+                collated = self._named(self.collate(samples), f"{self.target}'s batch")
+                arrays = {x: _array(value, x) for x, value in collated.items()}
+                return self._checked(arrays, rows)
+        return self._stacked(samples, rows)
+
+    def _stacked(self, samples: Sequence[Any], rows: Indices) -> Batch:
+        """Return samples as a batch, each field filled up to its length."""
+        columns: dict[str, list[NDArray[Any]]] = {}
+        for row, sample in zip(rows.tolist(), samples, strict=True):
+            for name, value in self._named(sample, f"sample {row}").items():
+                columns.setdefault(name, []).append(self._padded(name, _array(value, name), row))
+        batch: Batch = {}
+        for name, arrays in columns.items():
+            shapes = {array.shape for array in arrays}
+            if len(shapes) > 1:
+                raise _unequal(name, rows, arrays)
+            batch[name] = np.stack(arrays)
+        return self._checked(batch, rows)
+
+    def _named(self, sample: Any, what: str) -> dict[str, Any]:
+        """Return the parts of a sample by the names of the model's arguments."""
+        names = self.names
+        if isinstance(sample, Mapping):
+            if isinstance(names, Mapping):
+                wanted: Mapping[str, str] = names
+            else:
+                wanted = {str(x): str(x) for x in (names or sample)}
+            missing = [key for key in wanted.values() if key not in sample]
+            if missing:
+                has = ", ".join(map(str, sample))
+                rule = f"is no key of {what}, which has {has}"
+                raise ConfigError([Fault("data.fields", missing[0], rule, "use one of them")])
+            return {name: sample[key] for name, key in wanted.items()}
+        parts = list(sample) if isinstance(sample, tuple | list) else [sample]
+        own = getattr(sample, "_fields", None)  # of a named tuple
+        if isinstance(names, Mapping) or (names is None and own is None):
+            kind = type(sample).__name__
+            rule = f"is not given, and {what} is a {kind} of {len(parts)} without names"
+            if isinstance(names, Mapping):
+                rule = f"names keys, and {what} is a {kind} of {len(parts)} without names"
+            remedy = "use data.fields=[input_ids, labels] or the like, a name for each part"
+            raise ConfigError([Fault("data.fields", "", rule, remedy)])
+        names = names or own or ()
+        if len(names) != len(parts):
+            rule = f"has {len(names)} names, and {what} has {len(parts)} parts"
+            raise ConfigError(
+                [Fault("data.fields", ", ".join(names), rule, "give a name for each part")]
+            )
+        return dict(zip(names, parts, strict=True))
+
+    def _padded(self, name: str, array: NDArray[Any], row: int) -> NDArray[Any]:
+        if name not in self.pads:
+            return array
+        length, value = self.pads[name]
+        if not array.ndim or len(array) > length:
+            rule = f"is less than sample {row} has ({len(array) if array.ndim else 'a number'})"
+            remedy = "use a larger one, or cut such rows in the dataset"
+            raise ConfigError([Fault(f"data.pad.{name}.length", str(length), rule, remedy)])
+        widths = [(0, length - len(array)), *[(0, 0)] * (array.ndim - 1)]
+        return np.pad(array, widths, constant_values=value)
+
+    def _checked(self, batch: Batch, rows: Indices) -> Batch:
+        """Return a batch whose fields are those of the first samples, with their dtypes."""
+        if not self.fields:
+            return batch
+        if {x.name for x in self.fields} != batch.keys():
+            has, first = ", ".join(batch), ", ".join(x.name for x in self.fields)
+            rule = f"gives samples of different fields: {has} (sample {rows[0]}), at first {first}"
+            remedy = "give all samples the same, or choose them with data.fields"
+            raise ConfigError([Fault(TARGET, self.target, rule, remedy)])
+        for known in self.fields:
+            array = batch[known.name]
+            if array.shape[1:] != known.shape:
+                raise _unequal(known.name, rows, list(array), known.shape)
+            batch[known.name] = np.ascontiguousarray(array, known.dtype)
+        return batch
+
+
+def _array(value: Any, name: str) -> NDArray[Any]:
+    """Return a part of a sample as an array, in the dtype in which it is handed over."""
+    if hasattr(value, "detach"):  # a tensor of torch
+        value = value.detach().cpu()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+    array = np.asarray(value)
+    dtype = HANDED_OVER.get(array.dtype.name)
+    if dtype is None:
+        rule = f"is no number: {name} of a sample is a {type(value).__name__} ({array.dtype})"
+        remedy = "name the parts to take with data.fields, or make numbers of it in the dataset"
+        raise ConfigError([Fault(f"data.{name}", "", rule, remedy)])
+    return array.astype(dtype)
+
+
+def _unequal(
+    name: str, rows: Indices, arrays: Sequence[NDArray[Any]], first: tuple[int, ...] | None = None
+) -> ConfigError:
+    """Return the error of rows of several shapes."""
+    first = arrays[0].shape if first is None else first
+    number = next(i for i, array in enumerate(arrays) if array.shape != first)
+    rule = f"has samples of several shapes: {list(arrays[number].shape)} (sample {rows[number]}), "
+    rule += f"elsewhere {list(first)}"
+    remedy = (
+        f"use 'data.pad={{{name}: {{length: N, value: 0}}}}', or make them alike in the dataset"
+    )
+    return ConfigError([Fault(f"data.{name}", "", rule, remedy)])
+
+
+def _open_files() -> set[str]:
+    """Return the files that this process has open, with the numbers they are open under."""
+    here = "/proc/self/fd"
+    opened = set()
+    for number in os.listdir(here) if os.path.isdir(here) else ():
+        try:
+            path = os.readlink(f"{here}/{number}")
+        except OSError:  # of the listing itself
+            continue
+        if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
+            opened.add(f"{number} {path}")
+    return opened

@@ -1,0 +1,54 @@
+"""Return the layout of a store's samples, keeping beside the store what takes long to compute."""
+
+import os
+from contextlib import suppress
+from typing import Literal
+
+import numpy as np
+
+from whale_train.data.tokens.packing import (
+    Int64s,
+    Layout,
+    PackMode,
+    best_fit,
+    concatenated,
+    one_by_one,
+    packed,
+)
+from whale_train.data.tokens.token_store import TokenStore
+
+
+def layout_of(store: TokenStore, mode: PackMode | Literal["none"], length: int) -> Layout:
+    """Return the layout of samples of `length` tokens."""
+    if mode == "concat":
+        return concatenated(store.ends, length)
+    if mode == "none":
+        return one_by_one(store.ends, length)
+    kept = _kept(store, length)
+    return packed(*(kept if kept is not None else _made(store, length)))
+
+
+def _paths(store: TokenStore, length: int) -> tuple[str, str]:
+    name = str(store.folder / f"best_fit_{length}")
+    return f"{name}.segments.npy", f"{name}.stops.npy"
+
+
+def _kept(store: TokenStore, length: int) -> tuple[Int64s, Int64s] | None:
+    """Return the arrays of an earlier packing, mapped, or None where there are none."""
+    try:
+        segments, stops = (np.load(path, mmap_mode="r") for path in _paths(store, length))
+    except (OSError, ValueError):
+        return None
+    return segments, stops
+
+
+def _made(store: TokenStore, length: int) -> tuple[Int64s, Int64s]:
+    """Return the arrays of a new packing, and keep them where that is possible."""
+    arrays = best_fit(np.asarray(store.ends), length)
+    with suppress(OSError):
+        for path, array in zip(_paths(store, length), arrays, strict=True):
+            made = f"{path}.{os.getpid()}"
+            with open(made, "wb") as file:
+                np.save(file, array)
+            os.replace(made, path)
+    return arrays
