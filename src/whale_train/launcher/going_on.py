@@ -246,6 +246,11 @@ def compared_model(
         raise ConfigError(faults)
     said = []
     if counts_updates and not new and (counts := _unlike_counts(path, moments, plan)):
+        if plan.optimizers:
+            rule = f"has from {counts[0]:g} to {counts[1]:g} updates of its parameters, which ZeRO "
+            rule += f"counts together; what else {plan.optimizers[0].target} counts is not known"
+            remedy = "go on under a strategy without ZeRO, as strategy=dp"
+            raise ConfigError([Fault(KEY, str(path), rule, remedy)])
         why = f"{path} has from {counts[0]:g} to {counts[1]:g} of its parameters"
         chosen = f"ZeRO goes on from {counts[1]:g} updates of all parameters"
         said.append(Decision(KEY, chosen, "", why))
