@@ -18,6 +18,11 @@ from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.metrics_options import MetricOptions, read_metrics
 from whale_train.models.options import ModelOptions
+from whale_train.optimizer_options import (
+    OptimizerOptions,
+    read_optimizer,
+    refuse_long_schedule,
+)
 from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
 from whale_train.strategies.plan.plan import Decision
@@ -31,7 +36,6 @@ Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], 
 Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export"]
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
-_Decay = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
 
 
@@ -124,63 +128,6 @@ class TrainOptions(_Section):
     resume_data: Literal["same", "any"] = "same"
     delink_at: _Count | Literal["plateau"] | None = None
     router_bias_rate: float | None = Field(None, gt=0)
-
-
-class GroupOptions(_Section):
-    """Options of a group of parameters, an entry of `optimizer.groups`.
-
-    match: patterns of the parameters' paths, or of modules that hold them, in which `*` stands for
-        any text (`*.bias`, `lm_head`).
-    weight_decay: the group's weight decay; None is the optimizer's.
-    lr_scale: the group's learning rate, as a part of the optimizer's.
-    """
-
-    match: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
-        Field(min_length=1),
-        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-    ]
-    weight_decay: float | None = Field(None, ge=0)
-    lr_scale: float = Field(1.0, gt=0)
-
-
-class OptimizerOptions(_Section):
-    """Options of the optimizer, and of the schedule of its learning rate, under `optimizer`.
-
-    name: torch's optimizer of that name, or LAMB.
-    lr: the learning rate after the warm-up.
-    weight_decay, momentum, betas, eps, fused: arguments of the optimizer, under torch's names.
-    no_decay: the parameters that have no weight decay; None is none of them.
-    groups: groups of parameters with options of their own. A parameter is of the first group that
-        it matches, and then `no_decay` is not about it.
-    schedule: how the learning rate falls after the warm-up.
-    warmup_steps: number of steps of linear growth.
-    decay_steps: number of the last steps, in which the learning rate of `wsd` falls.
-    final_lr_fraction: the part of `lr` that is left at the last step.
-    """
-
-    name: Literal["sgd", "adam", "adamw", "lamb"]
-    lr: float = Field(gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
-    betas: tuple[_Decay, _Decay] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    fused: bool = True
-    no_decay: Literal["norms_and_biases"] | None = None
-    groups: tuple[GroupOptions, ...] = ()
-    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
-    warmup_steps: Annotated[_Whole, Field(ge=0)] = 0
-    decay_steps: Annotated[_Whole, Field(ge=0)] = 0
-    final_lr_fraction: float = Field(0.0, ge=0, le=1)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the optimizer."""
-        shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
-        if self.name != "lamb":
-            shared["fused"] = self.fused
-        if self.name == "sgd":
-            return {**shared, "momentum": self.momentum}
-        return {**shared, "betas": list(self.betas), "eps": self.eps}
 
 
 class LauncherOptions(_Section):
@@ -382,7 +329,9 @@ def read_request(
         section = _mapping(plain, key, faults)
         if key == "train" and section is not None:
             section = _with_steps(section, faults)
-        if section is not None:
+        if section is not None and key == "optimizer":
+            sections[key] = read_optimizer(section, faults)
+        elif section is not None:
             sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
@@ -438,11 +387,7 @@ def in_steps(request: Request, num_samples: int) -> Request:
 
 
 def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
-    """Return the options of a section that the chosen optimizer or launcher does not read."""
-    if key == "optimizer":
-        sgd, lamb = (section.get("name") == name for name in ("sgd", "lamb"))
-        others = {"betas", "eps"} if sgd else {"momentum"}
-        return {"name", *others, *(["fused"] if lamb else [])}
+    """Return the options of a section that the chosen launcher or mode does not read."""
     if key == "launcher":
         of_kinds = {"ssh": {"hosts", "python"}, "slurm": {"nodes", "ranks_per_node", "wait"}}
         of_kinds["slurm"].add("sbatch")
@@ -536,8 +481,8 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
             remedy = "set checkpoint.every, as checkpoint.every=10min"
             faults.append(Fault("launcher.max_restarts", str(restarts), rule, remedy))
     optimizer = sections.get("optimizer")
-    if isinstance(optimizer, OptimizerOptions):
-        _refuse_ineffective(optimizer, faults)
+    if isinstance(optimizer, OptimizerOptions) and isinstance(train, TrainOptions):
+        _refuse_custom(optimizer, train, sections.get("mode"), faults)
 
 
 def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
@@ -549,7 +494,24 @@ def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     _refuse_profile(train, mode, faults)
     _refuse_delinking(train, sections.get("model"), mode, faults)
     if isinstance(optimizer, OptimizerOptions):
-        _refuse_long_schedule(optimizer, train.steps, faults)
+        refuse_long_schedule(optimizer, train.steps, faults)
+
+
+def _refuse_custom(
+    optimizer: OptimizerOptions, train: TrainOptions, mode: object, faults: list[Fault]
+) -> None:
+    """Add a fault for an optimizer that is given by its class where its moments would have to be
+    known, or where the mode measures our own."""
+    if optimizer.target is None:
+        return
+    if train.delink_at is not None:
+        rule = "divides moments by the number of layers that shared them, and those of "
+        rule += f"{optimizer.target} are not known"
+        remedy = "use optimizer=adamw, adam, lamb or sgd, or null"
+        faults.append(Fault("train.delink_at", as_yaml(train.delink_at), rule, remedy))
+    if mode == "calibrate":
+        rule = "is not what mode=calibrate measures, which are our own optimizers"
+        faults.append(Fault("optimizer._target_", optimizer.target, rule, "use optimizer=adamw"))
 
 
 def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:
@@ -633,40 +595,3 @@ def _refuse_steps(verify: VerifyOptions, train: object, faults: list[Fault]) -> 
     if isinstance(train, TrainOptions) and verify.steps > train.steps:
         rule = f"is more than the run has (train.steps={train.steps})"
         faults.append(Fault("verify.steps", str(verify.steps), rule, f"use at most {train.steps}"))
-
-
-def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
-    """Add a fault for each setting that the chosen optimizer or schedule does not read."""
-    if optimizer.name == "lamb" and "fused" in optimizer.model_fields_set:
-        rule, remedy = "has no effect on lamb, which has no fused kernel", "leave it out"
-        faults.append(Fault("optimizer.fused", as_yaml(optimizer.fused), rule, remedy))
-    sgd = optimizer.name == "sgd"
-    for key in ("betas", "eps") if sgd else ("momentum",):
-        value = getattr(optimizer, key)
-        if key in optimizer.model_fields_set and value:
-            rule = f"has no effect on {optimizer.name}"
-            remedy = f"use optimizer={'adamw' if sgd else 'sgd'}, or leave it out"
-            shown = as_yaml(list(value) if key == "betas" else value)
-            faults.append(Fault(f"optimizer.{key}", shown, rule, remedy))
-    if optimizer.schedule in ("constant", "inverse_sqrt") and optimizer.final_lr_fraction:
-        value = as_yaml(optimizer.final_lr_fraction)
-        named = {"constant": "a constant", "inverse_sqrt": "an inverse_sqrt"}[optimizer.schedule]
-        rule, remedy = f"has no effect on {named} schedule", "use linear or cosine, or 0"
-        faults.append(Fault("optimizer.final_lr_fraction", value, rule, remedy))
-    if optimizer.decay_steps and optimizer.schedule != "wsd":
-        rule = f"has no effect on optimizer.schedule={optimizer.schedule}"
-        remedy = "use optimizer.schedule=wsd, or 0"
-        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))
-    if optimizer.schedule == "wsd" and not optimizer.decay_steps:
-        rule = "needs the number of its last steps, in which the learning rate falls"
-        remedy = "use optimizer.decay_steps=100, or the like"
-        faults.append(Fault("optimizer.schedule", "wsd", rule, remedy))
-
-
-def _refuse_long_schedule(optimizer: OptimizerOptions, steps: int, faults: list[Fault]) -> None:
-    """Add a fault where the learning rate falls in more steps than the warm-up leaves."""
-    left = steps - optimizer.warmup_steps
-    if optimizer.schedule == "wsd" and optimizer.decay_steps > max(left, 0):
-        rule = f"is more than the steps after the warm-up ({max(left, 0)})"
-        remedy = f"use at most {left}" if left > 0 else "use a shorter optimizer.warmup_steps"
-        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))

@@ -44,6 +44,11 @@ FILES = {
     **dict.fromkeys(_CORPORA, '{"text": "the cat sat on the mat"}\n' * 200),
     "my_tokenizer/tokenizer.json": _words().to_str(),
     "my_tokenizer/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
+    "my_optimizers.py": "import torch\n\n\nclass Lion(torch.optim.Optimizer):\n"
+    "    def __init__(self, parameters, lr):\n        super().__init__(parameters, {'lr': lr})\n\n"
+    "    @torch.no_grad()\n    def step(self):\n"
+    "        for group in self.param_groups:\n            for x in group['params']:\n"
+    "                x.sub_(x.grad.sign(), alpha=group['lr'])\n",
     "conf/hardware/my_cluster.yaml": (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text(),
 }
 _SLOW = ("m6_10b", "model=bert_large", "resnet50_100k", "v100_512", "strategy=auto", "auto]")

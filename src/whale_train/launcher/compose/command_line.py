@@ -1,7 +1,8 @@
 """Check Hydra's command line before Hydra runs, with complaints in our words and exit status 2.
 
 Hydra itself then composes, sweeps and makes the directories. This file owns the few rewritings that
-let a user's own model take arguments, and a strategy keys, that its config file does not list.
+let a user's own model or optimizer take arguments, and a strategy keys, that its config file does
+not list.
 """
 
 from argparse import Namespace
@@ -42,10 +43,11 @@ from whale_train.launcher.compose.unknown_keys import (
     without_doubtful,
 )
 from whale_train.models.options import MODEL_KEYS
+from whale_train.optimizer_options import OPTIMIZER_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
 # Groups whose option `custom` is a class, and the keys that are not its arguments.
-_OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS}
+_OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KEYS}
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
@@ -59,8 +61,9 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that Hydra accepts, overrides before flags.
 
     An override of `model._target_` without one of `model` stands for `model=custom`, and likewise
-    of `data._target_`. Arguments of these classes, keys of a strategy, callbacks and options of
-    `sbatch` get a `++`, since no config file lists them; their own readers check them.
+    of `data._target_` and `optimizer._target_`. Arguments of these classes and of a schedule's,
+    keys of a strategy, callbacks and options of `sbatch` get a `++`, since no config file lists
+    them; their own readers check them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -84,6 +87,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
             first in ("strategy", "callbacks")
             or (on_slurm and override.key_or_group.startswith("launcher.sbatch"))
             or (first in custom and name.split(".")[0] not in _OF_CLASSES.get(first, (name,)))
+            or override.key_or_group.startswith("optimizer.schedule.")
         )
         if (name or first == "callbacks") and free and not override.is_delete():
             text = "++" + text.lstrip("+")

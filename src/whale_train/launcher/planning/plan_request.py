@@ -35,6 +35,12 @@ from whale_train.launcher.planning.devices.placing import place_of, this_host_of
 from whale_train.launcher.planning.evaluations import explain_evaluations, refuse_uncounted
 from whale_train.launcher.planning.isolated_documents import refuse_joined_documents
 from whale_train.launcher.planning.loss_read import explain_logits
+from whale_train.launcher.planning.own_optimizers import (
+    explain_optimizers,
+    refuse_parts,
+    schedule_decisions,
+    with_optimizers,
+)
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.launcher.planning.remedies import with_checked_remedies
@@ -155,8 +161,12 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     if not profile.parameters:  # without which there is no plan, nor more faults to find
         raise ConfigError(faults)
     refuse_unmatched(training.groups, profile.parameters, faults)
+    training = with_optimizers(request, training, profile.parameters, faults)
+    of_schedule = schedule_decisions(request, faults)
     weights = _weights(request, faults)
-    planned = partial(_planned, request, strategy, cluster, emulated, use_all)
+    if request.optimizer.is_custom and not training.optimizers:
+        raise ConfigError(faults)  # there is no plan without them
+    planned = partial(_planned, request, training, strategy, cluster, emulated, use_all)
     try:
         made = planned(profile)
     except PlanError as error:
@@ -167,6 +177,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
 
         error = with_checked_remedies(error, request, dataset, profile, of)
         raise PlanError([*faults, *error.faults]) from None
+    refuse_parts(made.plan, faults)
     refuse_uncounted(request, made.plan, profile, faults)
     _refuse_biases(request, made.plan, faults)
     on_cards = device == "cuda" and request.mode == "train"
@@ -194,7 +205,11 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     figures = explain_device_figures(made.used) if of_properties else ()
     of_loss, of_data = explain_logits(request, profile), explain_data(request, dataset)
     additions = explain_additions(profile) if request.model.adapters is not None else ()
-    of_groups = explain_parameter_groups(training, profile.parameters)
+    of_groups = (
+        *explain_optimizers(training),
+        *of_schedule,
+        *explain_parameter_groups(training, profile.parameters),
+    )
     said = (
         *(*request.files, *additions, *of_precision, *of_loss, *of_data),
         *(*of_groups, *weights, *evaluations, *figures, *holes, *copies),
@@ -270,6 +285,7 @@ class _Planned:
 
 def _planned(
     request: Request,
+    training: Training,
     strategy: Strategy,
     cluster: Cluster,
     emulated: bool,
@@ -284,7 +300,7 @@ def _planned(
 
     Raises PlanError with all faults.
     """
-    training, chosen = training_of(request), None
+    chosen = None
     findings = ModelAnalysis(profile, training.precision)
     if strategy.is_auto:
         can_offload = _can_offload(request)
@@ -323,6 +339,8 @@ def resolve_each(
     profile = profile_of(request, dataset)
     check_data(request, profile, data, faults)
     refuse_joined_documents(request, profile, faults)
+    training = with_optimizers(request, training, profile.parameters, faults)
+    schedule_decisions(request, faults)
     if faults:
         raise ConfigError(faults)
     findings = ModelAnalysis(profile, training.precision)

@@ -22,7 +22,7 @@ from whale_train.errors import listed
 from whale_train.runtime.base.step_types import Batch, PendingLoss
 from whale_train.runtime.base.trace import Trace, span
 from whale_train.runtime.graph.expert_loads import PendingLoads
-from whale_train.runtime.optim.lr_schedule import learning_rate
+from whale_train.runtime.optim.lr_schedule import learning_rates
 from whale_train.runtime.optim.plateau import Plateau
 from whale_train.runtime.record.callbacks import Callbacks
 from whale_train.runtime.record.metrics import Metrics, StepMetrics
@@ -71,6 +71,7 @@ class Loop:
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
+        self._rates = learning_rates(request.optimizer, request.train.steps)
         self._pending: _Pending | None = None
         self.loss_scale: LossScale | None = None
         wants = request.is_pseudo and request.train.delink_at == PLATEAU
@@ -121,10 +122,7 @@ class Loop:
         Skipped steps take nothing of the schedule. Where the step before changes the rate and may
         yet be skipped, its result is waited for.
         """
-
-        def rate(taken: int) -> float:
-            return learning_rate(self._request.optimizer, taken, self._request.train.steps)
-
+        rate = self._rates
         may_skip = self.loss_scale is not None or self._request.train.on_nan == "skip"
         taken = number - self.skipped
         if may_skip and self._pending is not None and rate(taken) != rate(taken - 1):
