@@ -52,6 +52,7 @@ FILES = {
     "conf/hardware/my_cluster.yaml": (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text(),
 }
 _SLOW = ("m6_10b", "model=bert_large", "resnet50_100k", "v100_512", "strategy=auto", "auto]")
+_STUDY = "hydra/sweeper=optuna"
 _PLANNED = ("mode=plan", "mode=rehearse", "mode=verify", "mode=calibrate")
 
 
@@ -108,7 +109,7 @@ def test_the_blocks_are_read() -> None:
 TO_PLAN = [
     pytest.param(x, marks=pytest.mark.full) if any(word in x for word in _SLOW) else x
     for x in OURS
-    if "mode=export" not in x
+    if "mode=export" not in x and _STUDY not in x
 ]
 
 
@@ -202,6 +203,23 @@ def test_a_calibration_of_the_readme_measures_this_machine(command: str, folder:
     assert list((folder / "kept").iterdir())
     measured = json.loads((folder / "run/calibration.json").read_text())
     assert measured["devices"]
+
+
+def test_the_study_of_plans_of_the_readme_has_a_best(folder: Path) -> None:
+    few = ("hydra.sweep.dir=study", "hydra.sweeper.n_trials=2")
+    answer = whale_train([*command_with(_STUDY, "mode=plan"), *few], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    best = yaml.safe_load((folder / "study/optimization_results.yaml").read_text())
+    plans = [json.loads((folder / f"study/{i}/plan.json").read_text()) for i in range(2)]
+    assert best["best_value"] == max(plan["predicted"]["samples_per_s"] for plan in plans)
+
+
+@pytest.mark.full
+def test_the_study_of_trainings_of_the_readme_is_kept(folder: Path) -> None:
+    few = ("train.steps=10", "hydra.sweeper.n_trials=2", "hardware=cpu", "hardware.devices=1")
+    answer = whale_train([*command_with(_STUDY, "pruner"), *few], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert (folder / "study.db").exists()
 
 
 @pytest.mark.full

@@ -28,11 +28,13 @@ from whale_train.launcher.attempts import (
     write_attempts,
 )
 from whale_train.launcher.compose.command_line import compared_strategies
+from whale_train.launcher.followed import Follower
 from whale_train.launcher.job_end import (
     JobEnd,
     finish,
     interrupted,
     never_met,
+    pruned,
     started_elsewhere,
     summary_of,
 )
@@ -96,6 +98,7 @@ def run_job(
     place: LaunchPlace | None = None,
     files: tuple[Decision, ...] = (),
     early: EarlyHost | None = None,
+    follower: Follower | None = None,
 ) -> JobEnd:
     """Serve one request. Prints what happens, and raises nothing that a user can cause.
 
@@ -106,6 +109,7 @@ def run_job(
     place: the place of this process, rank 0, where others have started the ranks.
     files: notes for the plan, about the user's own config files.
     early: a host that imports already; None: there is none.
+    follower: hears the metrics of a training that runs here, and may end it; None: nobody does.
     """
     console = open_console(sys.stdout)
     try:
@@ -139,19 +143,19 @@ def run_job(
             if request.mode == "verify":
                 return verify(request, run_dir, console, place, signals)
             with in_use(run_dir):
-                return _train(request, run_dir, console, place, signals, early)
+                return _train(request, run_dir, console, place, signals, early, follower)
     except RequestError as error:
         is_told = (run_dir / REFUSED).exists()
         if not isinstance(error, RunDirInUse):  # whose files belong to another run
             remove_unused(run_dir)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
-        return JobEnd("refused", run_dir, is_told=is_told)
+        return JobEnd("refused", run_dir, is_told=is_told, reason=str(error))
     except OSError as error:
         if not is_full(error):
             raise
         sys.stderr.write(f"error: {error.strerror}; make room, or use another hydra.run.dir\n")
-        return JobEnd("failed", run_dir)
+        return JobEnd("failed", run_dir, reason=str(error.strerror))
     except KeyboardInterrupt:
         return interrupted(run_dir)
 
@@ -226,6 +230,7 @@ def _train(
     place: LaunchPlace | None,
     signals: StopSignals,
     early: EarlyHost | None,
+    follower: Follower | None,
 ) -> JobEnd:
     """Train, in as many attempts as `launcher.max_restarts` allows.
 
@@ -250,7 +255,9 @@ def _train(
             began, started = 0 if resumed is None else resumed.step, time.monotonic()
             phase = phase_of(wanted, resumed)
             run_dir = make_run_dir(phase, run_dir)
-            outcome, resolved = _attempt(phase, run_dir, console, place, signals, resumed, early)
+            outcome, resolved = _attempt(
+                phase, run_dir, console, place, signals, resumed, early, follower
+            )
         except RequestError as error:
             if not attempts:
                 raise
@@ -276,6 +283,10 @@ def _train(
         console.print(Portable(attempts_view(attempts)))
         if is_its_own(attempts):
             console.print("the last two attempts failed of the same at the same step")
+    if follower is not None and follower.ends and signals.count == 1:
+        end = pruned(outcome, run_dir, console)
+        if end is not None:
+            return end
     return finish(outcome, resolved, run_dir, console)
 
 
@@ -308,6 +319,7 @@ def _attempt(
     signals: StopSignals,
     resumed: Resumed | None,
     early: EarlyHost | None,
+    follower: Follower | None,
 ) -> tuple[HostOutcome, Resolved]:
     """Resolve the request and run its ranks to their end. Returns the outcome and the resolved
     plan."""
@@ -330,7 +342,11 @@ def _attempt(
         data_anew = going_on is not None and going_on.data_anew
         start_ranks(run_dir, resolved, request, checkpoint, delinks=parts, data_anew=data_anew)
         show_resolved(resolved, request, console)
-        progress = Progress(run_dir, request.train.steps, console, read_from=begun)
+        hears = None
+        if follower is not None:
+            follower.begin(request.train.steps)
+            hears = follower.hear
+        progress = Progress(run_dir, request.train.steps, console, read_from=begun, hears=hears)
 
         def ask() -> None:
             (run_dir / STOP).touch()
@@ -338,6 +354,8 @@ def _attempt(
         def poll() -> None:
             signals.poll()
             progress.poll()
+            if follower is not None and follower.ends and not signals.count:
+                signals.end()
 
         if request.checkpoint.saves:
             signals.asks(ask, request.checkpoint.grace_s)

@@ -40,6 +40,8 @@ class JobEnd:
     summary: the measurements of a job that is done; empty for any other.
     is_told: whether ranks that others started have been told of the end.
     submission: how to submit a job that goes to a queue; None for any other job.
+    reason: why the job was refused or failed; '' where it is not known here.
+    is_pruned: whether the job was interrupted by its follower, and not by a user.
     """
 
     status: Status
@@ -47,6 +49,8 @@ class JobEnd:
     summary: dict[str, Any] = field(default_factory=dict)
     is_told: bool = False
     submission: Submission | None = None
+    reason: str = ""
+    is_pruned: bool = False
 
 
 def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> JobEnd | None:
@@ -103,9 +107,23 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
     if outcome.status == "failed":
         assert outcome.failure is not None
         place = _place(resolved.plan, outcome.failure.rank)
-        sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
-        return JobEnd("failed", run_dir)
+        said = describe_failure(outcome.failure, place)
+        sys.stderr.write(f"error: {said}\n")
+        return JobEnd("failed", run_dir, reason=_last_line(said))
     return interrupted(run_dir)
+
+
+def pruned(outcome: HostOutcome, run_dir: Path, console: Console) -> JobEnd | None:
+    """Print that a job was ended by its follower, and return the end of the job.
+
+    Returns None where it had ended by itself.
+    """
+    if outcome.status == "failed":
+        return None
+    if outcome.status == "done" and summary_of(run_dir)["stopped_after"] is None:
+        return None
+    console.print(Text(f"pruned; what was written is in {run_dir}"), soft_wrap=True)
+    return JobEnd("interrupted", run_dir, is_pruned=True)
 
 
 def never_met(outcome: HostOutcome, run_dir: Path) -> JobEnd:
@@ -155,6 +173,13 @@ def interrupted(run_dir: Path) -> JobEnd:
     """Print that a job was interrupted, and return the end of the job."""
     sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")
     return JobEnd("interrupted", run_dir)
+
+
+def _last_line(said: str) -> str:
+    """Return the line of a failure's message that names the error: the last one of its traceback,
+    before the line about the log."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[-2] if len(lines) > 1 else lines[0]
 
 
 def _place(plan: Plan, rank: int | None) -> str:

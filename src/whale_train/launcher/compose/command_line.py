@@ -34,7 +34,13 @@ from whale_train.launcher.compose.interpolations import interpolation_faults
 from whale_train.launcher.compose.output_dirs import run_dir_faults
 from whale_train.launcher.compose.override_text import read_override
 from whale_train.launcher.compose.own_files import put_own_files_first
-from whale_train.launcher.compose.sweeps import PARAMS, jobs, refuse_swept, value_of
+from whale_train.launcher.compose.studies import (
+    is_study,
+    points,
+    put_released_sweeper_aside,
+    read_study,
+)
+from whale_train.launcher.compose.sweeps import PARAMS, jobs, params_of, refuse_swept, value_of
 from whale_train.launcher.compose.unknown_keys import (
     is_choice,
     remedy_for,
@@ -46,6 +52,8 @@ from whale_train.models.options import MODEL_KEYS
 from whale_train.optimizer_options import OPTIMIZER_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
+_SWEEPER = "hydra/sweeper"
+_SWEEPER_KEYS = ("hydra/sweeper/", "hydra.sweeper.")
 # Groups whose option `custom` is a class, and the keys that are not its arguments.
 _OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KEYS}
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
@@ -138,7 +146,23 @@ def check(arguments: Sequence[str]) -> None:
         if config is not None:
             faults += code_faults(config)
             multirun = multirun or (not mode and config.hydra.mode == RunMode.MULTIRUN)
-        for number, overrides in enumerate(jobs(config, options.overrides) if multirun else [[]]):
+        study = config is not None and is_study(config)
+        if config is not None and study and not multirun:
+            if any(o.key_or_group.startswith((_SWEEPER, *_SWEEPER_KEYS)) for o in parsed):
+                rule = "has no effect on one run"
+                faults.append(Fault("hydra/sweeper", "optuna", rule, "add -m to sweep"))
+            study = False
+        every: list[list[str]] = [[]]
+        wants = any(o.key_or_group == _SWEEPER and o.value() == "optuna" for o in parsed)
+        if faults and (study or wants):  # what may be swept is not known
+            has_none = any(fault.key == _SWEEPER for fault in faults)
+            kept = [x for x in faults if not (has_none and x.key.startswith(_SWEEPER_KEYS))]
+            raise ConfigError(kept)
+        if config is not None and study:
+            every = _of_study(config, parsed)
+        elif multirun:
+            every = jobs(config, options.overrides)
+        for number, overrides in enumerate(every):
             if multirun:
                 config, wrong = _compose(name, overrides)
                 faults += [fault for fault in wrong if fault not in faults]
@@ -151,10 +175,50 @@ def check(arguments: Sequence[str]) -> None:
                 faults += [x for x in _faults_of_export(given, wrong) if x not in faults]
             if not multirun:
                 faults += _request_faults(config, wrong, given)
-            if not faults:
+            if not faults and not study:  # whose runs may be there already
                 faults += run_dir_faults(config, number if multirun else None)
     if faults:
         raise ConfigError(faults)
+
+
+def _of_study(config: DictConfig, overrides: Sequence[Override]) -> list[list[str]]:
+    """Return overrides of jobs to compose for a sweep by Optuna. Raises ConfigError with the faults
+    of what is asked of it.
+
+    config: the config that all jobs share.
+    overrides: all overrides of the command line.
+    """
+    hydras = [str(o.input_line) for o in overrides if o.is_hydra_override()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    kept = [o for o in overrides if o.is_sweep_override() or not o.is_hydra_override()]
+    parsed = [
+        *params_of(config, parser),
+        *parser.parse_overrides([str(o.input_line) for o in kept]),
+    ]
+    _, space, fixed, _ = read_study(config, parsed)
+    return [[*job, *hydras] for job in points(space, fixed, parsed)]
+
+
+def composed_job(sweep: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the config of a job of a sweep that runs, with Hydra's own part. Raises ConfigError
+    with all faults.
+
+    sweep: the config of the sweep.
+    overrides: those of the job, all but Hydra's own.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        config = loader.load_sweep_config(sweep, list(overrides))
+    except Exception:
+        hydras = [str(text) for text in sweep.hydra.overrides.hydra]
+        _, faults = _compose(str(sweep.hydra.job.config_name), [*overrides, *hydras])
+        if not faults:
+            raise
+        raise ConfigError(faults) from None
+    faults = [*interpolation_faults(config), *code_faults(config)]
+    if faults:
+        raise ConfigError(faults)
+    return config
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
@@ -187,6 +251,7 @@ def _hydra(config_dir: str | None, config_path: str | None = None) -> Iterator[N
         folder = f"file://{Path(config_dir).absolute()}"
         path.prepend("command-line", folder, SearchPathQuery(provider="schema"))
     read_within_bounds()
+    put_released_sweeper_aside()
     Hydra.create_main_hydra2("whale-train", path)
     try:
         yield
