@@ -33,7 +33,8 @@ _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 PLATEAU = "plateau"  # a value of train.delink_at
 AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
-Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export"]
+Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate"]
+READING = ("export", "evaluate")  # modes that read a checkpoint
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
 Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
@@ -170,7 +171,7 @@ class LauncherOptions(_Section):
 class CheckpointOptions(_Section):
     """Options of checkpoints, under `checkpoint`.
 
-    path: the checkpoint, or the run directory (its newest), that `mode=export` reads.
+    path: the checkpoint, or the run directory (its newest), that a mode of `READING` reads.
     every: number of optimizer steps between checkpoints, or a time such as "30min"; None writes
         none.
     grace_s: seconds that a run has to save once more when it is told to end.
@@ -280,6 +281,22 @@ class Request(BaseModel):
         (Pseudo-to-Real)."""
         return self.model.share_layers and self.train.delink_at is not None
 
+    def without_evaluations(self) -> "Request":
+        """Return the request of a run that evaluates nothing, and tells nobody of its steps."""
+        data = self.data
+        if "evaluation" in type(data).model_fields:
+            data = data.model_copy(update={"evaluation": None})
+        train = {"evaluate_every": None, "stop_after": None, "trace": False}
+        checkpoint = {"best": None, "final": bool(self.checkpoint.final)}
+        return self.model_copy(
+            update={
+                "data": data,
+                "train": self.train.model_copy(update=train),
+                "checkpoint": self.checkpoint.model_copy(update=checkpoint),
+                **{"metrics": {}, "trackers": (), "callbacks": CallbacksOptions()},
+            }
+        )
+
     @property
     def may_save(self) -> bool:
         """Return whether a run of the request may write checkpoints."""
@@ -326,6 +343,8 @@ def read_request(
         given = plain.get(key)
         if key == "checkpoint" and isinstance(given, str):  # as in mode=export checkpoint=PATH
             plain[key] = {"path": given}
+        if key == "checkpoint" and plain.get("path") is not None:
+            _add_path(plain, faults)
         section = _mapping(plain, key, faults)
         if key == "train" and section is not None:
             section = _with_steps(section, faults)
@@ -342,7 +361,7 @@ def read_request(
     sections["trackers"] = read_trackers(plain.get("trackers", []), tensorboard, faults)
     sections["callbacks"] = read_callbacks(plain.get("callbacks", {}), faults)
     sections["metrics"] = read_metrics(plain.get("metrics"), faults)
-    known = set(Request.model_fields) - {"names", "files"}
+    known = set(Request.model_fields) - {"names", "files"} | {"path"}
     for key in plain:
         if key not in known:
             instead = known_elsewhere(key)
@@ -352,6 +371,17 @@ def read_request(
     if faults:
         raise ConfigError(faults)
     return Request.model_construct(**sections)
+
+
+def _add_path(plain: dict[str, Any], faults: list[Fault]) -> None:
+    """Put the value of `path`, which is short for `checkpoint.path`, into that section."""
+    section, path = plain.get("checkpoint"), plain["path"]
+    if not isinstance(section, dict):
+        return
+    if section.get("path") is not None:
+        rule, remedy = "and checkpoint are both given", "leave one out"
+        faults.append(Fault("path", as_yaml(path), rule, remedy))
+    plain["checkpoint"] = {**section, "path": path}
 
 
 def _with_steps(section: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
@@ -405,7 +435,7 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
         remedy = "list names of strategies, as in compare=[dp,zero3]"
         faults.append(Fault("compare", as_yaml(value), "is not a list of names", remedy))
         return ()
-    if names and mode in ("train", "rehearse", "verify", "calibrate", "export"):
+    if names and mode in ("train", "rehearse", "verify", "calibrate", "export", "evaluate"):
         rule = f"has no effect on mode={mode}"
         faults.append(Fault("compare", as_yaml(names), rule, "use mode=plan, or compare=[]"))
     return tuple(dict.fromkeys(names))
@@ -517,10 +547,10 @@ def _refuse_custom(
 def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:
     """Add a fault for an export without a checkpoint, and for a checkpoint that the mode does not
     read."""
-    if mode == "export" and checkpoint.path is None:
+    if mode in READING and checkpoint.path is None:
         remedy = "name a run directory or a checkpoint in one, as checkpoint=runs/MY_RUN"
-        faults.append(Fault("checkpoint", "", "must be given to mode=export", remedy))
-    if mode != "export" and mode is not None and checkpoint.path is not None:
+        faults.append(Fault("checkpoint", "", f"must be given to mode={mode}", remedy))
+    if mode not in READING and mode is not None and checkpoint.path is not None:
         rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
         faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
 

@@ -39,6 +39,11 @@ from whale_train.launcher.job_end import (
     summary_of,
 )
 from whale_train.launcher.modes.calibrate import calibrate
+from whale_train.launcher.modes.evaluate import (
+    checkpoint_of,
+    evaluate_checkpoint,
+    with_saved,
+)
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
 from whale_train.launcher.modes.verify import verify
@@ -123,6 +128,10 @@ def run_job(
                 request.model.pretrained,
                 weights=request.mode not in ("plan", "rehearse"),
             )
+        checkpoint = None
+        if request.mode == "evaluate":
+            checkpoint = checkpoint_of(request)
+            request = with_saved(request, checkpoint, arguments)
         request = _with_data(request, place)
         if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
@@ -142,6 +151,9 @@ def run_job(
                 return calibrate(request, run_dir, console, place, signals)
             if request.mode == "verify":
                 return verify(request, run_dir, console, place, signals)
+            if checkpoint is not None:
+                made = (request, checkpoint, run_dir, console, place, signals)
+                return evaluate_checkpoint(*made)
             with in_use(run_dir):
                 return _train(request, run_dir, console, place, signals, early, follower)
     except RequestError as error:

@@ -468,7 +468,7 @@ def _faults_of_export(overrides: Sequence[str], wrong: Sequence[Fault]) -> list[
     """Return a fault for every override that has no effect on `mode=export`, since the checkpoint
     determines it. Overrides with a fault in `wrong` are left out."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    known = {"mode", "checkpoint", "checkpoint.path", *(fault.key for fault in wrong)}
+    known = {"mode", "path", "checkpoint", "checkpoint.path", *(fault.key for fault in wrong)}
     others = [o for o in parsed if o.key_or_group not in known]
     rule, remedy = "has no effect on mode=export", "leave it out: the checkpoint has it"
     return [

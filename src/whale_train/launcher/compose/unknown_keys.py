@@ -23,7 +23,8 @@ _MODES = {
     "rehearse": ("plan", "rehearse"),
     "verify.steps": ("verify",),
     "verify.tolerance": ("verify",),
-    "checkpoint.path": ("export",),
+    "checkpoint.path": ("export", "evaluate"),
+    "path": ("export", "evaluate"),
 }
 _WORD = r"\w[\w.]*\w"
 _NO_GROUPS = ("train", "verify", "checkpoint")  # sections that no name can be given to
@@ -109,7 +110,7 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
     """Return the keys that a request of this mode may set, and the keys of Hydra's own that are
     often set."""
     if mode == "export":
-        return ["mode", "checkpoint", "hydra.run.dir"]
+        return ["mode", "checkpoint", "path", "hydra.run.dir"]
     keys: list[str] = []
 
     def visit(value: object, path: str) -> None:

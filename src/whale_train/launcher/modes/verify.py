@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from whale_train.callbacks.options import CallbacksOptions
 from whale_train.config import Request
 from whale_train.errors import Fault, PlanError
 from whale_train.launcher.job_end import JobEnd, finish, never_met
@@ -88,11 +87,9 @@ def verify(
 
 def only_steps(request: Request) -> Request:
     """Return the request of a verification, which records gradient norms and evaluates nothing."""
-    options = {"grad_norm": True, "evaluate_every": None, "trace": False}
-    train = request.train.model_copy(update=options)
-    return request.model_copy(
-        update={"train": train, "trackers": (), "callbacks": CallbacksOptions()}
-    )
+    request = request.without_evaluations()
+    train = request.train.model_copy(update={"grad_norm": True})
+    return request.model_copy(update={"train": train})
 
 
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:

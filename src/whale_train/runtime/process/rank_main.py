@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
-from whale_train.runtime.train.loop import train
+from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
+from whale_train.runtime.train.loop import evaluate, train
 from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.grammar.form import needs_graph, partitions
@@ -247,6 +249,9 @@ def train_as_planned(
         arguments = (run_dir, request, plan, program, batches, metrics, state, rank)
         summary, files = record_verification(*arguments, rounding=_rounding(run_dir))
         carrier.gather(run_dir, SavedPart(rank, files))
+    elif request.mode == "evaluate":
+        metrics = Metrics(run_dir, device, *flops) if rank == 0 else None
+        summary = _evaluated(run_dir, request, plan, program, batches, state, carrier, rank)
     else:
         random = RandomStates(program.shared_random)
         resumed, started = None, time.monotonic()
@@ -318,6 +323,30 @@ def train_as_planned(
             path.with_suffix(".partial").write_text(text, encoding="utf-8")
             path.with_suffix(".partial").replace(path)
     return program
+
+
+def _evaluated(
+    run_dir: Path,
+    request: Request,
+    plan: Plan,
+    program: Program,
+    batches: RankBatches,
+    state: RankState,
+    carrier: Carrier,
+    rank: int,
+) -> dict[str, Any]:
+    """Read the checkpoint of the run, evaluate it, and return the content of `summary.json`."""
+    checkpoint = _checkpoint(run_dir)
+    assert checkpoint is not None
+    random = RandomStates(program.shared_random)
+    saved = restore(carrier.fetched(checkpoint), state, random, plan, rank, {})
+    carrier.forget()
+    own = EvaluationMetrics(request.metrics) if request.metrics else None
+    started = time.monotonic()
+    values = evaluate(program, batches, own)
+    finite = {name: value if isfinite(value) else None for name, value in values.items()}
+    seconds = time.monotonic() - started
+    return {"step": saved.step, "evaluation": finite, "evaluated_s": seconds}
 
 
 def _best(run_dir: Path, summary: dict[str, Any]) -> Path | None:
