@@ -29,7 +29,7 @@ def tokenising_shown() -> Iterator[Watch]:
     On a terminal there is a bar, elsewhere a line every ten seconds. Nothing is shown where the
     function is not called.
     """
-    console = open_console(sys.stderr)
+    console = open_console(sys.stdout)
     if not console.is_terminal:
         yield _lines(console)
         return
