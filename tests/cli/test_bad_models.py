@@ -130,7 +130,7 @@ MODEL = (
         "nothing_held_back",
         f"train.evaluate_every=1 data.evaluation_fraction=0 {PLAN}",
         "train.evaluate_every=1 needs held-back samples, and there are none; raise "
-        "data.evaluation_fraction, or use null",
+        "data.evaluation_fraction, name sets in data.evaluation, or use null",
     ),
     Case(
         "labels_beyond_classes",
