@@ -41,7 +41,7 @@ model = GPT2LMHeadModel(
 )  # fmt: skip
 arguments = TrainingArguments(
     "hf_run", use_cpu=True, ddp_backend="gloo", max_steps=200, per_device_train_batch_size=8,
-    learning_rate=1e-3, weight_decay=0.1, lr_scheduler_type="cosine", max_grad_norm=1.0,
+    learning_rate=3e-4, weight_decay=0.1, lr_scheduler_type="cosine", max_grad_norm=1.0,
     train_sampling_strategy="sequential", eval_strategy="steps", eval_steps=100, save_steps=100,
     logging_steps=1, report_to="tensorboard",
 )  # fmt: skip
