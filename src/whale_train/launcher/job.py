@@ -1,11 +1,14 @@
-"""Run one job, from its composed config to its end: Request, profile, Plan, run directory,
-ranks."""
+"""Run one job, from its request to its end: profile, Plan, run directory, ranks.
+
+`carry_out` is the road of a job, whoever asks for it. `run_job` is the command's use of it, which
+prints what is said of the end.
+"""
 
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -38,7 +41,7 @@ from whale_train.launcher.job_end import (
 from whale_train.launcher.modes.calibrate import calibrate
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
-from whale_train.launcher.modes.verify import verify
+from whale_train.launcher.modes.verify import verify_job
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
@@ -86,6 +89,24 @@ from whale_train.strategies.plan.plan import Decision
 ELSEWHERE = ("ssh", "slurm")  # kinds of launchers that start ranks by processes of their own
 
 
+@dataclass(frozen=True)
+class JobPlace:
+    """The place of a job: where it prints, and how its ranks are started.
+
+    console: where the plan and the progress are printed.
+    notices: where it is shown how far long preparations are.
+    arguments: command-line arguments that make the same request.
+    place: the place of this process, rank 0, where others have started the ranks.
+    early: a host that imports already; None: there is none.
+    """
+
+    console: Console
+    notices: Console
+    arguments: Sequence[str] = ()
+    place: LaunchPlace | None = None
+    early: EarlyHost | None = None
+
+
 def run_job(
     config: DictConfig,
     names: dict[str, str],
@@ -95,7 +116,7 @@ def run_job(
     files: tuple[Decision, ...] = (),
     early: EarlyHost | None = None,
 ) -> JobEnd:
-    """Serve one request. Prints what happens, and raises nothing that a user can cause.
+    """Serve one request. Print what happens, and raise nothing that a user can cause.
 
     config: the composed config of the job.
     names: the option chosen in each config group.
@@ -105,41 +126,10 @@ def run_job(
     files: notes for the plan, about the user's own config files.
     early: a host that imports already; None: there is none.
     """
-    console = open_console(sys.stdout)
+    consoles = open_console(sys.stdout), open_console(sys.stderr)
     try:
         request = read_request(config, names, files)
-        _refuse_mode(request, place)
-        if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
-            early.stop()
-        if request.model.pretrained is not None:
-            fetch(
-                PRETRAINED,
-                request.model.pretrained,
-                weights=request.mode not in ("plan", "rehearse"),
-            )
-        if isinstance(request.data, TextFilesOptions):
-            with tokenising_shown() as watch:
-                open_data(request.data, watch)
-        if request.mode in ("plan", "rehearse"):
-            return _plan(request, run_dir, console)
-        with stop_signals() as signals:
-            if request.mode == "export":
-                return export_checkpoint(request, run_dir, console, signals)
-            if request.launcher.kind == "ssh" and place is None:
-                status = run_over_ssh(request, arguments, console, signals)
-                return started_elsewhere(status, run_dir)
-            if request.launcher.kind == "slurm" and place is None:
-                submission = Submission.of(request, arguments, run_dir)
-                if "kind" not in request.hardware:  # what can be known of the plan here
-                    resolve_request(request.model_copy(update={"mode": "plan"}))
-                return JobEnd("done", run_dir, submission=submission)
-            refuse_missing_interfaces(os.environ)
-            if request.mode == "calibrate":
-                return calibrate(request, run_dir, console, place, signals)
-            if request.mode == "verify":
-                return verify(request, run_dir, console, place, signals)
-            with in_use(run_dir):
-                return _train(request, run_dir, console, place, signals, early)
+        end = carry_out(request, run_dir, JobPlace(*consoles, arguments, place, early))
     except RequestError as error:
         is_told = (run_dir / REFUSED).exists()
         if not isinstance(error, RunDirInUse):  # whose files belong to another run
@@ -147,11 +137,66 @@ def run_job(
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir, is_told=is_told)
+    except KeyboardInterrupt:
+        end = interrupted(run_dir)
+    sys.stdout.flush()
+    if end.refusal is not None:
+        sys.stderr.write(error_text(end.refusal, terminal_width(sys.stderr)) + "\n")
+    if end.said:
+        sys.stderr.write(("error: " if end.status == "failed" else "") + end.said + "\n")
+    return end
+
+
+def make_inputs(request: Request, notices: Console) -> None:
+    """Have what a plan needs of the request on this machine: the folder of a pretrained model, and
+    tokenised text.
+
+    `notices` shows how far it is. Raises ConfigError.
+    """
+    if request.model.pretrained is not None:
+        weights = request.mode not in ("plan", "rehearse")
+        fetch(PRETRAINED, request.model.pretrained, weights=weights)
+    if isinstance(request.data, TextFilesOptions):
+        with tokenising_shown(notices) as watch:
+            open_data(request.data, watch)
+
+
+def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
+    """Run the job of one request to its end. Raises ConfigError or PlanError where it is refused.
+
+    run_dir: the directory of the job, which may exist.
+    """
+    console, place, early = at.console, at.place, at.early
+    try:
+        _refuse_mode(request, place)
+        if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
+            early.stop()
+        make_inputs(request, at.notices)
+        if request.mode in ("plan", "rehearse"):
+            return _plan(request, run_dir, console)
+        with stop_signals() as signals:
+            if request.mode == "export":
+                return export_checkpoint(request, run_dir, console, signals)
+            if request.launcher.kind == "ssh" and place is None:
+                status = run_over_ssh(request, at.arguments, console, signals)
+                return started_elsewhere(status, run_dir)
+            if request.launcher.kind == "slurm" and place is None:
+                submission = Submission.of(request, at.arguments, run_dir)
+                if "kind" not in request.hardware:  # what can be known of the plan here
+                    resolve_request(request.model_copy(update={"mode": "plan"}))
+                return JobEnd("done", run_dir, submission=submission)
+            refuse_missing_interfaces(os.environ)
+            if request.mode == "calibrate":
+                return calibrate(request, run_dir, console, place, signals)
+            if request.mode == "verify":
+                return verify_job(request, run_dir, console, place, signals)
+            with in_use(run_dir):
+                return _train(request, run_dir, console, place, signals, early)
     except OSError as error:
         if not is_full(error):
             raise
-        sys.stderr.write(f"error: {error.strerror}; make room, or use another hydra.run.dir\n")
-        return JobEnd("failed", run_dir)
+        said = f"{error.strerror}; make room, or use another hydra.run.dir"
+        return JobEnd("failed", run_dir, said=said)
     except KeyboardInterrupt:
         return interrupted(run_dir)
 
@@ -217,7 +262,7 @@ def _train(
     there then. Attempts end early where the last two failed in the same way at the same step.
     """
     attempts: list[Attempt] = []
-    wanted = request
+    wanted, refusal = request, None
     # torchrun and srun start their ranks again themselves.
     allowed = request.launcher.max_restarts if place is None else 0
     while True:
@@ -236,7 +281,7 @@ def _train(
         except RequestError as error:
             if not attempts:
                 raise
-            sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+            refusal = error
             break  # ends with the failure of the attempt before
         except RendezvousTimeout as error:
             return never_met(error.outcome, run_dir)
@@ -258,7 +303,7 @@ def _train(
         console.print(Portable(attempts_view(attempts)))
         if is_its_own(attempts):
             console.print("the last two attempts failed of the same at the same step")
-    return finish(outcome, resolved, run_dir, console)
+    return replace(finish(outcome, resolved, run_dir, console), refusal=refusal)
 
 
 def next_attempt(request: Request) -> Request:
