@@ -339,6 +339,19 @@ def read_request(
     return Request.model_construct(**sections)
 
 
+def in_mode(request: Request, mode: Mode) -> Request:
+    """Return a request in another mode. Raises ConfigError for values that are wrong or without
+    effect there."""
+    faults: list[Fault] = []
+    sections = {name: getattr(request, name) for name in Request.model_fields} | {"mode": mode}
+    _compared(list(request.compare), mode, faults)
+    _rehearsed(request.rehearse, mode, faults)
+    _refuse_together(sections, faults)
+    if faults:
+        raise ConfigError(faults)
+    return request.model_copy(update={"mode": mode})
+
+
 def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
     """Return the options of a section that the chosen optimizer or launcher does not read."""
     if key == "optimizer":

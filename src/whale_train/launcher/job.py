@@ -132,8 +132,7 @@ def run_job(
         end = carry_out(request, run_dir, JobPlace(*consoles, arguments, place, early))
     except RequestError as error:
         is_told = (run_dir / REFUSED).exists()
-        if not isinstance(error, RunDirInUse):  # whose files belong to another run
-            remove_unused(run_dir)
+        discard(run_dir, error)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir, is_told=is_told)
@@ -145,6 +144,12 @@ def run_job(
     if end.said:
         sys.stderr.write(("error: " if end.status == "failed" else "") + end.said + "\n")
     return end
+
+
+def discard(run_dir: Path, error: RequestError) -> None:
+    """Remove the files that a job which was refused has left in its directory."""
+    if not isinstance(error, RunDirInUse):  # whose files belong to another run
+        remove_unused(run_dir)
 
 
 def make_inputs(request: Request, notices: Console) -> None:

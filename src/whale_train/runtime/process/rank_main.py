@@ -61,7 +61,7 @@ from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
-from whale_train.runtime.train.loop import train
+from whale_train.runtime.train.loop import train_steps
 from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.grammar.form import needs_graph, partitions
@@ -259,7 +259,7 @@ def train_as_planned(
         profiler = None
         if request.train.profile is not None:
             profiler = StepProfiler(request.train.profile, run_dir, rank, device)
-        summary = train(
+        summary = train_steps(
             *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
         )
         if profiler is not None:
