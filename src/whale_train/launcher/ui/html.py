@@ -26,7 +26,12 @@ _PAGE = (
 def as_html(view: RenderableType) -> str:
     """Return a view as an HTML element that needs no other file."""
     console = Console(
-        file=StringIO(), record=True, width=_COLUMNS, force_terminal=True, color_system="standard"
+        file=StringIO(),
+        record=True,
+        width=_COLUMNS,
+        force_terminal=True,
+        color_system="standard",
+        highlight=False,
     )
     console.print(view)
     return console.export_html(theme=_THEME, code_format=_PAGE, inline_styles=True)
