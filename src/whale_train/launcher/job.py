@@ -38,6 +38,7 @@ from whale_train.launcher.job_end import (
     started_elsewhere,
     summary_of,
 )
+from whale_train.launcher.modes.audit import audit_job
 from whale_train.launcher.modes.calibrate import calibrate
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
@@ -74,6 +75,7 @@ from whale_train.launcher.resume import (
     go_on,
     phase_of,
     refuse_unlike,
+    saved_state,
     say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress
@@ -179,6 +181,8 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
         make_inputs(request, at.notices)
         if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
+        if request.mode == "audit":
+            return audit_job(request, run_dir, console)
         with stop_signals() as signals:
             if request.mode == "export":
                 return export_checkpoint(request, run_dir, console, signals)
@@ -218,7 +222,7 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
         remedy = "use null, and for the second part train.resume=RUN model.share_layers=false"
         at = str(request.train.delink_at)
         raise ConfigError([Fault("train.delink_at", at, rule, remedy)])
-    if request.mode in ("plan", "rehearse", "export") and place is not None:
+    if request.mode in ("plan", "rehearse", "export", "audit") and place is not None:
         rule = "needs no ranks, and some were started from outside"
         raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
 
@@ -360,7 +364,9 @@ def _attempt(
             resolved = replace(resolved, plan=replace(resolved.plan, decisions=said))
         checkpoint = None if resumed is None else resumed.path
         data_anew = going_on is not None and going_on.data_anew
-        start_ranks(run_dir, resolved, request, checkpoint, delinks=parts, data_anew=data_anew)
+        samples = 0 if resumed is None or data_anew else saved_state(resumed).samples
+        begun_with = (run_dir, resolved, request, checkpoint)
+        start_ranks(*begun_with, delinks=parts, data_anew=data_anew, samples=samples)
         show_resolved(resolved, request, console)
         progress = Progress(run_dir, request.train.steps, console, read_from=begun)
 

@@ -35,6 +35,7 @@ from whale_train.launcher.compose.override_text import read_override
 from whale_train.launcher.compose.own_files import put_own_files_first
 from whale_train.launcher.compose.sweeps import PARAMS, jobs, refuse_swept, value_of
 from whale_train.launcher.compose.unknown_keys import (
+    READ_ALONE,
     is_choice,
     remedy_for,
     remedy_for_flag,
@@ -140,8 +141,9 @@ def check(arguments: Sequence[str]) -> None:
             if config is None or options.cfg:
                 continue
             given = overrides if multirun else options.overrides
-            if config.get("mode") == "export":
-                faults += [x for x in _faults_of_export(given, wrong) if x not in faults]
+            faults += [
+                x for x in _without_effect(config.get("mode"), given, wrong) if x not in faults
+            ]
             if not multirun:
                 faults += _request_faults(config, wrong, given)
             if not faults:
@@ -412,13 +414,16 @@ def _request_faults(
     return []
 
 
-def _faults_of_export(overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:
-    """Return a fault for every override that has no effect on `mode=export`, since the checkpoint
-    determines it. Overrides with a fault in `wrong` are left out."""
+def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:
+    """Return a fault for every override that has no effect on a mode that reads a record, which has
+    it already. Overrides with a fault in `wrong` are left out."""
+    if mode not in READ_ALONE:
+        return []
+    keys, remedy = READ_ALONE[str(mode)]
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    known = {"mode", "checkpoint", "checkpoint.path", *(fault.key for fault in wrong)}
+    known = {*keys, *(fault.key for fault in wrong)}
     others = [o for o in parsed if o.key_or_group not in known]
-    rule, remedy = "has no effect on mode=export", "leave it out: the checkpoint has it"
+    rule = f"has no effect on mode={mode}"
     return [
         Fault(o.key_or_group, value_of(o), rule, remedy)
         for o in others
