@@ -59,7 +59,7 @@ class Ours:
         torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
         batches = RankBatches(request, plan, prepared.data, rank, CPU)
-        metrics = Metrics(run_dir, False, CPU) if rank == 0 else None
+        metrics = Metrics(run_dir, CPU) if rank == 0 else None
         # Two loops over one program, which differ in whether they measure the norm.
         self._loops = []
         for grad_norm in (False, True):

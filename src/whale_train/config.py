@@ -6,29 +6,38 @@ all faults of all sections are raised at once.
 """
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from whale_train.callbacks.options import CallbacksOptions, read_callbacks
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.metrics_options import MetricOptions, read_metrics
 from whale_train.models.options import ModelOptions
+from whale_train.optimizer_options import (
+    OptimizerOptions,
+    read_optimizer,
+    refuse_long_schedule,
+)
 from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
 from whale_train.strategies.plan.plan import Decision
+from whale_train.trackers.options import TrackerOptions, read_trackers
 from whale_train.validation import DURATION, as_yaml, no_truth_value, validated
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 PLATEAU = "plateau"  # a value of train.delink_at
 AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
-Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export", "audit"]
+Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate", "audit"]
+READING = ("export", "evaluate")  # modes that read a checkpoint
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
 _RunPath = Annotated[str, Field(min_length=1)] | None
-_Decay = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
 
 
@@ -38,10 +47,38 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class WatchedMetric(_Section):
+    """A result of evaluations that a run goes by.
+
+    metric: its name in `metrics.jsonl`, as `evaluation_loss`.
+    better: which values are better; None: lower ones of a loss, else higher ones.
+    """
+
+    metric: Annotated[str, Field(min_length=1)]
+    better: Literal["lower", "higher"] | None = None
+
+    @property
+    def is_lower(self) -> bool:
+        """Return whether lower values are better."""
+        return self.better == "lower" or (self.better is None and self.metric.endswith("_loss"))
+
+
+class StopAfterOptions(WatchedMetric):
+    """Options of a run that ends early, under `train.stop_after`.
+
+    evaluations: number of evaluations in a row, none of which was better, after which it ends.
+    min_change: a value is better where it is so by more than that.
+    """
+
+    evaluations: _Count
+    min_change: float = Field(0.0, ge=0)
+
+
 class TrainOptions(_Section):
     """Options of training, under `train`.
 
-    steps: number of optimizer steps.
+    steps: number of optimizer steps. With `epochs` it is set by `in_steps`, which knows the data.
+    epochs: passes over the data, in place of a number of steps; a part of one counts too.
     global_batch: samples of a step, of all devices together.
     accumulate: number of micro-batches in which every device takes its share of a step.
     precision: the precision of training; None lets the devices decide.
@@ -55,7 +92,9 @@ class TrainOptions(_Section):
     profile: the first and the last step that torch's profiler records.
     evaluate_every: number of steps between evaluations; None is never.
     evaluation_samples: the largest number of samples of an evaluation.
-    tensorboard: whether metrics are also written for TensorBoard.
+    stop_after: the metric whose best value ends the run once it is not reached any more; None ends
+        it after its last step.
+    tensorboard: whether TensorBoard is among the trackers.
     on_nan: what becomes of a run whose loss or gradient norm is not finite; None goes on. A step
         that it skips leaves everything as it was, the learning rate's schedule too, and a hundred
         of them in a row end the run.
@@ -69,7 +108,8 @@ class TrainOptions(_Section):
         towards equal loads; None is never.
     """
 
-    steps: _Count
+    steps: _Count = 100
+    epochs: float | None = Field(None, gt=0)
     global_batch: _Count
     accumulate: Annotated[_Whole, Field(ge=1, le=MOST_MICRO_BATCHES)] = 1
     precision: Literal["fp32", "bf16", "fp16"] | None = None
@@ -83,69 +123,13 @@ class TrainOptions(_Section):
     profile: tuple[_Count, _Count] | None = None
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512
+    stop_after: StopAfterOptions | None = None
     tensorboard: bool = False
     on_nan: Literal["stop", "skip"] | None = "stop"
     resume: str | None = Field(None, min_length=1)
     resume_data: Literal["same", "any"] = "same"
     delink_at: _Count | Literal["plateau"] | None = None
     router_bias_rate: float | None = Field(None, gt=0)
-
-
-class GroupOptions(_Section):
-    """Options of a group of parameters, an entry of `optimizer.groups`.
-
-    match: patterns of the parameters' paths, or of modules that hold them, in which `*` stands for
-        any text (`*.bias`, `lm_head`).
-    weight_decay: the group's weight decay; None is the optimizer's.
-    lr_scale: the group's learning rate, as a part of the optimizer's.
-    """
-
-    match: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
-        Field(min_length=1),
-        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-    ]
-    weight_decay: float | None = Field(None, ge=0)
-    lr_scale: float = Field(1.0, gt=0)
-
-
-class OptimizerOptions(_Section):
-    """Options of the optimizer, and of the schedule of its learning rate, under `optimizer`.
-
-    name: torch's optimizer of that name, or LAMB.
-    lr: the learning rate after the warm-up.
-    weight_decay, momentum, betas, eps, fused: arguments of the optimizer, under torch's names.
-    no_decay: the parameters that have no weight decay; None is none of them.
-    groups: groups of parameters with options of their own. A parameter is of the first group that
-        it matches, and then `no_decay` is not about it.
-    schedule: how the learning rate falls after the warm-up.
-    warmup_steps: number of steps of linear growth.
-    decay_steps: number of the last steps, in which the learning rate of `wsd` falls.
-    final_lr_fraction: the part of `lr` that is left at the last step.
-    """
-
-    name: Literal["sgd", "adam", "adamw", "lamb"]
-    lr: float = Field(gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
-    betas: tuple[_Decay, _Decay] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    fused: bool = True
-    no_decay: Literal["norms_and_biases"] | None = None
-    groups: tuple[GroupOptions, ...] = ()
-    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
-    warmup_steps: Annotated[_Whole, Field(ge=0)] = 0
-    decay_steps: Annotated[_Whole, Field(ge=0)] = 0
-    final_lr_fraction: float = Field(0.0, ge=0, le=1)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the optimizer."""
-        shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
-        if self.name != "lamb":
-            shared["fused"] = self.fused
-        if self.name == "sgd":
-            return {**shared, "momentum": self.momentum}
-        return {**shared, "betas": list(self.betas), "eps": self.eps}
 
 
 class LauncherOptions(_Section):
@@ -188,14 +172,16 @@ class LauncherOptions(_Section):
 class CheckpointOptions(_Section):
     """Options of checkpoints, under `checkpoint`.
 
-    path: the checkpoint, or the run directory (its newest), that `mode=export` reads.
+    path: the checkpoint, or the run directory (its newest), that a mode of `READING` reads.
     every: number of optimizer steps between checkpoints, or a time such as "30min"; None writes
         none.
     grace_s: seconds that a run has to save once more when it is told to end.
     keep: number of the newest checkpoints that stay; None keeps all.
     asynchronous: whether checkpoints are written beside the steps that follow, or before them. It
         is `async` in the config.
-    final: whether the run ends with the trained weights in its directory.
+    final: whether the run ends with the trained weights in its directory: the last ones, or those
+        of the `best` checkpoint.
+    best: the metric whose best value makes a checkpoint, which is kept; None: there is none.
     """
 
     path: str | None = Field(None, min_length=1)
@@ -203,7 +189,16 @@ class CheckpointOptions(_Section):
     grace_s: float = Field(30.0, ge=0)
     keep: _Count | None = None
     asynchronous: bool = Field(True, alias="async")
-    final: bool = True
+    final: bool | Literal["best"] = True
+    best: Annotated[
+        WatchedMetric | None,
+        BeforeValidator(lambda value: {"metric": value} if isinstance(value, str) else value),
+    ] = None
+
+    @property
+    def saves(self) -> bool:
+        """Return whether a run writes checkpoints."""
+        return self.every is not None or self.best is not None
 
     @property
     def every_steps(self) -> int | None:
@@ -253,6 +248,10 @@ class Request(BaseModel):
     model, data, optimizer, launcher, train, verify, checkpoint: the sections of these names.
     rehearse: the ranks that are rehearsed: none (False), one of each kind (True), `all`, or a tuple
         of ranks.
+    callbacks: code of the user's own that is called at moments of the run.
+    metrics: metrics of the evaluations, by name.
+    trackers: keepers of the run's curves, TensorBoard's among them where `train.tensorboard` asks
+        for it.
     files: the plan's notes about the user's own config files that have the names of built-in ones.
     run: the run directory that `mode=audit` reads.
     audit: the section of this name.
@@ -274,6 +273,9 @@ class Request(BaseModel):
     verify: VerifyOptions = VerifyOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     rehearse: Ranks = False
+    trackers: tuple[TrackerOptions, ...] = ()
+    callbacks: CallbacksOptions = CallbacksOptions()
+    metrics: dict[str, MetricOptions] = Field(default_factory=dict)
     files: tuple[Decision, ...] = ()
     run: str | None = None
     audit: AuditOptions = AuditOptions()
@@ -292,6 +294,27 @@ class Request(BaseModel):
         """Return whether layers share their weights for a time, and are to part later
         (Pseudo-to-Real)."""
         return self.model.share_layers and self.train.delink_at is not None
+
+    def without_evaluations(self) -> "Request":
+        """Return the request of a run that evaluates nothing, and tells nobody of its steps."""
+        data = self.data
+        if "evaluation" in type(data).model_fields:
+            data = data.model_copy(update={"evaluation": None})
+        train = {"evaluate_every": None, "stop_after": None, "trace": False}
+        checkpoint = {"best": None, "final": bool(self.checkpoint.final)}
+        return self.model_copy(
+            update={
+                "data": data,
+                "train": self.train.model_copy(update=train),
+                "checkpoint": self.checkpoint.model_copy(update=checkpoint),
+                **{"metrics": {}, "trackers": (), "callbacks": CallbacksOptions()},
+            }
+        )
+
+    @property
+    def may_save(self) -> bool:
+        """Return whether a run of the request may write checkpoints."""
+        return self.checkpoint.saves or self.is_pseudo or bool(self.callbacks.listed)
 
     def strategy_graph(self) -> Strategy:
         """Return the nodes of the strategy. It was read without faults when the request was
@@ -335,15 +358,26 @@ def read_request(
         given = plain.get(key)
         if key == "checkpoint" and isinstance(given, str):  # as in mode=export checkpoint=PATH
             plain[key] = {"path": given}
+        if key == "checkpoint" and plain.get("path") is not None:
+            _add_path(plain, faults)
         section = _mapping(plain, key, faults)
-        if section is not None:
+        if key == "train" and section is not None:
+            section = _with_steps(section, faults)
+        if section is not None and key == "optimizer":
+            sections[key] = read_optimizer(section, faults)
+        elif section is not None:
             sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["run"] = validated(_RunPath, plain.get("run"), "run", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
-    known = set(Request.model_fields) - {"names", "files"}
+    train = sections.get("train")
+    tensorboard = isinstance(train, TrainOptions) and train.tensorboard
+    sections["trackers"] = read_trackers(plain.get("trackers", []), tensorboard, faults)
+    sections["callbacks"] = read_callbacks(plain.get("callbacks", {}), faults)
+    sections["metrics"] = read_metrics(plain.get("metrics"), faults)
+    known = set(Request.model_fields) - {"names", "files"} | {"path"}
     for key in plain:
         if key not in known:
             instead = known_elsewhere(key)
@@ -368,12 +402,51 @@ def in_mode(request: Request, mode: Mode) -> Request:
     return request.model_copy(update={"mode": mode})
 
 
+def _add_path(plain: dict[str, Any], faults: list[Fault]) -> None:
+    """Put the value of `path`, which is short for `checkpoint.path`, into that section."""
+    section, path = plain.get("checkpoint"), plain["path"]
+    if not isinstance(section, dict):
+        return
+    if section.get("path") is not None:
+        rule, remedy = "and checkpoint are both given", "leave one out"
+        faults.append(Fault("path", as_yaml(path), rule, remedy))
+    plain["checkpoint"] = {**section, "path": path}
+
+
+def _with_steps(section: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """Return the section `train` without a number of steps that is null. Adds a fault where it
+    gives steps and epochs."""
+    given = {key: value for key, value in section.items() if key != "steps" or value is not None}
+    if "steps" in given and given.get("epochs") is not None:
+        rule = f"is not the only end of the run (train.steps={as_yaml(given['steps'])})"
+        remedy = "leave one of them out"
+        faults.append(Fault("train.epochs", as_yaml(given["epochs"]), rule, remedy))
+    return given
+
+
+def in_steps(request: Request, num_samples: int) -> Request:
+    """Return the request with the optimizer steps of `train.epochs`, where it has some.
+
+    num_samples: number of training samples in the data.
+
+    The last step is the one in which the last sample is seen; it goes on into the next epoch where
+    it has room. Raises ConfigError with all faults of options that name steps.
+    """
+    epochs = request.train.epochs
+    if epochs is None:
+        return request
+    steps = max(1, ceil(round(epochs * num_samples / request.train.global_batch, 9)))
+    train = request.train.model_copy(update={"steps": steps})
+    request = request.model_copy(update={"train": train})
+    faults: list[Fault] = []
+    _refuse_by_steps({key: getattr(request, key) for key in Request.model_fields}, faults)
+    if faults:
+        raise ConfigError(faults)
+    return request
+
+
 def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
-    """Return the options of a section that the chosen optimizer or launcher does not read."""
-    if key == "optimizer":
-        sgd, lamb = (section.get("name") == name for name in ("sgd", "lamb"))
-        others = {"betas", "eps"} if sgd else {"momentum"}
-        return {"name", *others, *(["fused"] if lamb else [])}
+    """Return the options of a section that the chosen launcher or mode does not read."""
     if key == "launcher":
         of_kinds = {"ssh": {"hosts", "python"}, "slurm": {"nodes", "ranks_per_node", "wait"}}
         of_kinds["slurm"].add("sbatch")
@@ -440,14 +513,12 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
 
 def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     """Add faults for values that are wrong or without effect because of other values."""
-    train, verify = sections.get("train"), sections.get("verify")
-    if sections.get("mode") == "verify" and isinstance(verify, VerifyOptions):
-        _refuse_steps(verify, train, faults)
+    train = sections.get("train")
     if isinstance(train, TrainOptions):
         _refuse_loss_scale(train, faults)
         _refuse_tf32(train, faults)
-        _refuse_profile(train, sections.get("mode"), faults)
-        _refuse_delinking(train, sections.get("model"), sections.get("mode"), faults)
+        if train.epochs is None:
+            _refuse_by_steps(sections, faults)
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
@@ -456,29 +527,60 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
     if isinstance(checkpoint, CheckpointOptions):
         _refuse_path(checkpoint, sections.get("mode"), faults)
+        if checkpoint.final == "best" and checkpoint.best is None:
+            rule = "is the best checkpoint's, and none is kept (checkpoint.best=null)"
+            remedy = "use checkpoint.best=evaluation_loss or the like, or true"
+            faults.append(Fault("checkpoint.final", "best", rule, remedy))
     if isinstance(launcher, LauncherOptions) and isinstance(checkpoint, CheckpointOptions):
         if launcher.kind == "ssh" and not launcher.hosts:
             remedy = "name them, as launcher.hosts=[gpu1,gpu2]"
             faults.append(Fault("launcher.hosts", "[]", "names no host to start ranks on", remedy))
         restarts = launcher.max_restarts
-        if restarts and checkpoint.every is None:
+        if restarts and not checkpoint.saves:
             rule = "starts again what nothing is saved of (checkpoint.every=null)"
             remedy = "set checkpoint.every, as checkpoint.every=10min"
             faults.append(Fault("launcher.max_restarts", str(restarts), rule, remedy))
     optimizer = sections.get("optimizer")
+    if isinstance(optimizer, OptimizerOptions) and isinstance(train, TrainOptions):
+        _refuse_custom(optimizer, train, sections.get("mode"), faults)
+
+
+def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
+    """Add faults for options that do not go together with the number of steps of the run."""
+    train, mode = sections["train"], sections.get("mode")
+    verify, optimizer = sections.get("verify"), sections.get("optimizer")
+    if mode == "verify" and isinstance(verify, VerifyOptions):
+        _refuse_steps(verify, train, faults)
+    _refuse_profile(train, mode, faults)
+    _refuse_delinking(train, sections.get("model"), mode, faults)
     if isinstance(optimizer, OptimizerOptions):
-        _refuse_ineffective(optimizer, faults)
-        if isinstance(train, TrainOptions):
-            _refuse_long_schedule(optimizer, train.steps, faults)
+        refuse_long_schedule(optimizer, train.steps, faults)
+
+
+def _refuse_custom(
+    optimizer: OptimizerOptions, train: TrainOptions, mode: object, faults: list[Fault]
+) -> None:
+    """Add a fault for an optimizer that is given by its class where its moments would have to be
+    known, or where the mode measures our own."""
+    if optimizer.target is None:
+        return
+    if train.delink_at is not None:
+        rule = "divides moments by the number of layers that shared them, and those of "
+        rule += f"{optimizer.target} are not known"
+        remedy = "use optimizer=adamw, adam, lamb or sgd, or null"
+        faults.append(Fault("train.delink_at", as_yaml(train.delink_at), rule, remedy))
+    if mode == "calibrate":
+        rule = "is not what mode=calibrate measures, which are our own optimizers"
+        faults.append(Fault("optimizer._target_", optimizer.target, rule, "use optimizer=adamw"))
 
 
 def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:
     """Add a fault for an export without a checkpoint, and for a checkpoint that the mode does not
     read."""
-    if mode == "export" and checkpoint.path is None:
+    if mode in READING and checkpoint.path is None:
         remedy = "name a run directory or a checkpoint in one, as checkpoint=runs/MY_RUN"
-        faults.append(Fault("checkpoint", "", "must be given to mode=export", remedy))
-    if mode != "export" and mode is not None and checkpoint.path is not None:
+        faults.append(Fault("checkpoint", "", f"must be given to mode={mode}", remedy))
+    if mode not in READING and mode is not None and checkpoint.path is not None:
         rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
         faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
 
@@ -567,40 +669,3 @@ def _refuse_steps(verify: VerifyOptions, train: object, faults: list[Fault]) -> 
     if isinstance(train, TrainOptions) and verify.steps > train.steps:
         rule = f"is more than the run has (train.steps={train.steps})"
         faults.append(Fault("verify.steps", str(verify.steps), rule, f"use at most {train.steps}"))
-
-
-def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
-    """Add a fault for each setting that the chosen optimizer or schedule does not read."""
-    if optimizer.name == "lamb" and "fused" in optimizer.model_fields_set:
-        rule, remedy = "has no effect on lamb, which has no fused kernel", "leave it out"
-        faults.append(Fault("optimizer.fused", as_yaml(optimizer.fused), rule, remedy))
-    sgd = optimizer.name == "sgd"
-    for key in ("betas", "eps") if sgd else ("momentum",):
-        value = getattr(optimizer, key)
-        if key in optimizer.model_fields_set and value:
-            rule = f"has no effect on {optimizer.name}"
-            remedy = f"use optimizer={'adamw' if sgd else 'sgd'}, or leave it out"
-            shown = as_yaml(list(value) if key == "betas" else value)
-            faults.append(Fault(f"optimizer.{key}", shown, rule, remedy))
-    if optimizer.schedule in ("constant", "inverse_sqrt") and optimizer.final_lr_fraction:
-        value = as_yaml(optimizer.final_lr_fraction)
-        named = {"constant": "a constant", "inverse_sqrt": "an inverse_sqrt"}[optimizer.schedule]
-        rule, remedy = f"has no effect on {named} schedule", "use linear or cosine, or 0"
-        faults.append(Fault("optimizer.final_lr_fraction", value, rule, remedy))
-    if optimizer.decay_steps and optimizer.schedule != "wsd":
-        rule = f"has no effect on optimizer.schedule={optimizer.schedule}"
-        remedy = "use optimizer.schedule=wsd, or 0"
-        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))
-    if optimizer.schedule == "wsd" and not optimizer.decay_steps:
-        rule = "needs the number of its last steps, in which the learning rate falls"
-        remedy = "use optimizer.decay_steps=100, or the like"
-        faults.append(Fault("optimizer.schedule", "wsd", rule, remedy))
-
-
-def _refuse_long_schedule(optimizer: OptimizerOptions, steps: int, faults: list[Fault]) -> None:
-    """Add a fault where the learning rate falls in more steps than the warm-up leaves."""
-    left = steps - optimizer.warmup_steps
-    if optimizer.schedule == "wsd" and optimizer.decay_steps > max(left, 0):
-        rule = f"is more than the steps after the warm-up ({max(left, 0)})"
-        remedy = f"use at most {left}" if left > 0 else "use a shorter optimizer.warmup_steps"
-        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))

@@ -39,9 +39,7 @@ _PER_DEVICE = Instead(
 )
 _ACCUMULATE = Instead(("train.accumulate=4",), "the global batch stays what it is")
 _STEPS = Instead(("train.steps=1000",), "optimizer steps")
-_EPOCHS = Instead(
-    ("train.steps=1000",), "there are no epochs: divide the samples by train.global_batch"
-)
+_EPOCHS = Instead(("train.epochs=3",), "or train.steps, optimizer steps")
 _PRECISION = Instead(("train.precision=bf16",), "or fp16, or fp32")
 _FP16 = Instead(("train.precision=fp16",))
 _BF16 = Instead(("train.precision=bf16",))
@@ -84,15 +82,26 @@ _BETAS = Instead(("optimizer.betas=[0.9,0.95]",))
 _MOMENTUM = Instead(("optimizer=sgd", "optimizer.momentum=0.9"))
 _CLIP = Instead(("train.grad_clip=1.0",))
 _SEED = Instead(("seed=1",))
-_TENSORBOARD = Instead(("train.tensorboard=true",), "metrics.jsonl is written always")
-_TRACKER = Instead(
-    ("train.tensorboard=true",), "that and metrics.jsonl are what is written for trackers"
+_TENSORBOARD = Instead(("trackers=[tensorboard]",), "metrics.jsonl is written always")
+_TRACKER = Instead(("trackers=[wandb]",), "or mlflow, trackio, tensorboard, one of your own")
+_WANDB = Instead(("trackers=[{name: wandb, project: mine}]",), "offline without WANDB_API_KEY")
+_MLFLOW = Instead(
+    ("trackers=[{name: mlflow, experiment: mine}]",), "its uri is MLFLOW_TRACKING_URI without one"
 )
+_TRACKIO = Instead(("trackers=[{name: trackio, project: mine}]",))
 _LOGGED = Instead((), "every step is logged, to metrics.jsonl of the run directory")
-_WORKERS = Instead((), "batches are read by a thread beside the steps; leave it out")
+_WORKERS = Instead(
+    ("data._target_=my.module.MyDataset", "data.workers=2"),
+    "other data than your own classes is read beside the steps by itself",
+)
 _SHUFFLE = Instead(("data.shuffle=false",), "true without it")
-_DATA = Instead(("data=arrays", "data.path=samples.npz"), "or data=text, hf_dataset")
-_LENGTH = Instead(("data=text", "data.sequence_length=128"))
+_DATA = Instead(
+    ("data=text_files", "data.path=corpus/*.jsonl"),
+    "or data=arrays, hf_dataset, or data._target_=my.module.MyDataset",
+)
+_TOKENIZER = Instead(("data=text_files", "data.tokenizer=DIR"), "or owner/name of the hub")
+_PACKING = Instead(("data=text_files", "data.pack={mode: best_fit, documents: isolated}"))
+_LENGTH = Instead(("data=text_files", "data.sequence_length=1024"))
 _NAME = Instead(("model=hf", "model.architecture=LlamaForCausalLM"))
 _WEIGHTS = Instead(
     ("model=hf", "model.architecture=LlamaForCausalLM", "model.pretrained=DIR"),
@@ -118,7 +127,13 @@ _PROFILE = Instead(("train.profile=[10,13]",), "the first and the last step")
 _TF32 = Instead(("train.tf32=true",))
 _DEBUG = Instead(("train.steps=2",))
 _DROPOUT = Instead((), "no key for all models: it is an argument of the model's own, if it has one")
-_STOP = Instead((), "a run ends after train.steps; Ctrl-C saves where checkpoint.every is set")
+_STOP = Instead(
+    ("train.evaluate_every=100", "train.stop_after={evaluations: 3, metric: evaluation_loss}")
+)
+_BEST = Instead(
+    ("train.evaluate_every=100", "checkpoint.best=evaluation_loss"),
+    "checkpoint.final=best makes model/ of it",
+)
 _RESTARTS = Instead(("launcher.max_restarts=3", "checkpoint.every=100"))
 
 _TABLE: Mapping[Instead, str] = {
@@ -191,8 +206,12 @@ _TABLE: Mapping[Instead, str] = {
     "clip_grad_norm gradient_clip clip gradient_clip_norm clipnorm grad_clip_norm",
     _SEED: "seed seed_everything random_seed manual_seed data_seed rng_seed",
     _TENSORBOARD: "tensorboard enable_tensorboard tensorboard_dir use_tensorboard",
-    _TRACKER: "wandb report_to logger log_with use_wandb wandb_project mlflow enable_wandb "
-    "wandb.project tracker loggers comet neptune",
+    _TRACKER: "report_to logger log_with tracker loggers comet neptune tracker_name init_trackers",
+    _WANDB: "wandb use_wandb wandb_project enable_wandb wandb.project wandb.enabled wandb_entity "
+    "wandb_run_name wandb_mode wandb.entity wandb.name wandb.mode",
+    _MLFLOW: "mlflow use_mlflow enable_mlflow mlflow.experiment_name mlflow_tracking_uri "
+    "mlflow.tracking_uri mlflow_experiment_name mlflow.experiment mlflow.uri",
+    _TRACKIO: "trackio use_trackio trackio_space_id trackio.project",
     _LOGGED: "log_every_n_steps logging_steps log_interval log_freq steps_per_print log_every "
     "print_freq logging_strategy logging_first_step log_level",
     _WORKERS: "num_workers dataloader_num_workers workers pin_memory dataloader_pin_memory "
@@ -202,9 +221,11 @@ _TABLE: Mapping[Instead, str] = {
     "train_dataset dataset_dir",
     _LENGTH: "seq_length seq_len max_seq_length block_size max_length context_length seqlen "
     "sequence_length",
+    _TOKENIZER: "tokenizer_name tokenizer tokenizer_name_or_path tokenizer_path tokenizer_model",
+    _PACKING: "packing sample_packing pack_sequences eval_sample_packing packed",
     _NAME: "model_name model_type arch",
     _WEIGHTS: "model_name_or_path pretrained_model_name_or_path pretrained from_pretrained "
-    "tokenizer_name load_in_8bit",
+    "load_in_8bit",
     _SETTINGS: "num_layers hidden_size num_attention_heads n_layer n_embd n_head n_layers "
     "ffn_hidden_size max_position_embeddings vocab_size",
     _LORA: "lora lora_r lora_rank lora_alpha peft use_lora peft_config lora_dropout use_peft "
@@ -226,6 +247,7 @@ _TABLE: Mapping[Instead, str] = {
     _DEBUG: "fast_dev_run overfit_batches dry_run sanity_check limit_train_batches "
     "num_sanity_val_steps max_train_samples",
     _DROPOUT: "dropout hidden_dropout attention_dropout dropout_rate dropout_p",
+    _BEST: "load_best_model_at_end metric_for_best_model save_best_only monitor best_metric",
     _STOP: "early_stopping max_time patience early_stopping_patience max_duration exit_duration",
     _RESTARTS: "max_restarts max_retries fault_tolerant restart_policy",
 }  # fmt: skip

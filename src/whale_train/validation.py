@@ -139,7 +139,8 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         return Fault(key, shown, *_list_wanted(_read_as(model, location), given))
     if kind == "model_type":
         wanted = _read_as(model, location)
-        names = sorted(wanted.model_fields) if wanted is not None else ()
+        fields = wanted.model_fields.items() if wanted is not None else ()
+        names = sorted({field.alias or key for key, field in fields} - {*without})
         return Fault(key, shown, "is not a mapping", f"write one, with keys of: {', '.join(names)}")
     rule, remedy = next(
         (rule_and_remedy for start, rule_and_remedy in _TYPES.items() if kind.startswith(start)),

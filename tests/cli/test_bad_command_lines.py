@@ -84,15 +84,15 @@ COMMAND_LINE = (
     Case(
         "added_unknown_key",
         "+train.foo=1",
-        "train.foo=1 is not a key here; use one of: accumulate, compile, delink_at, "
+        "train.foo=1 is not a key here; use one of: accumulate, compile, delink_at, epochs, "
         "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
         "on_nan, precision, profile, reduce_dtype, resume, resume_data, router_bias_rate, steps, "
-        "tensorboard, tf32, trace",
+        "stop_after, tensorboard, tf32, trace",
     ),
     Case(
         "added_existing_key",
-        "+train.steps=3",
-        "+train.steps=3 adds a key that is there already; write train.steps=3",
+        "+train.global_batch=3",
+        "+train.global_batch=3 adds a key that is there already; write train.global_batch=3",
     ),
     Case(
         "removed_unknown_key",

@@ -80,7 +80,7 @@ def test_cfg_shows_the_config_and_runs_nothing(tmp_path: Path) -> None:
     ("typed", "offered"),
     [
         ("strategy=zero2", {"strategy=zero2", "strategy=zero2_offload"}),
-        ("train.st", {"train.steps="}),
+        ("train.st", {"train.steps=", "train.stop_after="}),
         ("nothing.like.it", set()),
     ],
 )

@@ -11,19 +11,48 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tokenizers
 import yaml
 from tests.cli.command import ROOT, whale_train
 
 from whale_train.rehearsal import Rehearsal
+
+_CORPORA = ("corpus/a.jsonl", "train/a.jsonl", "valid.jsonl")
+
+
+def _words() -> tokenizers.Tokenizer:
+    """Return a tokenizer of a few words."""
+    names = ("<unk>", "the", "cat", "sat", "on", "mat")
+    vocabulary = {name: number for number, name in enumerate(names)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return words
+
 
 FILES = {
     "my_models.py": "from torch import nn\n\n\nclass Net(nn.Sequential):\n"
     "    def __init__(self, width=8):\n"
     "        super().__init__(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4))\n\n"
     "    def forward(self, features):\n        return super().forward(features)\n",
+    "my_data.py": "import numpy as np\n\n\nclass Crop:\n"
+    "    def __init__(self, size):\n        self.size = size\n\n"
+    "    def __call__(self, picture):\n        return picture[:, : self.size, : self.size]\n\n\n"
+    "class Photos:\n    def __init__(self, folder, transform):\n"
+    "        self.transform = transform\n\n    def __len__(self):\n        return 100\n\n"
+    "    def __getitem__(self, number):\n        picture = np.zeros((3, 80, 80), np.float32)\n"
+    "        return self.transform(picture), number % 4\n",
+    **dict.fromkeys(_CORPORA, '{"text": "the cat sat on the mat"}\n' * 200),
+    "my_tokenizer/tokenizer.json": _words().to_str(),
+    "my_tokenizer/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
+    "my_optimizers.py": "import torch\n\n\nclass Lion(torch.optim.Optimizer):\n"
+    "    def __init__(self, parameters, lr):\n        super().__init__(parameters, {'lr': lr})\n\n"
+    "    @torch.no_grad()\n    def step(self):\n"
+    "        for group in self.param_groups:\n            for x in group['params']:\n"
+    "                x.sub_(x.grad.sign(), alpha=group['lr'])\n",
     "conf/hardware/my_cluster.yaml": (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text(),
 }
 _SLOW = ("m6_10b", "model=bert_large", "resnet50_100k", "v100_512", "strategy=auto", "auto]")
+_STUDY = "hydra/sweeper=optuna"
 _PLANNED = ("mode=plan", "mode=rehearse", "mode=verify", "mode=calibrate")
 
 
@@ -80,7 +109,7 @@ def test_the_blocks_are_read() -> None:
 TO_PLAN = [
     pytest.param(x, marks=pytest.mark.full) if any(word in x for word in _SLOW) else x
     for x in OURS
-    if "mode=export" not in x
+    if "mode=export" not in x and _STUDY not in x
 ]
 
 
@@ -174,6 +203,23 @@ def test_a_calibration_of_the_readme_measures_this_machine(command: str, folder:
     assert list((folder / "kept").iterdir())
     measured = json.loads((folder / "run/calibration.json").read_text())
     assert measured["devices"]
+
+
+def test_the_study_of_plans_of_the_readme_has_a_best(folder: Path) -> None:
+    few = ("hydra.sweep.dir=study", "hydra.sweeper.n_trials=2")
+    answer = whale_train([*command_with(_STUDY, "mode=plan"), *few], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    best = yaml.safe_load((folder / "study/optimization_results.yaml").read_text())
+    plans = [json.loads((folder / f"study/{i}/plan.json").read_text()) for i in range(2)]
+    assert best["best_value"] == max(plan["predicted"]["samples_per_s"] for plan in plans)
+
+
+@pytest.mark.full
+def test_the_study_of_trainings_of_the_readme_is_kept(folder: Path) -> None:
+    few = ("train.steps=10", "hydra.sweeper.n_trials=2", "hardware=cpu", "hardware.devices=1")
+    answer = whale_train([*command_with(_STUDY, "pruner"), *few], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert (folder / "study.db").exists()
 
 
 @pytest.mark.full

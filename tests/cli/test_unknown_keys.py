@@ -190,13 +190,13 @@ def test_what_is_said_to_a_name_of_another_trainer_can_be_set(instead: object) -
         ),
         pytest.param(
             "train.wandb",
-            "use train.tensorboard=true (that and metrics.jsonl *",
+            "use trackers=[{name: wandb, project: mine}] (offline without *",
             marks=pytest.mark.full,
         ),
-        ("train.num_workers", "there is none: batches are read by a thread beside the steps; *"),
+        ("train.num_workers", "use data._target_=my.module.MyDataset data.workers=2 (other *"),
         pytest.param(
-            "train.epochs",
-            "use train.steps=1000 (there are no epochs: divide *",
+            "train.max_epochs",
+            "use train.epochs=3 (or train.steps, optimizer steps)",
             marks=pytest.mark.full,
         ),
         pytest.param("learning_rate", "use optimizer.lr=0.001", marks=pytest.mark.full),

@@ -89,6 +89,7 @@ def write_arrays(folder: Path) -> None:
 _CLASSES = {"images": 10, "features": 16000, "points": 11}
 
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "none": (),  # for one in further overrides
     "sgd": ("optimizer=sgd", "optimizer.lr=0.1"),
     "momentum": (
         "optimizer=sgd",

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tests.distributed.served import Served
 from torch import Tensor, nn
 
-from whale_train.config import OptimizerOptions, Request, read_request
+from whale_train.config import Request, read_request
 from whale_train.data.sources.arrays import ArraysOptions
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
@@ -34,6 +34,7 @@ from whale_train.launcher.ranks.run_files import start_ranks
 from whale_train.launcher.resume import find_checkpoint
 from whale_train.models.export.export import model_path
 from whale_train.models.profile.python_draws import PythonDraws
+from whale_train.optimizer_options import OptimizerOptions
 from whale_train.runtime.comms.process_groups import file_rendezvous, leave
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.pipeline.chunk import Segments
@@ -377,8 +378,70 @@ def _model(request: Request) -> nn.Module:
 
 
 class _Training(NamedTuple):
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    optimizer: "torch.optim.Optimizer | _Several"
+    schedule: "torch.optim.lr_scheduler.LRScheduler | _Several"
+
+
+class _Several:
+    """Optimizers, or their schedulers, one after another."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the first."""
+        groups: list[dict[str, Any]] = self.parts[0].param_groups
+        return groups
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+def _of_classes(request: Request, model: nn.Module) -> _Training:
+    """An optimizer of each class that the request names, each of the parameters that are its."""
+    given = request.optimizer
+    held: dict[int, list[dict[str, Any]]] = {}
+    for path, parameter in model.named_parameters():
+        of = (i for i, group in enumerate(given.groups) if _is_matched(path, group.match))
+        number = next(of, None)
+        group = None if number is None else given.groups[number]
+        options: dict[str, Any] = {"params": [parameter], "lr": given.lr}
+        if group is not None:
+            options["lr"] *= group.lr_scale
+        if group is not None and group.weight_decay is not None:
+            options["weight_decay"] = group.weight_decay
+        elif group is None and given.no_decay and parameter.dim() < 2:
+            options["weight_decay"] = 0.0
+        own = -1 if group is None or group.target is None or number is None else number
+        held.setdefault(own, []).append(options)
+    parts = []
+    for own, groups in sorted(held.items()):
+        target, arguments = given.target, given.given
+        if own >= 0:
+            target, arguments = given.groups[own].target, given.groups[own].given
+        module, _, name = str(target).rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        parts.append(kind(groups, lr=given.lr, **arguments))
+    if given.schedule == "constant":
+        return _Training(_Several(parts), _Several([]))
+    module, _, name = given.schedule.target.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    schedulers = [kind(part, **given.schedule.given) for part in parts]
+    return _Training(_Several(parts), _Several(schedulers))
+
+
+def _is_matched(path: str, patterns: Sequence[str]) -> bool:
+    """As the patterns of tests are: a parameter's name, a module's, or an end after a star."""
+    return any(
+        path == name or path.startswith(f"{name}.") or (name[0] == "*" and path.endswith(name[1:]))
+        for name in patterns
+    )
 
 
 def _groups(given: OptimizerOptions, model: nn.Module) -> list[dict[str, Any]]:
@@ -399,6 +462,8 @@ def _groups(given: OptimizerOptions, model: nn.Module) -> list[dict[str, Any]]:
 
 def _optimizer(request: Request, model: nn.Module) -> _Training:
     given = request.optimizer
+    if given.is_custom:
+        return _of_classes(request, model)
     optimizer: torch.optim.Optimizer
     if given.name == "sgd":
         optimizer = torch.optim.SGD(_groups(given, model), given.lr, given.momentum)

@@ -14,13 +14,14 @@ from tests.distributed.recorded_sides import PLAIN, asked, whole_tensors, write_
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whale_train.config import OptimizerOptions, read_request
+from whale_train.config import read_request
 from whale_train.errors import PlanError
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.modes.compare_runs import compare
 from whale_train.launcher.modes.verification import Verification
 from whale_train.launcher.modes.verify import on_one_process, only_steps
 from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.optimizer_options import OptimizerOptions
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.state.blocks import Placement, placement

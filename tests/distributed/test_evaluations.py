@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.distributed.cases import ONE, UNEVEN, hardware
@@ -179,6 +180,48 @@ def test_named_sets_are_evaluated_each_by_itself(jobs: Jobs, folder: Path, graph
     for name, values in expected.items():
         found = [line[f"{name}_accuracy"], line[f"{name}_loss"]]
         assert found == pytest.approx(values, rel=REL), name
+
+
+METRICS = {
+    "f1": "MulticlassF1Score, num_classes: 17, average: macro",
+    "kappa": "MulticlassCohenKappa, num_classes: 17",
+    "recall": "MulticlassRecall, num_classes: 17, average: none",
+}
+
+
+@pytest.mark.parametrize("samples", some([19, 500], [19]))
+@pytest.mark.parametrize("graph", some(list(GRAPHS), ["dp", "hybrid", "pipeline"]))
+def test_metrics_are_those_of_one_process(
+    jobs: Jobs, folder: Path, graph: str, samples: int
+) -> None:
+    """Of the classes that one process predicts for every target of the set, each counted once."""
+    path, fraction = folder / "some.npz", 0.5
+    given = ", ".join(
+        f"{name}: {{_target_: torchmetrics.classification.{metric}}}"
+        for name, metric in METRICS.items()
+    )
+    options = ("+model.loss_of=pure", f"train.evaluation_samples={samples}")
+    count = 4 if graph == "copies_of_pipelines" else 3 if graph == "hybrid_in_stage" else 2
+    speeds = () if graph == "hybrid_in_stage" else UNEVEN
+    place = (*hardware(count, speeds), f"strategy.graph={GRAPHS[graph]}")
+    overrides = [*evaluating(path, fraction, "Tagger"), *options, *place, f"metrics={{{given}}}"]
+    (line,) = jobs.run(overrides).lines
+    dataset = open_dataset(ArraysOptions(path=str(path), evaluation_fraction=fraction))
+    numbers = np.arange(min(samples, dataset.num_evaluation_samples))
+    batch = {k: torch.from_numpy(v) for k, v in dataset.evaluation_samples(numbers).items()}
+    torch.manual_seed(SEED)
+    model = Tagger("pure").eval()
+    logits: list[Tensor] = []
+    model.head.register_forward_hook(lambda module, args, out: logits.append(out))
+    with torch.no_grad():
+        model(**batch)
+    counted = batch["labels"] != -100
+    seen = logits[0].argmax(-1)[counted], batch["labels"][counted]
+    made = torchmetrics.classification
+    assert line["evaluation_f1"] == float(made.MulticlassF1Score(17, average="macro")(*seen))
+    assert line["evaluation_kappa"] == float(made.MulticlassCohenKappa(17)(*seen))
+    recalls = made.MulticlassRecall(17, average=None)(*seen).tolist()
+    assert [line[f"evaluation_recall_{number}"] for number in range(17)] == recalls
 
 
 def evaluating(path: Path, fraction: float, model: str) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from whale_train.config import OptimizerOptions
+from whale_train.optimizer_options import OptimizerOptions
 from whale_train.runtime.optim.lr_schedule import learning_rate
 
 STEPS = 12

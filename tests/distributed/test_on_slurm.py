@@ -93,6 +93,26 @@ def test_a_sweep_is_a_job_array(job: Job, hosts: list[HostApart], slurm: Mapping
     assert found == pytest.approx(losses_alone(job, *SMALL, *MIX, "train.steps=4"), rel=2e-5)
 
 
+@pytest.mark.full
+def test_trials_of_a_study_wait_in_the_queue_together(
+    job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
+) -> None:
+    study = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=2")
+    values = ("seed=range(0,9)", "hydra.sweeper.sampler=random", "train.steps=4")
+    start(job, hosts, slurm, "launcher=slurm", "-m", *study, *values, "hydra.sweep.dir=runs")
+    assert job.wait() == [0], job.said("err")
+    said = job.said("out")
+    ended = re.findall(r"^job (\S+): done$", said, re.MULTILINE)
+    assert (len(ended), ended[:2]) == (3, ["1_0", "1_1"])
+    rows = re.findall(r"^(\d)  +(\d)  +done(?:, best)? +(\S+)$", said, re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    for number, _, loss in rows:
+        losses = losses_in(job.folder / "runs" / number)
+        assert float(loss) == pytest.approx(losses[-1], rel=1e-5)
+    expected = losses_alone(job, *SMALL, *MIX, "train.steps=4", f"seed={rows[0][1]}")
+    assert losses_in(job.folder / "runs" / "0") == pytest.approx(expected, rel=2e-5)
+
+
 def test_what_slurm_does_not_take_is_refused(
     job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
 ) -> None:

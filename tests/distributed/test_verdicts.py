@@ -11,10 +11,10 @@ import torch
 from tests.distributed.recorded_sides import PLAIN, Left, asked, whole_tensors, write_side
 from torch import nn
 
-from whale_train.config import OptimizerOptions
 from whale_train.launcher.modes.compare_runs import compare
 from whale_train.launcher.modes.verification import Verification
 from whale_train.launcher.ui.show_verify import verdict_line
+from whale_train.optimizer_options import OptimizerOptions
 from whale_train.runtime.train.rounded_weights import RoundedWeights
 
 # --- What one process has a number, a gradient or a buffer for -----------------------------------

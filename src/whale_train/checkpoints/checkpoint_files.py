@@ -34,6 +34,7 @@ CHECKPOINTS = "checkpoints"  # in the run directory
 MODEL = "model"  # in the run directory too: the trained weights
 PARTS_OF_MODEL = ".parts_of_model"  # the weights that ranks hand to rank 0 at the end of a run
 UNFINISHED_MODEL = ".unfinished_model"  # the folder in which rank 0 joins them
+BEST = "best.json"  # beside the checkpoints: which of them is the best, and by what
 STOP = "stop"  # a file by which the launcher asks the ranks to save and end
 SAVED = "checkpoints.jsonl"  # one line for each checkpoint, written or failed
 MANIFEST = "manifest.json"
@@ -149,6 +150,15 @@ def unfinished_before(run_dir: Path, step: int) -> list[Path]:
     """
     numbered = _numbered(run_dir / CHECKPOINTS, f"{_UNFINISHED}step_")
     return [path for number, path in numbered if number < step]
+
+
+def best_step(folder: Path) -> int | None:
+    """Return the step of the best checkpoint in a folder of checkpoints; None where there is
+    none."""
+    try:
+        return int(json.loads((folder / BEST).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -35,6 +35,8 @@ class CheckpointState(BaseModel):
     delinks: whether layers that share their weights part here.
     skipped: number of steps without an update, among those done.
     data: the fingerprint of the data; None in checkpoints without one.
+    trackers: where trackers keep the run's curves, by tracker.
+    watched: the best values of evaluations so far, by the option that watches them.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
@@ -46,6 +48,8 @@ class CheckpointState(BaseModel):
     delinks: bool = False
     skipped: _Count = 0
     data: Fingerprint | None = None
+    trackers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    watched: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint: Path) -> "CheckpointState":

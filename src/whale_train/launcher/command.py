@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from whale_train.errors import RequestError
 from whale_train.launcher.compose import command_line
 from whale_train.launcher.compose.own_files import said_of_own_files
+from whale_train.launcher.followed import Follower
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
 from whale_train.launcher.queued import from_queue
@@ -66,12 +67,15 @@ def run_command(early: EarlyHost | None = None) -> NoReturn:
     @hydra.main(
         config_path=f"pkg://{command_line.CONFIG_MODULE}", config_name="config", version_base="1.3"
     )
-    def job(config: DictConfig) -> Any:
+    def job(config: DictConfig, follower: Follower | None = None) -> Any:
         hydra_config = HydraConfig.get()
         names = {str(k): str(v) for k, v in hydra_config.runtime.choices.items() if v is not None}
         run_dir = Path(hydra_config.runtime.output_dir)
         files = said_of_own_files(hydra_config)
-        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place, files, early)
+        again = _again(hydra_config, run_dir)
+        end = run_job(config, names, run_dir, again, place, files, early, follower)
+        if follower is not None:  # of a sweep by Optuna, which needs more than a number
+            return end
         ends.append((tuple(hydra_config.overrides.task), end))
         if end.status == "interrupted":  # a sweep ends with it
             sys.exit(_status(ends))

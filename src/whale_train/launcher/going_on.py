@@ -19,10 +19,12 @@ from whale_train.checkpoints.safetensors_files import (
     read_number,
     whole_shape,
 )
-from whale_train.config import OptimizerOptions, Request
+from whale_train.config import Request
 from whale_train.data.fingerprint import Fingerprint
 from whale_train.errors import ConfigError, Fault, listed
 from whale_train.models.options import ModelOptions
+from whale_train.optimizer_options import OptimizerOptions
+from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 from whale_train.strategies.plan.plan import Decision, Plan, TaskGraph
 from whale_train.validation import as_yaml
 
@@ -56,6 +58,8 @@ def refuse_other_run(saved: Request, state: CheckpointState, request: Request, n
     if kinds[0] != kinds[1]:
         rule = f"has no state in {named}, which was saved with {kinds[0]}"
         remedy = f"use optimizer={saved.optimizer.name}"
+        if saved.optimizer.target is not None:
+            remedy = f"use optimizer._target_={saved.optimizer.target}"
         faults.append(Fault("optimizer", kinds[1], rule, remedy))
     if request.train.resume_data == "same":
         before, now = _data_options(saved), _data_options(request)
@@ -70,6 +74,9 @@ def refuse_other_run(saved: Request, state: CheckpointState, request: Request, n
 def _kind(options: OptimizerOptions) -> str:
     """Return the kind of optimizer, in words. A run may go on with any optimizer of the same kind,
     since the state is the same."""
+    if options.target is not None:
+        others = {x.target: None for x in options.groups if x.target is not None}
+        return listed([options.target, *others], 9)
     if options.name == "sgd":
         return "sgd with momentum" if options.momentum else "sgd without momentum"
     return "adam, adamw or lamb"
@@ -214,11 +221,11 @@ def compared_model(
     faults = _unlike_tensors(path, saved, {name: _described(x) for name, x in ours.items()})
     updated = _by_parameter(moments)
     shapes = {name: tuple(ours[name].shape) for name in trained if name in ours}
-    slots = _slots(optimizer)
+    kept = {name: _slots(optimizer, plan.optimizer_of(name), x) for name, x in shapes.items()}
     wrong = [
         name
         for name, shape in shapes.items()
-        if 0 not in shape and not _is_whole(updated.get(places.get(name, name)), slots, shape)
+        if 0 not in shape and not _is_whole(updated.get(places.get(name, name)), kept[name])
     ]
     if wrong:
         rule = f"has not all moments of {listed(wrong)}, or some of another shape"
@@ -226,14 +233,24 @@ def compared_model(
     new = [
         name
         for name, shape in shapes.items()
-        if slots and 0 not in shape and places.get(name, name) not in updated
+        if kept[name] and 0 not in shape and places.get(name, name) not in updated
     ]
-    if "step" in slots and 0 < len(new) < len(shapes):
+    counts_updates = any("step" in slots for slots in kept.values())
+    if counts_updates and 0 < len(new) < len(shapes):
         faults += _counted_together(path, new, plan)
+    if parts and plan.optimizers:
+        rule = "has moments of layers together, and how to divide those of "
+        rule += f"{plan.optimizers[0].target} is not known"
+        faults.append(Fault(KEY, str(path), rule, "use model.share_layers=true"))
     if faults:
         raise ConfigError(faults)
     said = []
-    if "step" in slots and not new and (counts := _unlike_counts(path, moments, plan)):
+    if counts_updates and not new and (counts := _unlike_counts(path, moments, plan)):
+        if plan.optimizers:
+            rule = f"has from {counts[0]:g} to {counts[1]:g} updates of its parameters, which ZeRO "
+            rule += f"counts together; what else {plan.optimizers[0].target} counts is not known"
+            remedy = "go on under a strategy without ZeRO, as strategy=dp"
+            raise ConfigError([Fault(KEY, str(path), rule, remedy)])
         why = f"{path} has from {counts[0]:g} to {counts[1]:g} of its parameters"
         chosen = f"ZeRO goes on from {counts[1]:g} updates of all parameters"
         said.append(Decision(KEY, chosen, "", why))
@@ -315,11 +332,19 @@ def _size(shape: Sequence[int]) -> str:
 # --- The optimizer -------------------------------------------------------------------------------
 
 
-def _slots(options: OptimizerOptions) -> tuple[str, ...]:
-    """Return torch's names of the state that the optimizer keeps for every parameter."""
+def _slots(
+    options: OptimizerOptions, optimizer: OptimizerClass | None, shape: Shape
+) -> dict[str, Shape]:
+    """Return the shapes of the state that the optimizer keeps for a parameter of `shape`, by its
+    names for them.
+
+    optimizer: the optimizer of the parameter, if it is named by its class.
+    """
+    if optimizer is not None:
+        return {x.name: x.sizes(shape) for x in optimizer.entries(len(shape))}
     if options.name == "sgd":
-        return ("momentum_buffer",) if options.momentum else ()
-    return ("exp_avg", "exp_avg_sq", "step")
+        return {"momentum_buffer": shape} if options.momentum else {}
+    return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
 
 
 def _by_parameter(
@@ -334,16 +359,13 @@ def _by_parameter(
     return shapes
 
 
-def _is_whole(kept: Mapping[str, Shape] | None, slots: Sequence[str], shape: Shape) -> bool:
+def _is_whole(kept: Mapping[str, Shape] | None, slots: Mapping[str, Shape]) -> bool:
     """Return whether a checkpoint has all moments of a parameter, or none.
 
     kept: the shapes of the moments in the checkpoint, by slot; None where it has none.
-    slots: the moments that the optimizer needs. `step` is a scalar.
-    shape: the shape of the parameter, which all other moments have too.
+    slots: the shapes of the moments that the optimizer needs.
     """
-    if kept is None:
-        return True
-    return all(kept.get(slot) == (() if slot == "step" else shape) for slot in slots)
+    return kept is None or all(kept.get(slot) == shape for slot, shape in slots.items())
 
 
 def _counted_together(path: Path, new: Sequence[str], plan: Plan) -> list[Fault]:

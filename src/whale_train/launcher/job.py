@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from whale_train.callbacks.make import refuse_callbacks
 from whale_train.checkpoints.checkpoint_files import MODEL, STOP
-from whale_train.config import AUTO, Request, read_request
+from whale_train.config import AUTO, Request, in_steps, read_request
 from whale_train.data.evaluation_sets import open_data
 from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.disk import is_full
@@ -30,19 +31,27 @@ from whale_train.launcher.attempts import (
     write_attempts,
 )
 from whale_train.launcher.compose.command_line import compared_strategies
+from whale_train.launcher.followed import Follower
 from whale_train.launcher.job_end import (
     JobEnd,
     finish,
     interrupted,
     never_met,
+    pruned,
     started_elsewhere,
     summary_of,
 )
 from whale_train.launcher.modes.audit import audit_job
 from whale_train.launcher.modes.calibrate import calibrate
+from whale_train.launcher.modes.evaluate import (
+    checkpoint_of,
+    evaluate_checkpoint,
+    with_saved,
+)
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
 from whale_train.launcher.modes.verify import verify_job
+from whale_train.launcher.planning.check_trackers import refuse_trackers
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
@@ -96,17 +105,17 @@ class JobPlace:
     """The place of a job: where it prints, and how its ranks are started.
 
     console: where the plan and the progress are printed.
-    notices: where it is shown how far long preparations are.
     arguments: command-line arguments that make the same request.
     place: the place of this process, rank 0, where others have started the ranks.
     early: a host that imports already; None: there is none.
+    follower: hears the metrics of a training that runs here, and may end it; None: nobody does.
     """
 
     console: Console
-    notices: Console
     arguments: Sequence[str] = ()
     place: LaunchPlace | None = None
     early: EarlyHost | None = None
+    follower: Follower | None = None
 
 
 def run_job(
@@ -117,6 +126,7 @@ def run_job(
     place: LaunchPlace | None = None,
     files: tuple[Decision, ...] = (),
     early: EarlyHost | None = None,
+    follower: Follower | None = None,
 ) -> JobEnd:
     """Serve one request. Print what happens, and raise nothing that a user can cause.
 
@@ -127,17 +137,17 @@ def run_job(
     place: the place of this process, rank 0, where others have started the ranks.
     files: notes for the plan, about the user's own config files.
     early: a host that imports already; None: there is none.
+    follower: hears the metrics of a training that runs here, and may end it; None: nobody does.
     """
-    consoles = open_console(sys.stdout), open_console(sys.stderr)
+    at = JobPlace(open_console(sys.stdout), arguments, place, early, follower)
     try:
-        request = read_request(config, names, files)
-        end = carry_out(request, run_dir, JobPlace(*consoles, arguments, place, early))
+        end = carry_out(read_request(config, names, files), run_dir, at)
     except RequestError as error:
         is_told = (run_dir / REFUSED).exists()
         discard(run_dir, error)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
-        return JobEnd("refused", run_dir, is_told=is_told)
+        return JobEnd("refused", run_dir, is_told=is_told, reason=str(error))
     except KeyboardInterrupt:
         end = interrupted(run_dir)
     sys.stdout.flush()
@@ -154,31 +164,22 @@ def discard(run_dir: Path, error: RequestError) -> None:
         remove_unused(run_dir)
 
 
-def make_inputs(request: Request, notices: Console) -> None:
-    """Have what a plan needs of the request on this machine: the folder of a pretrained model, and
-    tokenised text.
-
-    `notices` shows how far it is. Raises ConfigError.
-    """
-    if request.model.pretrained is not None:
-        weights = request.mode not in ("plan", "rehearse")
-        fetch(PRETRAINED, request.model.pretrained, weights=weights)
-    if isinstance(request.data, TextFilesOptions):
-        with tokenising_shown(notices) as watch:
-            open_data(request.data, watch)
-
-
 def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
     """Run the job of one request to its end. Raises ConfigError or PlanError where it is refused.
 
-    run_dir: the directory of the job, which may exist.
+    run_dir: the directory of the job, which exists.
     """
     console, place, early = at.console, at.place, at.early
     try:
         _refuse_mode(request, place)
         if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
             early.stop()
-        make_inputs(request, at.notices)
+        _fetch_model(request)
+        checkpoint = None
+        if request.mode == "evaluate":
+            checkpoint = checkpoint_of(request)
+            request = with_saved(request, checkpoint, at.arguments)
+        request = _with_data(request, place, console)
         if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
         if request.mode == "audit":
@@ -199,15 +200,51 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
                 return calibrate(request, run_dir, console, place, signals)
             if request.mode == "verify":
                 return verify_job(request, run_dir, console, place, signals)
+            if checkpoint is not None:
+                made = (request, checkpoint, run_dir, console, place, signals)
+                return evaluate_checkpoint(*made)
             with in_use(run_dir):
-                return _train(request, run_dir, console, place, signals, early)
+                return _train(request, run_dir, console, place, signals, early, at.follower)
     except OSError as error:
         if not is_full(error):
             raise
         said = f"{error.strerror}; make room, or use another hydra.run.dir"
-        return JobEnd("failed", run_dir, said=said)
+        return JobEnd("failed", run_dir, reason=str(error.strerror), said=said)
     except KeyboardInterrupt:
         return interrupted(run_dir)
+
+
+def with_inputs(request: Request, console: Console) -> Request:
+    """Return the request of a plan with what it needs of this machine: the folder of a pretrained
+    model, and its data, as `_with_data` does. Raises ConfigError.
+
+    console: where it is shown how far long preparations are.
+    """
+    _fetch_model(request)
+    return _with_data(request, None, console)
+
+
+def _fetch_model(request: Request) -> None:
+    """Have the folder of a pretrained model on this machine. Raises ConfigError."""
+    if request.model.pretrained is not None:
+        weights = request.mode not in ("plan", "rehearse")
+        fetch(PRETRAINED, request.model.pretrained, weights=weights)
+
+
+def _with_data(request: Request, place: LaunchPlace | None, console: Console) -> Request:
+    """Return the request with the steps of `train.epochs`, and its texts tokenised.
+
+    Nothing happens for ranks on other hosts, which have data of their own, and for modes that read
+    none. Raises ConfigError.
+    """
+    elsewhere = place is None and request.launcher.kind == "ssh"
+    if elsewhere or request.mode in ("calibrate", "export", "audit"):
+        return request
+    if not isinstance(request.data, TextFilesOptions) and request.train.epochs is None:
+        return request
+    with tokenising_shown(console) as watch:
+        data = open_data(request.data, watch)
+    return in_steps(request, data.training.num_samples)
 
 
 def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
@@ -264,12 +301,15 @@ def _train(
     place: LaunchPlace | None,
     signals: StopSignals,
     early: EarlyHost | None,
+    follower: Follower | None,
 ) -> JobEnd:
     """Train, in as many attempts as `launcher.max_restarts` allows.
 
     After a failed attempt, the next goes on from the newest checkpoint, on the devices that are
     there then. Attempts end early where the last two failed in the same way at the same step.
     """
+    refuse_trackers(request.trackers)
+    refuse_callbacks(request.callbacks)
     attempts: list[Attempt] = []
     wanted, refusal = request, None
     # torchrun and srun start their ranks again themselves.
@@ -286,7 +326,9 @@ def _train(
             began, started = 0 if resumed is None else resumed.step, time.monotonic()
             phase = phase_of(wanted, resumed)
             run_dir = make_run_dir(phase, run_dir)
-            outcome, resolved = _attempt(phase, run_dir, console, place, signals, resumed, early)
+            outcome, resolved = _attempt(
+                phase, run_dir, console, place, signals, resumed, early, follower
+            )
         except RequestError as error:
             if not attempts:
                 raise
@@ -312,6 +354,10 @@ def _train(
         console.print(Portable(attempts_view(attempts)))
         if is_its_own(attempts):
             console.print("the last two attempts failed of the same at the same step")
+    if follower is not None and follower.ends and signals.count == 1:
+        end = pruned(outcome, run_dir, console)
+        if end is not None:
+            return end
     return replace(finish(outcome, resolved, run_dir, console), refusal=refusal)
 
 
@@ -344,6 +390,7 @@ def _attempt(
     signals: StopSignals,
     resumed: Resumed | None,
     early: EarlyHost | None,
+    follower: Follower | None,
 ) -> tuple[HostOutcome, Resolved]:
     """Resolve the request and run its ranks to their end. Returns the outcome and the resolved
     plan."""
@@ -368,7 +415,11 @@ def _attempt(
         begun_with = (run_dir, resolved, request, checkpoint)
         start_ranks(*begun_with, delinks=parts, data_anew=data_anew, samples=samples)
         show_resolved(resolved, request, console)
-        progress = Progress(run_dir, request.train.steps, console, read_from=begun)
+        hears = None
+        if follower is not None:
+            follower.begin(request.train.steps)
+            hears = follower.hear
+        progress = Progress(run_dir, request.train.steps, console, read_from=begun, hears=hears)
 
         def ask() -> None:
             (run_dir / STOP).touch()
@@ -376,8 +427,10 @@ def _attempt(
         def poll() -> None:
             signals.poll()
             progress.poll()
+            if follower is not None and follower.ends and not signals.count:
+                signals.end()
 
-        if request.checkpoint.every is not None:
+        if request.checkpoint.saves:
             signals.asks(ask, request.checkpoint.grace_s)
         try:
             outcome = process.wait(poll)

@@ -45,6 +45,8 @@ class JobEnd:
     summary: the measurements of a job that is done; empty for any other.
     is_told: whether ranks that others started have been told of the end.
     submission: how to submit a job that goes to a queue; None for any other job.
+    reason: why the job was refused or failed; '' where it is not known here.
+    is_pruned: whether the job was interrupted by its follower, and not by a user.
     said: why the job is not done, as text without a trailing newline; '' where there is nothing to
         say, or it has been said.
     refusal: the error by which a further attempt of a failed job was refused; None where there was
@@ -58,6 +60,8 @@ class JobEnd:
     summary: dict[str, Any] = field(default_factory=dict)
     is_told: bool = False
     submission: Submission | None = None
+    reason: str = ""
+    is_pruned: bool = False
     said: str = ""
     refusal: RequestError | None = None
     verification: Verification | None = None
@@ -90,6 +94,14 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
     """Print how a run that is done ended, and return the end of the job."""
     if outcome.status == "done":
         summary = summary_of(run_dir)
+        for warning in summary.get("warnings", ()):
+            console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        if summary.get("ended_early"):
+            line = f"ended after step {summary['steps']}: {summary['ended_early']}"
+            console.print(Portable(Text(line)), soft_wrap=True)
+        if (best := summary.get("best")) is not None:
+            line = f"best: {best['metric']} {best['value']:.6g} after step {best['step']}"
+            console.print(Portable(Text(line)), soft_wrap=True)
         if summary["stopped_after"] is not None:
             said = f"interrupted after step {summary['stopped_after']}, which is saved; "
             said += f"go on with hydra.run.dir={run_dir} train.resume=auto"
@@ -108,8 +120,22 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
     if outcome.status == "failed":
         assert outcome.failure is not None
         place = _place(resolved.plan, outcome.failure.rank)
-        return JobEnd("failed", run_dir, said=describe_failure(outcome.failure, place))
+        said = describe_failure(outcome.failure, place)
+        return JobEnd("failed", run_dir, reason=_last_line(said), said=said)
     return interrupted(run_dir)
+
+
+def pruned(outcome: HostOutcome, run_dir: Path, console: Console) -> JobEnd | None:
+    """Print that a job was ended by its follower, and return the end of the job.
+
+    Returns None where it had ended by itself.
+    """
+    if outcome.status == "failed":
+        return None
+    if outcome.status == "done" and summary_of(run_dir)["stopped_after"] is None:
+        return None
+    console.print(Text(f"pruned; what was written is in {run_dir}"), soft_wrap=True)
+    return JobEnd("interrupted", run_dir, is_pruned=True)
 
 
 def never_met(outcome: HostOutcome, run_dir: Path) -> JobEnd:
@@ -157,6 +183,13 @@ def _why(resolved: Resolved) -> str:
 def interrupted(run_dir: Path) -> JobEnd:
     """Return the end of a job that was interrupted."""
     return JobEnd("interrupted", run_dir, said=f"interrupted; what was written is in {run_dir}")
+
+
+def _last_line(said: str) -> str:
+    """Return the line of a failure's message that names the error: the last one of its traceback,
+    before the line about the log."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[-2] if len(lines) > 1 else lines[0]
 
 
 def _place(plan: Plan, rank: int | None) -> str:

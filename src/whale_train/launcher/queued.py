@@ -33,7 +33,9 @@ def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         for number in numbers:
-            final_ends[number] = replace(final_ends[number], status="refused", submission=None)
+            final_ends[number] = replace(
+                final_ends[number], status="refused", submission=None, reason=str(error)
+            )
         return final_ends
     for job, run_dir in zip(jobs, folders, strict=True):
         _say(console, f"job {job.job_id}: {run_dir}, its output {job.paths.stdout}")

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 from whale_train.data.tokens.token_store import TokenStore
 from whale_train.data.tokens.tokenizer_files import tokenizer_files
@@ -110,25 +112,23 @@ def _make(request: StoreRequest, folder: Path, watch: Watch | None) -> None:
         for left in (unfinished, folder):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         order = {**asdict(request), "store": str(unfinished), "progress": str(progress)}
-        process = subprocess.Popen(
-            [*PROGRAM, "--parent", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(order))
-        process.stdin.close()
-        process.stdin = None
-        while process.poll() is None:
-            _tell(folder, request, watch)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_S)
-        said, complained = process.communicate()
-        if process.returncode:
-            raise _failure(said, complained, request)
+        # Files, since a pipe that nobody reads is full after 64 kB.
+        with TemporaryFile() as orders, TemporaryFile() as said, TemporaryFile() as complained:
+            orders.write(json.dumps(order).encode())
+            orders.seek(0)
+            process = subprocess.Popen(
+                [*PROGRAM, "--parent", str(os.getpid())],
+                stdin=orders,
+                stdout=said,
+                stderr=complained,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
+            )
+            while process.poll() is None:
+                _tell(folder, request, watch)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+            if process.returncode:
+                raise _failure(_text(said), _text(complained), request)
         unfinished.rename(folder)
         if watch is not None:
             watch(request.size_bytes, request.size_bytes)
@@ -140,6 +140,11 @@ def _make(request: StoreRequest, folder: Path, watch: Watch | None) -> None:
             process.wait()
         shutil.rmtree(unfinished, ignore_errors=True)
         progress.unlink(missing_ok=True)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
 
 
 def _progress(folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """Check Hydra's command line before Hydra runs, with complaints in our words and exit status 2.
 
 Hydra itself then composes, sweeps and makes the directories. This file owns the few rewritings that
-let a user's own model take arguments, and a strategy keys, that its config file does not list.
+let a user's own model or optimizer take arguments, and a strategy keys, that its config file does
+not list.
 """
 
 from argparse import Namespace
@@ -33,7 +34,13 @@ from whale_train.launcher.compose.interpolations import interpolation_faults
 from whale_train.launcher.compose.output_dirs import run_dir_faults
 from whale_train.launcher.compose.override_text import read_override
 from whale_train.launcher.compose.own_files import put_own_files_first
-from whale_train.launcher.compose.sweeps import PARAMS, jobs, refuse_swept, value_of
+from whale_train.launcher.compose.studies import (
+    is_study,
+    points,
+    put_released_sweeper_aside,
+    read_study,
+)
+from whale_train.launcher.compose.sweeps import PARAMS, jobs, params_of, refuse_swept, value_of
 from whale_train.launcher.compose.unknown_keys import (
     READ_ALONE,
     is_choice,
@@ -43,10 +50,13 @@ from whale_train.launcher.compose.unknown_keys import (
     without_doubtful,
 )
 from whale_train.models.options import MODEL_KEYS
+from whale_train.optimizer_options import OPTIMIZER_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
+_SWEEPER = "hydra/sweeper"
+_SWEEPER_KEYS = ("hydra/sweeper/", "hydra.sweeper.")
 # Groups whose option `custom` is a class, and the keys that are not its arguments.
-_OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS}
+_OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KEYS}
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
@@ -60,8 +70,9 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that Hydra accepts, overrides before flags.
 
     An override of `model._target_` without one of `model` stands for `model=custom`, and likewise
-    of `data._target_`. Arguments of these classes, keys of a strategy and options of `sbatch` get a
-    `++`, since no config file lists them; their own readers check them.
+    of `data._target_` and `optimizer._target_`. Arguments of these classes and of a schedule's,
+    keys of a strategy, callbacks and options of `sbatch` get a `++`, since no config file lists
+    them; their own readers check them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -79,11 +90,12 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         first, _, name = override.key_or_group.partition(".")
         text = str(override.input_line)
         free = (
-            first == "strategy"
+            first in ("strategy", "callbacks")
             or (on_slurm and override.key_or_group.startswith("launcher.sbatch"))
             or (first in custom and name.split(".")[0] not in _OF_CLASSES.get(first, (name,)))
+            or override.key_or_group.startswith("optimizer.schedule.")
         )
-        if name and free and not override.is_delete():
+        if (name or first == "callbacks") and free and not override.is_delete():
             text = "++" + text.lstrip("+")
         if override.key_or_group == "strategy.graph" and not override.is_delete():
             # A graph that is given whole replaces the file's, into which Hydra would merge it.
@@ -132,7 +144,23 @@ def check(arguments: Sequence[str]) -> None:
         if config is not None:
             faults += code_faults(config)
             multirun = multirun or (not mode and config.hydra.mode == RunMode.MULTIRUN)
-        for number, overrides in enumerate(jobs(config, options.overrides) if multirun else [[]]):
+        study = config is not None and is_study(config)
+        if config is not None and study and not multirun:
+            if any(o.key_or_group.startswith((_SWEEPER, *_SWEEPER_KEYS)) for o in parsed):
+                rule = "has no effect on one run"
+                faults.append(Fault("hydra/sweeper", "optuna", rule, "add -m to sweep"))
+            study = False
+        every: list[list[str]] = [[]]
+        wants = any(o.key_or_group == _SWEEPER and o.value() == "optuna" for o in parsed)
+        if faults and (study or wants):  # what may be swept is not known
+            has_none = any(fault.key == _SWEEPER for fault in faults)
+            kept = [x for x in faults if not (has_none and x.key.startswith(_SWEEPER_KEYS))]
+            raise ConfigError(kept)
+        if config is not None and study:
+            every = _of_study(config, parsed)
+        elif multirun:
+            every = jobs(config, options.overrides)
+        for number, overrides in enumerate(every):
             if multirun:
                 config, wrong = _compose(name, overrides)
                 faults += [fault for fault in wrong if fault not in faults]
@@ -146,7 +174,7 @@ def check(arguments: Sequence[str]) -> None:
             ]
             if not multirun:
                 faults += _request_faults(config, wrong, given)
-            if not faults:
+            if not faults and not study:  # whose runs may be there already
                 faults += run_dir_faults(config, number if multirun else None)
     if faults:
         raise ConfigError(faults)
@@ -171,6 +199,46 @@ def with_hydra(name: str | None, overrides: Sequence[str]) -> DictConfig:
     """
     config, faults = _compose(name or "config", overrides)
     if config is None or faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _of_study(config: DictConfig, overrides: Sequence[Override]) -> list[list[str]]:
+    """Return overrides of jobs to compose for a sweep by Optuna. Raises ConfigError with the faults
+    of what is asked of it.
+
+    config: the config that all jobs share.
+    overrides: all overrides of the command line.
+    """
+    hydras = [str(o.input_line) for o in overrides if o.is_hydra_override()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    kept = [o for o in overrides if o.is_sweep_override() or not o.is_hydra_override()]
+    parsed = [
+        *params_of(config, parser),
+        *parser.parse_overrides([str(o.input_line) for o in kept]),
+    ]
+    _, space, fixed, _ = read_study(config, parsed)
+    return [[*job, *hydras] for job in points(space, fixed, parsed)]
+
+
+def composed_job(sweep: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the config of a job of a sweep that runs, with Hydra's own part. Raises ConfigError
+    with all faults.
+
+    sweep: the config of the sweep.
+    overrides: those of the job, all but Hydra's own.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        config = loader.load_sweep_config(sweep, list(overrides))
+    except Exception:
+        hydras = [str(text) for text in sweep.hydra.overrides.hydra]
+        _, faults = _compose(str(sweep.hydra.job.config_name), [*overrides, *hydras])
+        if not faults:
+            raise
+        raise ConfigError(faults) from None
+    faults = [*interpolation_faults(config), *code_faults(config)]
+    if faults:
         raise ConfigError(faults)
     return config
 
@@ -202,6 +270,7 @@ def initialised(config_dir: str | None, config_path: str | None = None) -> Itera
         folder = f"file://{Path(config_dir).absolute()}"
         path.prepend("command-line", folder, SearchPathQuery(provider="schema"))
     read_within_bounds()
+    put_released_sweeper_aside()
     Hydra.create_main_hydra2("whale-train", path)
     try:
         yield

@@ -2,7 +2,8 @@
 
 Hydra calls any `_target_` in its callbacks, launcher and sweeper, and Python's logging calls the
 class of a handler or formatter. Both import what they are given. Allowed are the targets that Hydra
-and the plugins installed for it register themselves, and logging to files and streams.
+and the plugins installed for it register themselves, our own sweeper, and logging to files and
+streams.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from whale_train.errors import Fault, nearest, shortened
+from whale_train.launcher.study.settings import SWEEPER
 from whale_train.validation import as_yaml
 
 # Sections in which Hydra calls targets (`_target_`), and in which logging does (`()`, `class`).
@@ -169,7 +171,8 @@ def _gives_values(node: Any) -> bool:
 
 
 def _registered() -> frozenset[str]:
-    """Return the targets that Hydra and its installed plugins have registered."""
+    """Return the targets that Hydra and its installed plugins have registered, and our own
+    sweeper."""
 
     def targets(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
@@ -186,7 +189,7 @@ def _registered() -> frozenset[str]:
             elif isinstance(value.node, DictConfig):
                 yield from targets(OmegaConf.to_container(value.node, resolve=False))
 
-    return frozenset(nodes(ConfigStore.instance().repo.get("hydra", {})))
+    return frozenset(nodes(ConfigStore.instance().repo.get("hydra", {}))) | {SWEEPER}
 
 
 def _logging_faults(config: DictConfig, name: str) -> Iterator[Fault]:

@@ -42,7 +42,9 @@ def jobs(config: DictConfig | None, overrides: Sequence[str]) -> list[list[str]]
     Raises ConfigError for choices that cannot be swept, and for more jobs than MOST_JOBS.
     """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    parsed = {o.get_key_element(): o for o in [*_params(config, parser), *_all(parser, overrides)]}
+    parsed = {
+        o.get_key_element(): o for o in [*params_of(config, parser), *_all(parser, overrides)]
+    }
     numbers = []
     for override in parsed.values():
         if override.is_sweep_override() and not override.is_discrete_sweep():
@@ -69,7 +71,7 @@ def _all(parser: OverridesParser, overrides: Sequence[str]) -> list[Override]:
     return list(parser.parse_overrides(list(overrides)))
 
 
-def _params(config: DictConfig | None, parser: OverridesParser) -> list[Override]:
+def params_of(config: DictConfig | None, parser: OverridesParser) -> list[Override]:
     """Return the choices in a config file's `hydra.sweeper.params`. Raises ConfigError where one
     cannot be parsed."""
     sweeper: Any = None if config is None else config.hydra.get("sweeper")

@@ -23,13 +23,15 @@ _MODES = {
     "rehearse": ("plan", "rehearse"),
     "verify.steps": ("verify",),
     "verify.tolerance": ("verify",),
-    "checkpoint.path": ("export",),
+    "checkpoint.path": ("export", "evaluate"),
+    "path": ("export", "evaluate"),
     "run": ("audit",),
     "audit.step": ("audit",),
 }
+_OF_EXPORT = ("mode", "path", "checkpoint", "checkpoint.path")
 # Modes that read a record: the keys that they read besides, and the remedy for any other.
 READ_ALONE = {
-    "export": (("mode", "checkpoint", "checkpoint.path"), "leave it out: the checkpoint has it"),
+    "export": (_OF_EXPORT, "leave it out: the checkpoint has it"),
     "audit": (("mode", "run", "audit", "audit.step"), "leave it out: the run has it"),
 }
 _WORD = r"\w[\w.]*\w"
@@ -116,7 +118,7 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
     """Return the keys that a request of this mode may set, and the keys of Hydra's own that are
     often set."""
     if mode == "export":
-        return ["mode", "checkpoint", "hydra.run.dir"]
+        return ["mode", "checkpoint", "path", "hydra.run.dir"]
     if mode == "audit":
         return ["mode", "run", "audit.step"]
     keys: list[str] = []

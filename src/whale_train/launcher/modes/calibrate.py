@@ -83,7 +83,8 @@ def measuring(request: Request, devices: int | None = None) -> Request:
     does not disturb the measurement.
     """
     data: TypeAdapter[DataOptions] = TypeAdapter(DataOptions)
-    train = {"global_batch": _SAMPLES, "accumulate": 1, "trace": False, "evaluate_every": None}
+    request = request.without_evaluations()
+    train = {"global_batch": _SAMPLES, "accumulate": 1}
     return request.model_copy(
         update={
             "model": ModelOptions.from_mapping(_MODEL),

@@ -36,9 +36,10 @@ from pathlib import Path
 
 import numpy as np
 
-from whale_train.config import OptimizerOptions, Request
+from whale_train.config import Request
 from whale_train.launcher.modes.recorded_run import Array, RecordedRun, largest_of
 from whale_train.launcher.modes.verification import Difference, Kind, Verification, stretch
+from whale_train.optimizer_options import OptimizerOptions
 
 # Half a unit in the last place: the largest relative error of rounding a number (IEEE 754).
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -280,11 +281,11 @@ def _whole_steps(optimizer: OptimizerOptions, rates: Sequence[float]) -> tuple[f
     difference that as many updates of two runs can make.
 
     An update of Adam's is at most lr max(1, (1 - b1) / sqrt(1 - b2)) (Kingma and Ba, 2015, section
-    2.1). SGD's and LAMB's have no bound that is the same for all parameters, so that the difference
-    is infinite.
+    2.1). SGD's and LAMB's have no bound that is the same for all parameters, and of others none is
+    known, so that the difference is infinite.
     """
     whole = sum(rates) * max((1.0, *(group.lr_scale for group in optimizer.groups)))
-    if optimizer.name in ("sgd", "lamb"):
+    if optimizer.name not in ("adam", "adamw"):
         return whole, math.inf
     first, second = optimizer.betas
     return whole, 2 * whole * max(1.0, (1 - first) / math.sqrt(1 - second))

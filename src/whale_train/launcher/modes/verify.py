@@ -11,6 +11,7 @@ from whale_train.launcher.job_end import JobEnd, finish, never_met
 from whale_train.launcher.modes.compare_runs import compare
 from whale_train.launcher.modes.verification import ROUNDED_RUNS
 from whale_train.launcher.planning.loss_read import shared_by_both
+from whale_train.launcher.planning.own_optimizers import with_optimizers
 from whale_train.launcher.planning.plan_request import Resolved, training_of
 from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
 from whale_train.launcher.ranks.rank_env import LaunchPlace
@@ -84,8 +85,9 @@ def verify_job(
 
 def only_steps(request: Request) -> Request:
     """Return the request of a verification, which records gradient norms and evaluates nothing."""
-    options = {"grad_norm": True, "evaluate_every": None, "tensorboard": False, "trace": False}
-    return request.model_copy(update={"train": request.train.model_copy(update=options)})
+    request = request.without_evaluations()
+    train = request.train.model_copy(update={"grad_norm": True})
+    return request.model_copy(update={"train": train})
 
 
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
@@ -104,8 +106,11 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
         (node,) = cluster.nodes
         device = replace(node.devices[0], memory_bytes=float(memory_bytes()))
         cluster = replace(cluster, nodes=(replace(node, devices=(device,)),))
+    faults: list[Fault] = []
+    training = with_optimizers(alone, training_of(alone), resolved.profile.parameters, faults)
+    assert not faults, faults  # the plan is there
     try:
-        plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training_of(alone))
+        plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training)
     except PlanError as error:
         rule = "compares with one process, which cannot hold this model and batch"
         remedy = "verify a smaller model or train.global_batch"

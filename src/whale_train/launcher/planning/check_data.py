@@ -60,10 +60,16 @@ def _check_numbers(profile: ModelProfile, name: str, dataset: Dataset, faults: l
             faults.append(fault)
 
 
-def explain_data(dataset: Dataset) -> tuple[Decision, ...]:
-    """Return the plan's notes about the data."""
+def explain_data(request: Request, dataset: Dataset) -> tuple[Decision, ...]:
+    """Return the plan's notes about the data, and about the steps of its epochs."""
     notes = dataset.notes if isinstance(dataset, RowDataset | MixedDataset) else ()
-    return tuple(Decision(note.key, note.value, "", note.reason) for note in notes)
+    said = [Decision(note.key, note.value, "", note.reason) for note in notes]
+    train = request.train
+    if train.epochs is not None:
+        reason = f"train.epochs={train.epochs:g} of {dataset.num_samples:,} samples, "
+        reason += f"{train.global_batch} a step"
+        said.append(Decision("train.steps", str(train.steps), "", reason))
+    return tuple(said)
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,16 @@ from whale_train.launcher.planning.devices.placing import place_of, this_host_of
 from whale_train.launcher.planning.evaluations import explain_evaluations, refuse_uncounted
 from whale_train.launcher.planning.isolated_documents import refuse_joined_documents
 from whale_train.launcher.planning.loss_read import explain_logits
+from whale_train.launcher.planning.own_optimizers import (
+    explain_optimizers,
+    refuse_parts,
+    schedule_decisions,
+    with_optimizers,
+)
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.launcher.planning.remedies import with_checked_remedies
+from whale_train.launcher.planning.watched_metrics import refuse_unwatchable
 from whale_train.machine.hosts import Host
 from whale_train.machine.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
@@ -153,11 +160,16 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     profile = profile_of(request, dataset)
     check_data(request, profile, data, faults)
     refuse_joined_documents(request, profile, faults)
+    refuse_unwatchable(request, data, faults)
     if not profile.parameters:  # without which there is no plan, nor more faults to find
         raise ConfigError(faults)
     refuse_unmatched(training.groups, profile.parameters, faults)
+    training = with_optimizers(request, training, profile.parameters, faults)
+    of_schedule = schedule_decisions(request, faults)
     weights = _weights(request, faults)
-    planned = partial(_planned, request, strategy, cluster, emulated, use_all)
+    if request.optimizer.is_custom and not training.optimizers:
+        raise ConfigError(faults)  # there is no plan without them
+    planned = partial(_planned, request, training, strategy, cluster, emulated, use_all)
     try:
         made = planned(profile)
     except PlanError as error:
@@ -168,6 +180,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
 
         error = with_checked_remedies(error, request, dataset, profile, of)
         raise PlanError([*faults, *error.faults]) from None
+    refuse_parts(made.plan, faults)
     refuse_uncounted(request, made.plan, profile, faults)
     _refuse_biases(request, made.plan, faults)
     on_cards = device == "cuda" and request.mode == "train"
@@ -193,9 +206,13 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     holes = explain_fragmentation(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = explain_device_figures(made.used) if of_properties else ()
-    of_loss, of_data = explain_logits(request, profile), explain_data(dataset)
+    of_loss, of_data = explain_logits(request, profile), explain_data(request, dataset)
     additions = explain_additions(profile) if request.model.adapters is not None else ()
-    of_groups = explain_parameter_groups(training, profile.parameters)
+    of_groups = (
+        *explain_optimizers(training),
+        *of_schedule,
+        *explain_parameter_groups(training, profile.parameters),
+    )
     said = (
         *(*request.files, *additions, *of_precision, *of_loss, *of_data),
         *(*of_groups, *weights, *evaluations, *figures, *holes, *copies),
@@ -214,8 +231,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
 
 def _has_checkpoints(request: Request) -> bool:
     """Return whether a run writes a checkpoint or goes on from one."""
-    saves = request.checkpoint.every is not None or request.is_pseudo
-    return request.mode == "train" and (saves or request.train.resume is not None)
+    return request.mode == "train" and (request.may_save or request.train.resume is not None)
 
 
 def _refuse_biases(request: Request, plan: Plan, faults: list[Fault]) -> None:
@@ -273,6 +289,7 @@ class _Planned:
 
 def _planned(
     request: Request,
+    training: Training,
     strategy: Strategy,
     cluster: Cluster,
     emulated: bool,
@@ -287,7 +304,7 @@ def _planned(
 
     Raises PlanError with all faults.
     """
-    training, chosen = training_of(request), None
+    chosen = None
     findings = ModelAnalysis(profile, training.precision)
     if strategy.is_auto:
         can_offload = _can_offload(request)
@@ -326,6 +343,8 @@ def resolve_each(
     profile = profile_of(request, dataset)
     check_data(request, profile, data, faults)
     refuse_joined_documents(request, profile, faults)
+    training = with_optimizers(request, training, profile.parameters, faults)
+    schedule_decisions(request, faults)
     if faults:
         raise ConfigError(faults)
     findings = ModelAnalysis(profile, training.precision)

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from threading import RLock
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
 from whale_train.config import AUTO, Mode, Request, in_mode
 from whale_train.errors import ConfigError, Fault, LaunchError, RequestError
 from whale_train.launcher.compose.in_python import RUN_DIR, composed_request
-from whale_train.launcher.job import ELSEWHERE, JobPlace, carry_out, discard, make_inputs
+from whale_train.launcher.job import ELSEWHERE, JobPlace, carry_out, discard, with_inputs
 from whale_train.launcher.job_end import JobEnd, summary_of
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.launcher.python.overrides import overrides_of
@@ -84,7 +84,7 @@ def plan(
         if faults:
             raise ConfigError(faults)
         with _here():
-            make_inputs(request, _console(sys.stderr, verbose))
+            request = with_inputs(request, _console(verbose))
             return ShownPlan.of(resolve_request(request), request.names)
 
 
@@ -196,7 +196,7 @@ def _carried_out(
     with _TURN:
         request, folder = _request(mode, given, run_dir)
         _refuse_other_starters(request)
-        place = JobPlace(_console(sys.stdout, verbose), _console(sys.stderr, verbose))
+        place = JobPlace(_console(verbose))
         with _here():
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -234,6 +234,6 @@ def _here() -> Iterator[None]:
         yield
 
 
-def _console(stream: TextIO, verbose: bool) -> Console:
-    """Return a console on a stream, or, unless `verbose`, one that prints nothing."""
-    return open_console(stream) if verbose else Console(file=StringIO(), quiet=True)
+def _console(verbose: bool) -> Console:
+    """Return the console of standard output, or, unless `verbose`, one that prints nothing."""
+    return open_console(sys.stdout) if verbose else Console(file=StringIO(), quiet=True)

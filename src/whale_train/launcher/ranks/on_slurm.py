@@ -280,7 +280,7 @@ def _size(request: Request, faults: list[Fault]) -> tuple[int, int]:
 def _task(submission: Submission) -> SlurmTask:
     """Return the task of a submission."""
     checkpoint = submission.request.checkpoint
-    return SlurmTask(submission.arguments, checkpoint.every is not None, checkpoint.grace_s)
+    return SlurmTask(submission.arguments, checkpoint.saves, checkpoint.grace_s)
 
 
 def _parameters(submission: Submission) -> dict[str, Any]:

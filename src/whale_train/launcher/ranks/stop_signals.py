@@ -46,6 +46,10 @@ class StopSignals:
             return
         raise KeyboardInterrupt
 
+    def end(self) -> None:
+        """End the job as a first signal does, without one."""
+        self.handle(signal.SIGTERM, None)
+
     def poll(self) -> None:
         """Raise KeyboardInterrupt where the job is to end."""
         if self._deadline is None:

@@ -41,6 +41,7 @@ class Progress:
     console: where lines are printed.
     clock: returns seconds.
     read_from: the byte of `metrics.jsonl` from which on this attempt writes.
+    hears: is given every new line of `metrics.jsonl`; None: nobody is.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Progress:
         console: Console,
         clock: Callable[[], float] = time.monotonic,
         read_from: int = 0,
+        hears: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
+        self._hears = hears
         self._metrics = _Tail(path / "metrics.jsonl", read_from)
         self._saved = _Tail(path / SAVED)
         self._total = total_steps
@@ -75,6 +78,8 @@ class Progress:
     def poll(self) -> None:
         """Read new metrics and show them. It is cheap: call it about ten times a second."""
         for record in self._metrics.read():
+            if self._hears is not None:
+                self._hears(record)
             if "loss" in record:
                 self._step = record
                 self._recent_s.append(float(record["step_time_s"]))

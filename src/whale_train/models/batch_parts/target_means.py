@@ -78,15 +78,16 @@ class TargetMean:
         total: Tensor = self.function(logits, self.target, **options)
         return total
 
-    def correct(self) -> Tensor:
-        """Return the number of targets that are the largest logit of their row, an integer scalar.
+    def answers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the classes of the largest logits, the targets, and which of them count.
 
-        Ignored targets do not count. Of probabilities, the largest is the target.
+        They have the shape of the logits without the classes. Of probabilities, the largest is the
+        target.
         """
         target = self.target
         if target.is_floating_point():
             target = target.argmax(self._class_dim)
-        return ((self.logits.argmax(self._class_dim) == target) & self.counted).sum()
+        return self.logits.argmax(self._class_dim), target, self.counted
 
 
 def target_mean(

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from whale_train import hub
 from whale_train.bounds import MOST_BYTES, load_json
 from whale_train.errors import ConfigError, Fault, shortened
+from whale_train.hub import folder_of as folder_of_hub
 
 KEY = "model.pretrained"
 MOST_LAYERS = 10_000  # of a config of transformers, whose lists have an item for each
@@ -17,7 +17,7 @@ _SIZES = re.compile(r"size|dim|_id|width|length", re.IGNORECASE)
 def folder_of(pretrained: str) -> Path:
     """Return the folder that `model.pretrained` names. Raises ConfigError as `hub.folder_of`
     does."""
-    return hub.folder_of(KEY, pretrained)
+    return folder_of_hub(KEY, pretrained)
 
 
 def saved_configs(pretrained: str | None) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.base.answers import AnswerPairs
+
 # The samples of a micro-batch, by field: [samples, ...] each.
 Batch = Mapping[str, Tensor]
 
@@ -55,6 +57,10 @@ class EvaluationBatches(Protocol):
     @property
     def samples(self) -> int:
         """Return the number of samples over all ranks, each counted once."""
+
+    @property
+    def answers(self) -> AnswerPairs | None:
+        """Return the pairs to which this rank adds its answers; None where they are not kept."""
 
     def __iter__(self) -> Iterator[tuple[float, Sequence[Batch]]]: ...
 

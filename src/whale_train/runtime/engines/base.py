@@ -8,7 +8,7 @@ several backwards, a gradient is summed over the copies once, when it is final
 update concerns all of a rank's engines at once (`runtime/train/optimizer_step.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,7 +29,8 @@ class ParameterState:
     parameter: the parameter.
     value: the values that updates change (the fp32 master of a 16-bit parameter).
     slots: the optimizer's moments, by its names for them, each of the shape of `value`.
-    counter: the number of updates, under "step"; None where the optimizer counts none.
+    entries: the optimizer's own dictionary of its state of the parameter.
+    apart: names of the numbers in `entries`, and of the tensors that are no moments.
     start: the index of the first flattened element; None for the whole local tensor.
     is_owner: whether this rank, of all that hold these elements, is the one that saves them.
     """
@@ -37,7 +38,8 @@ class ParameterState:
     parameter: nn.Parameter
     value: Tensor
     slots: Mapping[str, Tensor]
-    counter: dict[str, Any] | None
+    entries: dict[str, Any]
+    apart: Sequence[str]
     start: int | None
     is_owner: bool
 
@@ -114,9 +116,13 @@ class Engine(Protocol):
     def states(self) -> Iterator[ParameterState]:
         """Yield the state that this rank has of every trained parameter, outside of an update.
 
-        State that the optimizer would make in its first update is made, as that update would find
-        it.
+        State that one of our optimizers would make in its first update is made, as that update
+        would find it. Other optimizers have none before.
         """
+
+    def make_states(self, parameters: Collection[nn.Parameter]) -> None:
+        """Make the state of trained `parameters` that is still to be made, outside of an update,
+        for values that are written to it."""
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         """Return the part of a buffer or of a frozen parameter that this rank has: the tensor, and

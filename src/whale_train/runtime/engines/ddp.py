@@ -1,7 +1,7 @@
 """The engine of copies that hold whole parameters: torch's DistributedDataParallel and
 optimizers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from whale_train.optimizers.together import Together
 from whale_train.runtime.base.autocast import in_precision
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.engines.base import (
@@ -193,10 +194,15 @@ class TorchEngine:
         own = self.holders.group.rank() if self.holders.group is not None else 0
         for parameter, saver in zip(self.parameters, savers, strict=True):
             assert self.optimizer is not None
-            slots, kept = state_of(self.optimizer, parameter)
-            counter = kept if "step" in kept else None
+            kept = state_of(self.optimizer, parameter)
             is_owner = saver == own and self.holders.counts(parameter)
-            yield ParameterState(parameter, parameter.detach(), slots, counter, None, is_owner)
+            of_optimizer = (kept.moments, kept.entries, kept.apart)
+            yield ParameterState(parameter, parameter.detach(), *of_optimizer, None, is_owner)
+
+    def make_states(self, parameters: Collection[nn.Parameter]) -> None:
+        """Make the state of `parameters` that is still to be made."""
+        if isinstance(self.optimizer, Together):
+            self.optimizer.make_states(parameters)
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         """Return `tensor` detached, which is whole on this rank, and None."""

@@ -1,6 +1,6 @@
 """The engine of copies that partition their common state: DeepSpeed's ZeRO and offload."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.optim import Optimizer
 
 from whale_train.models.export.regions import inference_as_no_grad
+from whale_train.optimizers.together import Together
 from whale_train.runtime.base.autocast import NARROW, in_precision
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.cpu.malloc_trim import given_back
@@ -44,6 +46,7 @@ class DeepSpeedEngine:
     reached: ensures that every copy has gradients of the same parameters, where their forwards may
         differ; None: they do not.
     own: the optimizer's options of parameters that have their own.
+    optimizer: makes the optimizer, of groups of parameters; None: `config` names it.
     """
 
     loss_scale: Tensor | None = None
@@ -60,6 +63,7 @@ class DeepSpeedEngine:
         excess: int | None = None,
         reached: ReachedAlike | None = None,
         own: Mapping[Tensor, dict[str, float]] | None = None,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
     ) -> None:
         deepspeed = import_deepspeed()
         use_accelerator(device)
@@ -104,6 +108,7 @@ class DeepSpeedEngine:
                 # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=module,
+                    optimizer=optimizer,
                     model_parameters=[*in_groups(wide, own or {}), *in_groups(narrow, own or {})],
                     config=config,
                     dist_init_required=False,
@@ -226,15 +231,28 @@ class DeepSpeedEngine:
             if fragment is None:
                 continue
             flat, at, start, size = fragment
-            slots, kept = state_of(self._optimizer.optimizer, flat)
+            kept = state_of(self._optimizer.optimizer, flat)
             yield ParameterState(
                 parameter,
                 flat.detach().narrow(0, at, size),
-                {name: slot.narrow(0, at, size) for name, slot in slots.items()},
-                kept if "step" in kept else None,
+                {name: moment.narrow(0, at, size) for name, moment in kept.moments.items()},
+                kept.entries,
+                kept.apart,
                 start,
                 self.holders.counts(parameter),
             )
+
+    def make_states(self, parameters: Collection[nn.Parameter]) -> None:
+        """Make the state of the partitions that have elements of `parameters` and no state yet."""
+        inner = self._optimizer.optimizer
+        if isinstance(inner, Together):
+            groups: Mapping[Tensor, int] = {}
+            if self._stage == 3:  # between steps its partitions are in no group
+                flats = enumerate(self._optimizer.fp32_partitioned_groups_flat)
+                groups = {x: self._optimizer.sub_group_to_group_id[i] for i, x in flats}
+            fragments = (self._fragment(p) for p in parameters if p.requires_grad)
+            held = dict.fromkeys(x[0] for x in fragments if x is not None)
+            inner.make_states({x: groups[x] for x in held} if groups else list(held))
 
     def _fragment(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
         """Return the range of this rank's fp32 partition that holds elements of `parameter`; None

@@ -14,7 +14,12 @@ from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
-from whale_train.runtime.optim.optimizers import make_optimizer, options_of
+from whale_train.runtime.optim.optimizers import (
+    make_optimizer,
+    make_together,
+    of_classes,
+    options_of,
+)
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 
 
@@ -47,7 +52,10 @@ def make_engine(
     """
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
     own = options_of(plan.parameter_groups, by_path)
-    optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments(), own)
+    if plan.optimizers:
+        optimizer = of_classes(plan.optimizers, own)
+    else:
+        optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments(), own)
     if config is not None and copies.group is not None:
         if seat.stand_ins is not None:
             return seat.stand_ins.zero(
@@ -57,7 +65,9 @@ def make_engine(
         if agreement is not None:
             reached = ReachedAlike(module, copies, agreement, task_graph.zero)
         return DeepSpeedEngine(
-            *(module, copies, config, seat.device, plan.precision, excess, reached), own
+            *(module, copies, config, seat.device, plan.precision, excess, reached),
+            own,
+            make_together(plan.optimizers) if plan.optimizers else None,
         )
     torchs: Callable[..., Engine] = TorchEngine
     if task_graph.streams:

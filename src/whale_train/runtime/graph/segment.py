@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from torch import Tensor, fx, nn
 
+from whale_train.runtime.base.answers import AnswerPairs
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.compile.regions import compile_regions
 from whale_train.runtime.graph.block_modules import Blocks
@@ -22,16 +23,22 @@ class Counts:
 
     correct: numbers of right answers.
     targets: numbers of targets.
+    answers: where the answers of batches of weight `weight` go too; None: nowhere.
     """
 
     def __init__(self) -> None:
         self.correct: list[Tensor] = []
         self.targets: list[Tensor] = []
+        self.answers: AnswerPairs | None = None
+        self.weight = 1.0
 
-    def add(self, correct: Tensor, targets: Tensor) -> None:
-        """Append one loss call's number of right answers and of targets, both scalars."""
-        self.correct.append(correct)
-        self.targets.append(targets)
+    def add(self, predicted: Tensor, target: Tensor, counted: Tensor) -> None:
+        """Add the answers of one loss call: predicted classes, targets, and which of them count,
+        of one shape."""
+        self.correct.append(((predicted == target) & counted).sum())
+        self.targets.append(counted.sum())
+        if self.answers is not None:
+            self.answers.add(self.weight, predicted, target, counted)
 
     def take(self) -> tuple[float, float]:
         """Return (correct, targets) since the last call, and clear both."""

@@ -132,11 +132,11 @@ def _row_maximum(logits: Tensor) -> Tensor:
 @torch.no_grad()
 def split_top1(
     logits: Tensor, target: Tensor, shards: ShardGroup, ignore_index: int = -100
-) -> tuple[Tensor, Tensor]:
-    """Return the number of right top-1 answers and of targets that are not `ignore_index`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the predicted classes, the targets, and which targets are not `ignore_index`.
 
-    Both are int64 scalars, the same on each shard. `logits` are [N, this rank's classes] and
-    `target` is [N]. Of equal logits the first class wins, as in `torch.argmax`.
+    They are [N] each, the same on each shard. `logits` are [N, this rank's classes] and `target` is
+    [N]. Of equal logits the first class wins, as in `torch.argmax`.
     """
     best = logits.new_zeros(2, len(logits), dtype=torch.float64)  # holds class numbers exactly
     best[0], best[1] = -torch.inf, shards.start
@@ -146,8 +146,7 @@ def split_top1(
     gathered = all_gather_stack(best, shards.group)
     winner = gathered[:, 0].argmax(0, keepdim=True)
     predicted = gathered[:, 1].gather(0, winner).squeeze(0)
-    counted = target != ignore_index
-    return ((predicted == target) & counted).sum(), counted.sum()
+    return predicted, target, target != ignore_index
 
 
 def split_embedding(

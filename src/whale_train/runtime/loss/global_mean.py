@@ -128,6 +128,7 @@ class GlobalMeans(TorchFunctionMode):
 
     correct: targets that are the largest logit of their row.
     targets: targets that count.
+    answers: predicted classes, targets and which of them count, by call.
     made: the means of the calls.
     divisors: what each mean would divide by on this rank, fp64 scalars.
 
@@ -148,6 +149,7 @@ class GlobalMeans(TorchFunctionMode):
         self._agreement = agreement
         self.correct: Tensor | int = 0
         self.targets: Tensor | int = 0
+        self.answers: list[tuple[Tensor, Tensor, Tensor]] = []
         self.made: list[Tensor] = []
         self.divisors: list[Tensor] = []
         self._group = group
@@ -217,5 +219,7 @@ class GlobalMeans(TorchFunctionMode):
         """Add the call's mean, divisor, right answers and targets to those of the evaluation."""
         self.made.append(made)
         self.divisors.append(call.divisor())
-        self.correct = self.correct + call.correct()
-        self.targets = self.targets + call.counted.sum()
+        predicted, target, counted = call.answers()
+        self.answers.append((predicted, target, counted))
+        self.correct = self.correct + ((predicted == target) & counted).sum()
+        self.targets = self.targets + counted.sum()

@@ -1,12 +1,31 @@
-"""The learning rate of each step: a warm-up, then a constant, a line, a root or half a cosine."""
+"""The learning rate of each step: a warm-up, then a constant, a line, a root, half a cosine, or
+what a scheduler of torch's says."""
 
+from collections.abc import Callable
 from math import cos, pi, sqrt
 
-from whale_train.config import OptimizerOptions
+from whale_train.optimizer_options import OfClass, OptimizerOptions
+from whale_train.optimizers.schedules import ScheduledRates
+
+
+def learning_rates(options: OptimizerOptions, steps: int) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step (0-based), of `steps` steps.
+
+    A schedule that is named by its class begins after the warm-up, which grows linearly to the
+    first of its rates.
+    """
+    if not isinstance(options.schedule, OfClass):
+        return lambda step: learning_rate(options, step, steps)
+    rates, warmup = ScheduledRates(options), options.warmup_steps
+
+    def rate(step: int) -> float:
+        return rates(step - warmup) if step >= warmup else rates(0) * (step + 1) / warmup
+
+    return rate
 
 
 def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (0-based) of `steps`.
+    """Return the learning rate of optimizer step `step` (0-based) of `steps`, of a named schedule.
 
     It grows linearly to `lr` over `warmup_steps`. Then
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from whale_train.optimizers.classes import load_optimizer
+from whale_train.optimizers.together import NUMBER, Together
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.optim.lamb import Lamb, Shards
+from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 from whale_train.strategies.plan.plan import PlannedParameterGroup
 
 
@@ -28,12 +32,15 @@ def options_of(
 
     by_path: tensors of this rank by their paths.
     """
-    return {
-        by_path[path]: {"weight_decay": group.weight_decay, "lr_scale": group.lr_scale}
-        for group in groups
-        for path in group.parameters
-        if path in by_path
-    }
+    options: dict[Tensor, dict[str, float]] = {}
+    for group in groups:
+        own: dict[str, float] = {"lr_scale": group.lr_scale}
+        if group.weight_decay is not None:
+            own["weight_decay"] = group.weight_decay
+        if group.optimizer:
+            own[NUMBER] = group.optimizer
+        options |= {by_path[path]: own for path in group.parameters if path in by_path}
+    return options
 
 
 def in_groups(
@@ -47,6 +54,28 @@ def in_groups(
     for parameter in parameters:
         groups.setdefault(tuple(own.get(parameter, {}).items()), []).append(parameter)
     return [{"params": of, **dict(options)} for options, of in groups.items()]
+
+
+def make_together(classes: Sequence[OptimizerClass]) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    """Return a function that makes the optimizers that are named by their `classes`, as one, of
+    groups of parameters."""
+    makers = [load_optimizer(x.key, x.target, x.arguments) for x in classes]
+    return lambda groups: Together(groups, makers)
+
+
+def of_classes(
+    classes: Sequence[OptimizerClass], own: Mapping[Tensor, dict[str, float]]
+) -> MakeOptimizer:
+    """Return a function that makes the optimizers that are named by their `classes`, as one.
+
+    own: the options of parameters that have their own.
+    """
+    make_of_groups = make_together(classes)
+
+    def make(parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
+        return make_of_groups(in_groups(parameters, own))
+
+    return make
 
 
 def make_optimizer(
@@ -84,13 +113,36 @@ def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | N
     return Shards([p for p in parameters if p in copies.sharded], add_up)
 
 
-def state_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the moments that `optimizer` keeps of `parameter`, and its whole state.
+@dataclass(frozen=True)
+class KeptState:
+    """State that an optimizer keeps of a parameter.
 
-    The moments are by name. The state is the dictionary that holds them; its "step" counts updates
-    where the optimizer counts any. State that the first update would make is made here.
+    moments: tensors of the parameter's shape, by the optimizer's names.
+    entries: the optimizer's dictionary that holds all of the state.
+    apart: names of the other entries: tensors of other shapes, and numbers.
+    """
+
+    moments: dict[str, Tensor]
+    entries: dict[str, Any]
+    apart: tuple[str, ...]
+
+
+def state_of(optimizer: Optimizer, parameter: Tensor) -> KeptState:
+    """Return the state that `optimizer` keeps of `parameter`.
+
+    State that the first update would make is made here, but for optimizers that are named by their
+    class.
     """
     kept = optimizer.state[parameter]
+    if isinstance(optimizer, Together):
+        shape = parameter.shape
+        moments = {
+            name: x
+            for name, x in kept.items()
+            if isinstance(x, Tensor) and x.shape == shape and shape
+        }
+        apart = (name for name, x in kept.items() if name not in moments and x is not None)
+        return KeptState(moments, kept, tuple(apart))
     for name in _moments(optimizer):
         if kept.get(name) is None:
             kept[name] = torch.zeros_like(parameter)
@@ -101,7 +153,8 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Tensor]
             reads = isinstance(optimizer, Lamb) or optimizer.defaults["fused"]
             device = parameter.device if reads else torch.device("cpu")
             kept["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    return {name: kept[name] for name in _moments(optimizer)}, kept
+    moments = {name: kept[name] for name in _moments(optimizer)}
+    return KeptState(moments, kept, ("step",) if "step" in kept else ())
 
 
 def makes_late(optimizer: Optimizer) -> bool:
@@ -133,7 +186,7 @@ def skipping(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[bool]:
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
     else:
-        yield not bool(found_inf)
+        yield found_inf.is_meta or not bool(found_inf)
 
 
 def _moments(optimizer: Optimizer) -> tuple[str, ...]:

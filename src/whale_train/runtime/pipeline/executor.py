@@ -128,10 +128,12 @@ class PipelineModel:
         self._loss.begin_evaluation(pieces, held.samples)
         counted = self._last in self._chunks and self._counts_loss
         sums = torch.zeros(3, dtype=torch.float64)
+        self._counts.answers = held.answers if counted else None
         with ExitStack() as stack:
             for chunk in self._chunks.values():
                 stack.enter_context(chunk.evaluating())
             for weight, batches in held:
+                self._counts.weight = weight
                 run = _Run(self, batches, self._evaluation)
                 run.run()
                 self._transport.finish()

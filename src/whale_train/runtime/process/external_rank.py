@@ -198,7 +198,7 @@ def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> i
         request = Request.from_json(job.texts["request.json"])
         prepared = worker.complete(run_dir, worker.prepare(request))
         asked = _StopRequest()
-        if rank and request.checkpoint.every is not None:  # rank 0's launcher sees to its own
+        if rank and request.checkpoint.saves:  # rank 0's launcher sees to its own
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, asked.signalled)
         world = PrefixStore("world", store)

@@ -4,9 +4,10 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import distributed as dist
 from torch import fx
 from torch.distributed.distributed_c10d import Store
 
+from whale_train.checkpoints.checkpoint_files import MANIFEST, folder_of
 from whale_train.config import Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.sources.text_files import tokenizer_of
@@ -49,9 +51,15 @@ from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.preload import preload_deepspeed
+from whale_train.runtime.record.callbacks import Callbacks, told_when_failing
 from whale_train.runtime.record.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.timeline import merge, write_events
+from whale_train.runtime.record.trackers import open_trackers
+from whale_train.runtime.record.trackers_of_failed_runs import (
+    close_when_ended,
+    closed_when_failing,
+)
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState
@@ -61,12 +69,14 @@ from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
-from whale_train.runtime.train.loop import train_steps
+from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
+from whale_train.runtime.train.loop import evaluate, train_steps
 from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.grammar.form import needs_graph, partitions
 from whale_train.strategies.memory.malloc_headroom import has_room
 from whale_train.strategies.plan.plan import Plan
+from whale_train.trackers.tracker import Status
 
 
 @dataclass(frozen=True)
@@ -231,15 +241,17 @@ def train_as_planned(
     forget(prepared)
     limit_waits(timeout)
     batches = RankBatches(request, plan, prepared.data, rank, device)
-    metrics = None
-    if rank == 0:
-        board, flops = request.train.tensorboard, (plan.model_flops, plan.peak_flops_s)
-        metrics = Metrics(run_dir, board, device, *flops)
+    metrics, trackers, callbacks = None, None, None
+    flops = (plan.model_flops, plan.peak_flops_s)
     carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
+        metrics = Metrics(run_dir, device, *flops) if rank == 0 else None
         arguments = (run_dir, request, plan, program, batches, metrics, state, rank)
         summary, files = record_verification(*arguments, rounding=_rounding(run_dir))
         carrier.gather(run_dir, SavedPart(rank, files))
+    elif request.mode == "evaluate":
+        metrics = Metrics(run_dir, device, *flops) if rank == 0 else None
+        summary = _evaluated(run_dir, request, plan, program, batches, state, carrier, rank)
     else:
         random = RandomStates(program.shared_random)
         resumed, started = None, time.monotonic()
@@ -249,32 +261,48 @@ def train_as_planned(
                 resumed = resumed.model_copy(update={"samples": 0})
             carrier.forget()
         resumed_s = time.monotonic() - started
+        if rank == 0:
+            step, saved = (0, {}) if resumed is None else (resumed.step, resumed.trackers)
+            trackers = open_trackers(request, plan, run_dir, step, saved)
+            metrics = Metrics(run_dir, device, *flops, trackers)
+            close_when_ended(trackers, run_dir)
+            if request.callbacks.listed:
+                callbacks = Callbacks(request.callbacks)
+                callbacks.start(trackers.run)
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
         saver = None
-        if request.checkpoint.every is not None or request.is_pseudo:
+        if request.may_save:
             saver = Saver(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
                 *(RequestConsensus(), is_asked_to_stop, _launched(run_dir)["data"]),
             )
+            if callbacks is not None:
+                saver.on_saved = callbacks.saved
         profiler = None
         if request.train.profile is not None:
             profiler = StepProfiler(request.train.profile, run_dir, rank, device)
-        summary = train_steps(
-            *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
-        )
-        if profiler is not None:
-            carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
-        summary["resumed_s"] = None if resumed is None else resumed_s
-        if trace is not None:
-            timelines = carrier.gather(run_dir, SavedPart(rank, (write_events(trace, run_dir),)))
-            if rank == 0:
-                merge(run_dir, timelines)
-        if request.checkpoint.final and summary["stopped_after"] is None:
-            last = None if saver is None else saver.last
-            made = (prepared.module.model, request.model, tokenizer_of(request.data))
-            folder = write_final(run_dir, state, *made, last, rank, carrier)
-            if folder is not None:
-                summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
+        with closed_when_failing(trackers), told_when_failing(callbacks):
+            summary = train_steps(
+                *(request, plan, program, batches, metrics, trace, saver, resumed, profiler),
+                callbacks=callbacks,
+            )
+            if profiler is not None:
+                carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
+            summary["resumed_s"] = None if resumed is None else resumed_s
+            if trace is not None:
+                timelines = carrier.gather(
+                    run_dir, SavedPart(rank, (write_events(trace, run_dir),))
+                )
+                if rank == 0:
+                    merge(run_dir, timelines)
+            if request.checkpoint.final and summary["stopped_after"] is None:
+                last = None if saver is None else saver.last
+                if request.checkpoint.final == "best":
+                    last = _best(run_dir, summary) or last
+                made = (prepared.module.model, request.model, tokenizer_of(request.data))
+                folder = write_final(run_dir, state, *made, last, rank, carrier)
+                if folder is not None:
+                    summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size
     dist.all_gather_object(peaks, peak_memory_bytes(device))
     if metrics is not None:
@@ -284,11 +312,66 @@ def train_as_planned(
             summary["compiled_s"] = compiler.seconds
         if links is not None:
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
+        if callbacks is not None:
+            callbacks.end(_status(summary), summary)
+            summary["warnings"] = [*summary.get("warnings", ()), *callbacks.warnings]
+        if trackers:
+            trackers.close(_status(summary), summary)
+            summary["warnings"] = [*summary.get("warnings", ()), *trackers.warnings]
         path, text = run_dir / "summary.json", json.dumps(summary, indent=1) + "\n"
         with writing(path, len(text)):
             path.with_suffix(".partial").write_text(text, encoding="utf-8")
             path.with_suffix(".partial").replace(path)
     return program
+
+
+def _evaluated(
+    run_dir: Path,
+    request: Request,
+    plan: Plan,
+    program: Program,
+    batches: RankBatches,
+    state: RankState,
+    carrier: Carrier,
+    rank: int,
+) -> dict[str, Any]:
+    """Read the checkpoint of the run, evaluate it, and return the content of `summary.json`."""
+    checkpoint = _checkpoint(run_dir)
+    assert checkpoint is not None
+    random = RandomStates(program.shared_random)
+    saved = restore(carrier.fetched(checkpoint), state, random, plan, rank, {})
+    carrier.forget()
+    own = EvaluationMetrics(request.metrics) if request.metrics else None
+    started = time.monotonic()
+    values = evaluate(program, batches, own)
+    finite = {name: value if isfinite(value) else None for name, value in values.items()}
+    seconds = time.monotonic() - started
+    return {"step": saved.step, "evaluation": finite, "evaluated_s": seconds}
+
+
+def _best(run_dir: Path, summary: dict[str, Any]) -> Path | None:
+    """Return the best checkpoint of a run; None where it is not there, which a warning says.
+
+    It is in the run directory, or beside the checkpoint that the run has gone on from. A
+    collective, as rank 0 alone has whole checkpoints.
+    """
+    best = summary.get("best")
+    place: list[Path | None] = [None]
+    if best is not None:
+        resumed = _checkpoint(run_dir)
+        folders = [folder_of(run_dir, best["step"])]
+        folders += [] if resumed is None else [resumed.parent / folders[0].name]
+        place = [next((x for x in folders if (x / MANIFEST).exists()), None)]
+    dist.broadcast_object_list(place, src=0)
+    if place[0] is None:
+        said = "checkpoint.final: no best checkpoint is there; model/ has the last weights"
+        summary.setdefault("warnings", []).append(said)
+    return place[0]
+
+
+def _status(summary: Mapping[str, Any]) -> Status:
+    """Return the status of a run that has a summary: it is done, or has stopped at a checkpoint."""
+    return "finished" if summary["stopped_after"] is None else "interrupted"
 
 
 def _here(rank: int) -> range:

@@ -1,9 +1,9 @@
-"""Write rank 0's record of every step: `metrics.jsonl`, TensorBoard, and peak memory."""
+"""Write rank 0's record of every step, with peak memory: `metrics.jsonl`, and to trackers."""
 
 import json
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from whale_train.disk import writing
 from whale_train.runtime.graph.expert_loads import MixtureLoad, load_metrics
+from whale_train.runtime.record.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class StepMetrics:
 
 
 class Metrics:
-    """Writer of `metrics.jsonl`, one line a step, and of TensorBoard beside it. Rank 0 has one.
+    """Writer of `metrics.jsonl`, one line a step, and to trackers beside it. Rank 0 has one.
 
     `model_flops` are the FLOPs of a sample's forward and backward. `peak_flops_s` are the FLOP/s
     that all devices reach at most; lines on a CPU leave the comparison out, as a CPU process has no
@@ -52,10 +53,10 @@ class Metrics:
     def __init__(
         self,
         run_dir: Path,
-        tensorboard: bool,
         device: torch.device,
         model_flops: float = 0.0,
         peak_flops_s: float = 0.0,
+        trackers: Trackers | None = None,
     ) -> None:
         self._model_flops = model_flops
         self._peak_flops_s = peak_flops_s if device.type == "cuda" else 0.0
@@ -63,14 +64,10 @@ class Metrics:
         self._file = self._path.open("ab", buffering=0)
         self._waiting = b""
         self._device = device
-        self._board = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self._trackers = trackers
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def write(self, step: StepMetrics, samples: int, tokens: int) -> None:
-        """Write the line of `step`, which had `samples` samples and `tokens` tokens.
+    def write(self, step: StepMetrics, samples: int, tokens: int) -> dict[str, Any]:
+        """Write the line of `step`, which had `samples` samples and `tokens` tokens, and return it.
 
         A line that a full disk refuses is kept, and written with later ones.
         """
@@ -98,15 +95,16 @@ class Metrics:
         self._waiting += json.dumps(finite).encode() + b"\n"
         with suppress(OSError):  # a full disk: written with later lines
             self._append()
-        if self._board is not None:
-            for name in ("loss", "grad_norm", "lr", "samples_per_s", *step.evaluation):
-                if line[name] is not None:
-                    self._board.add_scalar(f"train/{name}", line[name], step.number)
-            if step.experts:
-                worst = max(mixture.imbalance for mixture in step.experts)
-                dropped = sum(mixture.dropped for mixture in step.experts)
-                self._board.add_scalar("train/expert_imbalance", worst, step.number)
-                self._board.add_scalar("train/dropped_slots", dropped, step.number)
+        if self._trackers is not None:
+            self._trackers.log(step.number, tracked(finite, step.experts))
+        return finite
+
+    def tracker_states(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
+        """Ask the trackers for what a checkpoint keeps of them; None where there are none.
+
+        Returns the function that waits for it, as `Trackers.states` does.
+        """
+        return self._trackers.states() if self._trackers else None
 
     def _append(self) -> None:
         with writing(self._path, len(self._waiting)):
@@ -114,14 +112,29 @@ class Metrics:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
-        """Write the lines that are kept, and close the files.
+        """Write the lines that are kept, and close the file.
 
         Raises OSError where the disk is full.
         """
         self._append()
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+
+
+def tracked(line: Mapping[str, Any], experts: Sequence[MixtureLoad]) -> dict[str, float]:
+    """Return the numbers that trackers get of a line of `metrics.jsonl`: those that are finite.
+
+    Of `experts` these are two: the imbalance of the least balanced mixture, and the dropped slots
+    of all.
+    """
+    values = {
+        name: float(value)
+        for name, value in line.items()
+        if name != "step" and isinstance(value, int | float)
+    }
+    if experts:
+        values["expert_imbalance"] = max(mixture.imbalance for mixture in experts)
+        values["dropped_slots"] = float(sum(mixture.dropped for mixture in experts))
+    return values
 
 
 def flops_reached(

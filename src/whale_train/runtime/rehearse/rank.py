@@ -116,7 +116,9 @@ class _Step:
             program = assemble(self._request, plan, module, self._model.graph, seat)
             del module
             for engine in program.engines:
-                list(engine.states())  # the optimizer's state, as from the second step on
+                # The optimizer's state, as from the second step on.
+                engine.make_states(list(engine.module.parameters()))
+                list(engine.states())
             batch = [
                 {
                     field.name: torch.empty(
@@ -154,7 +156,8 @@ class _Step:
             elif isinstance(engine, TorchEngine):
                 if engine.optimizer is not None:
                     kept = engine.optimizer.state.values()
-                    peak_bytes["optimizer"] += size(x for state in kept for x in state.values())
+                    tensors = (x for state in kept for x in state.values())
+                    peak_bytes["optimizer"] += size(x for x in tensors if isinstance(x, Tensor))
                 peak_bytes["gradients"] += size(engine.buckets)
         if isinstance(self._program, PipelineModel):
             peak_bytes["communication"] += size(self._program.passing)

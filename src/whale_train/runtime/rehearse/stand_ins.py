@@ -5,7 +5,7 @@ operations of the other ranks. Module, autocast, optimizer and gradients are the
 `strategies/memory/engine_memory.py` says what ZeRO holds and when, with its sources.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from whale_train.optimizers.together import Together
 from whale_train.runtime.base.autocast import NARROW, in_precision
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.engines.base import ParameterState, set_learning_rate
@@ -128,6 +129,8 @@ class ZeroEngine:
             flat = nn.Parameter(self._partition)
             self._optimizer = optimizer([flat])
             state_of(self._optimizer, flat)
+            if isinstance(self._optimizer, Together):
+                self._optimizer.make_states([flat])
         self._gradients: list[Tensor] = []
         self._filled = 0
         self._gathered: dict[nn.Module, list[Tensor]] = {}
@@ -210,6 +213,9 @@ class ZeroEngine:
     def states(self) -> Iterator[ParameterState]:
         yield from ()
 
+    def make_states(self, parameters: Collection[nn.Parameter]) -> None:
+        pass
+
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         return tensor, None
 
@@ -224,7 +230,8 @@ class ZeroEngine:
         """Return the tensors of the optimizer's state for this rank's part."""
         if self._optimizer is None:
             return []
-        return [x for kept in self._optimizer.state.values() for x in kept.values()]
+        kept = self._optimizer.state.values()
+        return [x for state in kept for x in state.values() if isinstance(x, Tensor)]
 
     @property
     def partition_tensors(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ An optimizer's moment is `state.PATH.exp_avg` or the like, as in torch's flatten
 Nothing in a name or a block depends on the plan: any plan reads what any plan saved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,9 +32,10 @@ class LocalBlock:
     folder: folder of the checkpoint that the tensor is in.
     name: name of the tensor in the checkpoint.
     block: position and shape of the block in the whole tensor.
-    tensor: the elements, a view of the rank's state. For a `counter`, a copy of its "step".
+    tensor: the elements, a view of the rank's state. For a `number`, a copy of it.
     is_owner: True where this rank saves the block.
-    counter: state dictionary of an optimizer that counts updates, or None.
+    number: for a number, or a scalar, of an optimizer's state: the dictionary that has it, and its
+        name there. None for any other block.
     is_buffer: True for a block of a buffer.
     """
 
@@ -43,7 +44,7 @@ class LocalBlock:
     block: Block
     tensor: Tensor
     is_owner: bool
-    counter: dict[str, Any] | None = None
+    number: tuple[dict[str, Any], str] | None = None
     is_buffer: bool = False
 
 
@@ -100,6 +101,14 @@ class RankState:
         )
         return [*trained, *self.constants(), *left]
 
+    def make(self, is_saved: Callable[[str], bool]) -> None:
+        """Make the optimizers' states of the trained parameters whose path `is_saved` accepts,
+        where an optimizer would make them later."""
+        for engine in self._engines:
+            paths = paths_of(engine)
+            trained = (p for p in engine.module.parameters() if p.requires_grad)
+            engine.make_states([p for p in trained if is_saved(paths[id(p)])])
+
     def read(self) -> None:
         """Make the engines take over values that were written to the blocks."""
         for engine in self._engines:
@@ -133,18 +142,33 @@ def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[LocalBlock]:
         for (folder, name), tensor in tensors.items():
             for block, view in where.blocks(tensor, state.start):
                 yield LocalBlock(folder, name, block, view, state.is_owner)
-        if state.counter is not None:
-            counted = torch.tensor(float(state.counter["step"]))
-            is_owner = state.is_owner and not state.start and where.has_first_element
-            yield LocalBlock(
-                *("optimizer", f"state.{path}.step", Block((), ()), counted, is_owner),
-                counter=state.counter,
-            )
+        is_owner = state.is_owner and not state.start and where.has_first_element
+        for key in state.apart:
+            kept, name = state.entries[key], f"state.{path}.{key}"
+            if isinstance(kept, Tensor) and kept.dim():
+                for block, view in whole(kept.shape).blocks(kept.detach()):
+                    yield LocalBlock("optimizer", name, block, view, is_owner)
+                continue
+            copied = _copied(kept, key)
+            number = (state.entries, key)
+            yield LocalBlock("optimizer", name, Block((), ()), copied, is_owner, number=number)
     for parameter in engine.computed_with():
         path = paths[id(parameter)]
         where = placement(plan, rank, path, tuple(parameter.shape))
         for block, view in where.blocks(parameter.detach()):
             yield LocalBlock("model", path, block, view, False)
+
+
+def _copied(number: Any, name: str) -> Tensor:
+    """Return a copy of a number of a state, called `name`, as a scalar on the host.
+
+    Counts of updates are fp32 in every checkpoint. Other numbers of Python's are fp64.
+    """
+    if name == "step":
+        return torch.tensor(float(number))
+    if isinstance(number, Tensor):
+        return number.detach().cpu().clone()
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def _local_shape(tensor: Tensor) -> tuple[int, ...]:

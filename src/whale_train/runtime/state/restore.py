@@ -5,6 +5,7 @@ The launcher has checked the files (`launcher/resume.py`): files missing here br
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def restore(
     saved_under = read_text(checkpoint / "plan.json")
     readers = {folder: TensorReader(checkpoint / folder) for folder in ("model", "optimizer")}
     delinking = Delinking(places)
-    counts: dict[int, float] = {}
+    state.make(lambda path: readers["optimizer"].has_moments(f"state.{path}.step"))
+    numbers: dict[tuple[int, str], float] = {}
     for block in state.blocks():
         name, factor = delinking.source(block.folder, block.name)
         if block.folder == "optimizer" and not readers[block.folder].has_moments(name):
@@ -48,9 +50,11 @@ def restore(
         readers[block.folder].read(name, block.block, block.tensor)
         if factor != 1.0:
             block.tensor.mul_(factor)
-        if block.counter is not None:  # ZeRO's one counter of all parameters gets the largest
-            counts[id(block.counter)] = max(counts.get(id(block.counter), 0.0), float(block.tensor))
-            _set_count(block.counter, counts[id(block.counter)])
+        if block.number is not None:  # ZeRO's one count of all parameters gets the largest
+            entries, key = block.number
+            place = (id(entries), key)
+            numbers[place] = max(numbers.get(place, -inf), float(block.tensor))
+            _set_number(entries, key, numbers[place])
     state.read()
     drawn = checkpoint / "random" / f"rank_{rank}.json"
     if _is_same(saved_under, plan) and drawn.is_file():
@@ -77,10 +81,10 @@ def _computed(plan: Plan) -> Plan:
     return replace(plan, ranks=ranks, decisions=())
 
 
-def _set_count(counter: dict[str, Any], count: float) -> None:
-    """Set an optimizer's number of updates, which is a tensor or an int."""
-    kept = counter["step"]
+def _set_number(entries: dict[str, Any], key: str, number: float) -> None:
+    """Set a number of an optimizer's state, which is a tensor or one of Python's."""
+    kept = entries[key]
     if isinstance(kept, torch.Tensor):
-        kept.fill_(count)
+        kept.fill_(number)
     else:
-        counter["step"] = int(count)
+        entries[key] = type(kept)(number)

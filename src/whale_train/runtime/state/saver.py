@@ -19,11 +19,13 @@ import torch
 from torch import distributed as dist
 
 from whale_train.checkpoints.checkpoint_files import (
+    BEST,
     MANIFEST,
     SAVED,
     STOP,
     FileRecord,
     Manifest,
+    best_step,
     checkpoints_in,
     folder_of,
     unfinished,
@@ -46,7 +48,8 @@ class Saver:
 
     `is_asked_to_stop` returns True once this process was told to end. `data` is the data's
     fingerprint, as plain JSON data. `wants_to_delink` is set where this rank wants shared layers to
-    continue separately.
+    continue separately, and `asked` is what else it wants. `on_saved` is called on rank 0, in the
+    thread that writes, with every checkpoint that is whole.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Saver:
         self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
         self.wants_to_delink = False
+        self.asked = CheckpointRequest.NOTHING
+        self.on_saved: Callable[[int, Path], None] = lambda step, folder: None
         # The checkpoint begun last; after `close`, None unless it is whole.
         self.last: Path | None = None
 
@@ -86,6 +91,11 @@ class Saver:
 
     def _wish(self) -> CheckpointRequest:
         """Return this rank's wish. Rank 0 also has the clock, and sees the launcher's requests."""
+        asked, self.asked = self.asked, CheckpointRequest.NOTHING
+        return max(asked, self._own_wish())
+
+    def _own_wish(self) -> CheckpointRequest:
+        """Return the wish that this rank has by itself."""
         if self._is_asked_to_stop() or (self._rank == 0 and (self._run_dir / STOP).exists()):
             return CheckpointRequest.SAVE_AND_STOP
         if self.wants_to_delink:
@@ -104,9 +114,17 @@ class Saver:
         dist.broadcast_object_list(whole, src=0)
         self.last = self.last if whole[0] else None
 
-    def save(self, step: int, scalars: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        scalars: Mapping[str, Any],
+        trackers: Callable[[], Mapping[str, Any]] | None = None,
+        best: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save the state after `step` steps; `scalars` is the part of the state that no tensor has.
 
+        `trackers` waits for the states of trackers and returns them; None where there are none.
+        `best` says by what the checkpoint is the best so far; None where it is not.
         Returns once the blocks are copied. Where saving is not asynchronous, nothing is copied, and
         it returns once all is written.
         """
@@ -116,7 +134,7 @@ class Saver:
             blocks = [_copy(block) for block in blocks]
         self._writing = threading.Thread(
             target=self._write,
-            args=(step, blocks, dict(scalars), self._random.read()),
+            args=(step, blocks, dict(scalars), self._random.read(), trackers, best),
             daemon=True,
         )
         self._writing.start()
@@ -131,14 +149,22 @@ class Saver:
             self._writing = None
 
     def _write(
-        self, step: int, blocks: list[LocalBlock], scalars: dict[str, Any], random: dict[str, Any]
+        self,
+        step: int,
+        blocks: list[LocalBlock],
+        scalars: dict[str, Any],
+        random: dict[str, Any],
+        trackers: Callable[[], Mapping[str, Any]] | None,
+        best: Mapping[str, Any] | None,
     ) -> None:
         started = time.monotonic()
         checkpoint = folder_of(self._run_dir, step)
         folder = unfinished(checkpoint)
         own = written(folder, self._rank, lambda: self._own_files(folder, blocks, random))
         if self._rank == 0:
-            self._finish(step, folder, checkpoint, scalars, started, own)
+            if trackers is not None:
+                scalars["trackers"] = trackers()
+            self._finish(step, folder, checkpoint, scalars, started, own, best)
         else:
             self._carrier.hand_over(folder, own)
 
@@ -156,6 +182,7 @@ class Saver:
         scalars: dict[str, Any],
         started: float,
         own: SavedPart,
+        best: Mapping[str, Any] | None,
     ) -> None:
         """Make a checkpoint of the ranks' files in `folder`, and append its line to the file SAVED.
 
@@ -179,16 +206,22 @@ class Saver:
             if checkpoint.exists():  # left by an earlier run of the same steps
                 shutil.rmtree(checkpoint)
             folder.rename(checkpoint)
+            if best is not None:
+                record_json(checkpoint.parent, BEST, {"step": step, **best})
             line |= {"bytes": manifest.bytes, "seconds": manifest.seconds}
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             line["error"] = error.strerror or str(error)
+        if "error" not in line:
+            self.on_saved(step, checkpoint)
         for left in unfinished_before(self._run_dir, step):
             shutil.rmtree(left, ignore_errors=True)  # left by a rank that was late with its part
         with suppress(OSError), (self._run_dir / SAVED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
-            for old in checkpoints_in(checkpoint.parent)[self._options.keep :]:
+            kept = best_step(checkpoint.parent)
+            others = [x for x in checkpoints_in(checkpoint.parent) if x.name != f"step_{kept}"]
+            for old in others[self._options.keep :]:
                 shutil.rmtree(old, ignore_errors=True)
 
 

@@ -18,6 +18,7 @@ class CheckpointRequest(IntEnum):
     SAVE = 1
     SAVE_AND_DELINK = 2
     SAVE_AND_STOP = 3
+    END = 4  # as after the last step
 
 
 class RequestConsensus:

@@ -19,6 +19,7 @@ from whale_train.data.dataset import Indices, RowDataset
 from whale_train.data.evaluation_sets import HELD_BACK, OpenedData
 from whale_train.data.order import evaluation_batches, samples_at
 from whale_train.data.random_bits import random_bits, stream_key
+from whale_train.runtime.base.answers import AnswerPairs
 from whale_train.runtime.base.step_types import EvaluationBatches
 from whale_train.runtime.train.prefetch import Prefetch
 from whale_train.runtime.train.worker_reads import WorkerReads
@@ -31,10 +32,12 @@ class _HeldBack:
 
     samples: number of samples.
     read: function that yields each batch's weight and this rank's micro-batches.
+    answers: where this rank keeps its answers; None: nowhere.
     """
 
     samples: int
     read: Callable[[], Iterator[tuple[float, list[dict[str, Tensor]]]]]
+    answers: AnswerPairs | None
 
     def __iter__(self) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
         return self.read()
@@ -141,18 +144,21 @@ class RankBatches:
             copied.record()
         return _Read(batches, copied)
 
-    def evaluations(self) -> Iterator[tuple[str, EvaluationBatches]]:
+    def evaluations(self, answers: bool = False) -> Iterator[tuple[str, EvaluationBatches]]:
         """Yield the samples to evaluate, those held back and each named set, by their names.
 
-        Of each there are the first, as many as were asked for and exist.
+        Of each there are the first, as many as were asked for and exist. With `answers`, those of
+        this rank are kept.
         """
+        kept = AnswerPairs() if answers else None
         dataset, wanted = self._dataset, self._request.train.evaluation_samples
         if held_back := min(wanted, dataset.num_evaluation_samples):
             read = partial(self._evaluated, held_back, dataset.evaluation_samples)
-            yield HELD_BACK, _HeldBack(held_back, read)
+            yield HELD_BACK, _HeldBack(held_back, read, kept)
         for name, dataset in self._data.sets.items():
             count = min(wanted, dataset.num_samples)
-            yield name, _HeldBack(count, partial(self._evaluated, count, dataset.samples))
+            kept = AnswerPairs() if answers else None
+            yield name, _HeldBack(count, partial(self._evaluated, count, dataset.samples), kept)
 
     def _evaluated(
         self, samples: int, samples_of: Callable[[Indices], Arrays]

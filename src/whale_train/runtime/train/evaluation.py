@@ -56,6 +56,8 @@ class EvaluatedCopies:
         `targets` returns the targets of a micro-batch, given the number of its batch and the
         micro-batch.
         """
+        if held.answers is not None:
+            held.answers.clear()  # of a first look
         sums = torch.zeros(3, dtype=torch.float64, device=whole.device)
         for number, (weight, batches) in enumerate(held):
             for size, batch in zip(self._sizes, batches, strict=True):
@@ -63,6 +65,7 @@ class EvaluatedCopies:
                 with self._means(share, Targets(targets(number, batch), whole)) as means:
                     loss = self._engine(**batch)
                 sums += weight * _row(loss * share, means)
+                _keep(held, weight, means)
         dist.all_reduce(sums, group=self._group)
         return Evaluation(*sums.tolist())
 
@@ -82,6 +85,7 @@ class EvaluatedCopies:
             with self._means(share) as means:
                 loss = self._engine(**inputs)
             row = _row(loss * share, means)
+            _keep(held, weight, means)
             divisors = [x.to(row) for x in means.divisors]
             alone = alone and len(means.made) == 1 and torch.equal(means.made[0], loss)
             weights.append(weight)
@@ -106,6 +110,13 @@ class EvaluatedCopies:
 
     def _means(self, weight: float, targets: Targets | None = None) -> GlobalMeans:
         return GlobalMeans(self._group, weight, targets, accuracy=True, agreement=self._agreement)
+
+
+def _keep(held: EvaluationBatches, weight: float, means: GlobalMeans) -> None:
+    """Keep the answers of a batch of weight `weight`, where they are asked for."""
+    if held.answers is not None:
+        for answers in means.answers:
+            held.answers.add(weight, *answers)
 
 
 def _row(loss: Tensor, means: GlobalMeans) -> Tensor:

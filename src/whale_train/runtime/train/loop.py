@@ -22,14 +22,17 @@ from whale_train.errors import listed
 from whale_train.runtime.base.step_types import Batch, PendingLoss
 from whale_train.runtime.base.trace import Trace, span
 from whale_train.runtime.graph.expert_loads import PendingLoads
-from whale_train.runtime.optim.lr_schedule import learning_rate
+from whale_train.runtime.optim.lr_schedule import learning_rates
 from whale_train.runtime.optim.plateau import Plateau
+from whale_train.runtime.record.callbacks import Callbacks
 from whale_train.runtime.record.metrics import Metrics, StepMetrics
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.to_host import ToHost
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import CheckpointRequest
 from whale_train.runtime.train.batches import RankBatches
+from whale_train.runtime.train.best_values import EvaluationWatch
+from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
 from whale_train.runtime.train.optimizer_step import update
@@ -54,13 +57,21 @@ class Loop:
         batches: RankBatches,
         metrics: Metrics | None,
         trace: Trace | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
+        self._callbacks = callbacks
+        self._evaluation_metrics: EvaluationMetrics | None = None
+        if request.metrics:
+            self._evaluation_metrics = EvaluationMetrics(request.metrics)
         self.final_loss: float | None = None
         self.lr = 0.0  # learning rate of the step asked for last
         self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
+        self.watch = EvaluationWatch(request, {})
+        self.is_best = False  # whether the evaluation after the last step was the best so far
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
+        self._rates = learning_rates(request.optimizer, request.train.steps)
         self._pending: _Pending | None = None
         self.loss_scale: LossScale | None = None
         wants = request.is_pseudo and request.train.delink_at == PLATEAU
@@ -96,8 +107,11 @@ class Loop:
             self.settle()
         seconds = time.perf_counter() - started
         evaluation = {}
+        self.is_best = False
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
-            evaluation = evaluate(program, batches)
+            evaluation = evaluate(program, batches, self._evaluation_metrics)
+            if self.watch:
+                self.is_best = self.watch.add(number + 1, of_rank_0(evaluation))
         coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
         self._pending = _Pending(number + 1, lr, seconds, evaluation, batch, coming, loads)
         return seconds
@@ -108,10 +122,7 @@ class Loop:
         Skipped steps take nothing of the schedule. Where the step before changes the rate and may
         yet be skipped, its result is waited for.
         """
-
-        def rate(taken: int) -> float:
-            return learning_rate(self._request.optimizer, taken, self._request.train.steps)
-
+        rate = self._rates
         may_skip = self.loss_scale is not None or self._request.train.on_nan == "skip"
         taken = number - self.skipped
         if may_skip and self._pending is not None and rate(taken) != rate(taken - 1):
@@ -152,7 +163,9 @@ class Loop:
                 experts=step.loads.read() if step.loads is not None else (),
             )
             samples = self._plan.global_batch
-            self._metrics.write(line, samples, self._batches.tokens(step.batch))
+            written = self._metrics.write(line, samples, self._batches.tokens(step.batch))
+            if self._callbacks is not None:
+                self._callbacks.step(step.number, written, step.evaluation)
             self.final_loss = loss
             if self.plateau is not None and math.isfinite(loss):
                 self.plateau.add(loss)
@@ -271,12 +284,14 @@ def train_steps(
     saver: Saver | None = None,
     resumed: CheckpointState | None = None,
     profiler: StepProfiler | None = None,
+    callbacks: Callbacks | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from step 0 or from the step of `resumed`.
 
-    Returns the content of `summary.json`, without the ranks' memory.
+    Rank 0 may have `callbacks`; all ranks have a `saver` then. Returns the content of
+    `summary.json`, without the ranks' memory.
     """
-    loop = Loop(request, plan, program, batches, metrics, trace)
+    loop = Loop(request, plan, program, batches, metrics, trace, callbacks)
     first = 0
     if resumed is not None:
         first = resumed.step
@@ -285,10 +300,12 @@ def train_steps(
             kept = resumed.loss_scale
             loop.loss_scale = LossScale(kept.value, kept.good_steps, batches.device)
         loop.skipped = resumed.skipped
+        loop.watch = EvaluationWatch(request, resumed.watched)
     times = []
     done = first
     delink_at = request.train.delink_at if request.is_pseudo else None
     delinks = False
+    saves_last = request.checkpoint.saves or request.is_pseudo
     started = ended = time.perf_counter()
     while done < request.train.steps:
         if profiler is not None:
@@ -300,18 +317,27 @@ def train_steps(
             profiler.after(done)
         if saver is not None and loop.plateau is not None:
             saver.wants_to_delink = loop.plateau.reached
+        if saver is not None and callbacks is not None:
+            saver.asked = callbacks.wish()
         wanted = saver.wanted(done) if saver is not None else CheckpointRequest.NOTHING
         if done == delink_at:
             wanted = max(wanted, CheckpointRequest.SAVE_AND_DELINK)
-        if saver is not None and (wanted or done == request.train.steps):
+        if loop.is_best:
+            wanted = max(wanted, CheckpointRequest.SAVE)
+        if wanted is CheckpointRequest.END:
+            loop.watch.end = loop.watch.end or "a callback asked for the end"
+        is_last = done == request.train.steps or bool(loop.watch.end)
+        is_wanted = wanted not in (CheckpointRequest.NOTHING, CheckpointRequest.END)
+        if saver is not None and (is_wanted or (is_last and saves_last)):
             loop.settle()  # raises where the loss is not finite, before it is saved
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
             delinks = wanted is CheckpointRequest.SAVE_AND_DELINK
-            saver.save(
-                done, {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
-            )
-        if wanted >= CheckpointRequest.SAVE_AND_DELINK:
+            scalars = {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
+            scalars["watched"] = loop.watch.state()
+            trackers = metrics.tracker_states() if metrics is not None else None
+            saver.save(done, scalars, trackers, loop.watch.best if loop.is_best else None)
+        if is_last or wanted >= CheckpointRequest.SAVE_AND_DELINK:
             break
     loop.settle()
     batches.close()
@@ -323,7 +349,9 @@ def train_steps(
         "final_loss": loop.final_loss,
         "steps": done,
         "skipped_steps": loop.skipped,
-        "stopped_after": None if done == request.train.steps else done,
+        "stopped_after": None if done == request.train.steps or loop.watch.end else done,
+        **({"ended_early": loop.watch.end} if loop.watch.end else {}),
+        **({} if loop.watch.best is None else {"best": loop.watch.best}),
         **({"delinks": True} if done < request.train.steps and delinks else {}),
         "trained_s": ended - started,
         "samples_per_s": plan.global_batch / typical,
@@ -333,14 +361,27 @@ def train_steps(
     }
 
 
-def evaluate(program: Program, batches: RankBatches) -> dict[str, float]:
-    """Return the mean loss over each set of samples to evaluate, and the accuracy where there are
-    targets: as `evaluation_loss` of those held back, and `NAME_loss` of a set."""
+def of_rank_0(values: dict[str, float]) -> dict[str, float]:
+    """Return the values of rank 0, so that all ranks go by the same digits. A collective."""
+    shared = [values]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def evaluate(
+    program: Program, batches: RankBatches, own: EvaluationMetrics | None = None
+) -> dict[str, float]:
+    """Return the mean loss over each set of samples to evaluate, the accuracy where there are
+    targets, and the metrics of the user's `own`: as `evaluation_loss` of those held back, and
+    `NAME_loss` of a set."""
     metrics = {}
-    for name, held in batches.evaluations():
+    for name, held in batches.evaluations(answers=own is not None):
         seen = program.evaluate(held)
         metrics[f"{name}_loss"] = seen.loss
         targets = round(seen.targets)  # weighted sums of whole numbers
         if targets:
             metrics[f"{name}_accuracy"] = round(seen.correct) / targets
+        if own is not None and held.answers is not None:
+            values = own.values(*held.answers.gathered())
+            metrics |= {f"{name}_{metric}": value for metric, value in values.items()}
     return metrics

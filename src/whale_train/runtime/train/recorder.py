@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whale_train.checkpoints.checkpoint_files import FileRecord
-from whale_train.config import OptimizerOptions, Request
+from whale_train.config import Request
 from whale_train.models.batch_parts.dropout_off import DropoutOff
+from whale_train.optimizer_options import OptimizerOptions
 from whale_train.runtime.base.step_types import Batch, Evaluation, EvaluationBatches, PendingLoss
 from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.engines.base import Engine
@@ -176,6 +177,7 @@ class _Recorder:
         gradients = dict(_by_path(engine, engine.gradients()))
         if self._yardstick is not None:
             self._yardstick.see_gradients(gradients)
+            self._yardstick.see_values(engine)
         if self._steps == 0:
             self._gradients |= {path: _kept(x) for path, x in gradients.items()}
 
@@ -211,6 +213,7 @@ class Yardstick:
         self.largest: dict[str, float] = {}
         self.sensitivity: dict[str, Tensor] = {}
         self._options = request.optimizer
+        self._before: dict[str, Tensor] = {}  # values before the update
         self._clip = request.train.grad_clip or 0.0
         self._left_by_clipping = 1.0
         self._seen: dict[str, float] = {}
@@ -226,6 +229,11 @@ class Yardstick:
         norm = sum(float(x.double().square().sum()) for x in gradients.values()) ** 0.5
         self._left_by_clipping = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
 
+    def see_values(self, engine: Engine) -> None:
+        """Note the values before an update, where that is all that tells how far it moves."""
+        if self._options.is_custom:
+            self._before |= {x: _kept(value) for x, value in _by_path(engine, engine.values())}
+
     def add_step(self, program: Program, rate: float) -> None:
         """Add the update of the gradients seen last, at learning rate `rate`."""
         self._steps += 1
@@ -234,6 +242,9 @@ class Yardstick:
         for engine in program.engines:
             assert isinstance(engine, TorchEngine)
             assert engine.optimizer is not None
+            if self._options.is_custom:
+                self._add_moves(_by_path(engine, engine.values()))
+                continue
             slopes = [
                 (p, group.get("lr_scale", 1.0) * self._slope(engine.optimizer, group, p))
                 for group in engine.optimizer.param_groups
@@ -243,6 +254,15 @@ class Yardstick:
                 grown = rate * self._left_by_clipping * slope.detach().float().cpu()
                 before = self.sensitivity.get(path)
                 self.sensitivity[path] = grown if before is None else before + grown
+
+    def _add_moves(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Add the moves of an update of which nothing else is known: each parameter's largest move
+        is taken to be in proportion to its largest gradient."""
+        for path, value in values:
+            largest, before = self._seen.get(path, 0.0), self._before[path]
+            if largest and before.numel():
+                moved = (_kept(value) - before).abs().max() / largest
+                self.sensitivity[path] = self.sensitivity.get(path, torch.zeros(())) + moved
 
     def _slope(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
         """Return `slope_of` a parameter of `group`, in the group's learning rate."""

@@ -133,7 +133,7 @@ def zeros_time_s(elements: float, device: Device, precision: str) -> float:
     return 4 * elements / kernel_of(device, precision, KernelKind.LOOKUP).backward.bytes_s
 
 
-def update_time_s(elements: float, states: int, device: Device) -> float:
+def update_time_s(elements: float, states: float, device: Device) -> float:
     """Return the seconds of an optimizer's update of `elements` weights with `states` fp32 states
     each.
 
@@ -165,7 +165,7 @@ def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> f
 
 
 def offloaded_update_time_s(
-    elements: float, states: int, device: Device, on_cpu: bool, moves: bool = True
+    elements: float, states: float, device: Device, on_cpu: bool, moves: bool = True
 ) -> float:
     """Return the seconds of an update of optimizer state that is kept on the host.
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from whale_train.strategies.plan.inventory import PlannedInventory
 from whale_train.strategies.plan.loss_weights import LossWeights
+from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 from whale_train.strategies.plan.program import (
     OMITTED,
     Number,
@@ -180,14 +181,16 @@ class Decision:
 class PlannedParameterGroup:
     """Parameters that the optimizer updates with the same options.
 
-    weight_decay: their weight decay.
+    weight_decay: their weight decay; None for an optimizer that has none.
     lr_scale: their learning rate, as a part of the optimizer's.
     parameters: their paths.
+    optimizer: the index of their optimizer among `Plan.optimizers`.
     """
 
-    weight_decay: float
+    weight_decay: float | None
     lr_scale: float
     parameters: tuple[str, ...]
+    optimizer: int = field(default=0, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,8 @@ class Plan:
     inventory: the cluster itself (None in plans of versions that did not say it).
     parameter_groups: the trained parameters by the optimizer's options of them; empty where all
         have the same.
+    optimizers: the optimizers that are named by their class, that of parameters without a group
+        first; empty where the optimizer is one of ours.
     """
 
     cluster: str
@@ -246,6 +251,7 @@ class Plan:
     varies: bool = field(default=False, metadata=OMITTED)
     inventory: PlannedInventory | None = field(default=None, metadata=OMITTED)
     parameter_groups: tuple[PlannedParameterGroup, ...] = field(default=(), metadata=OMITTED)
+    optimizers: tuple[OptimizerClass, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:
@@ -278,6 +284,14 @@ class Plan:
     def from_json(cls, text: str) -> "Plan":
         """Return the plan that `to_json` wrote as `text`."""
         return _reader().validate_json(text)
+
+    def optimizer_of(self, path: str) -> OptimizerClass | None:
+        """Return the optimizer, named by its class, of the parameter `path`; None where it is one
+        of ours."""
+        if not self.optimizers:
+            return None
+        groups = (group for group in self.parameter_groups if path in group.parameters)
+        return self.optimizers[next((group.optimizer for group in groups), 0)]
 
     def task_graph_of(self, rank: int, primitive: str) -> TaskGraph | None:
         """Return the first TaskGraph of `primitive` that `rank` holds a part of, or None."""

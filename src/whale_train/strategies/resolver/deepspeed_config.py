@@ -13,7 +13,7 @@ def deepspeed_config(
     node: Replicate,
     micro_batch_size: int,
     grad_clip: float,
-    optimizer: dict[str, Any],
+    optimizer: dict[str, Any] | None,
     on_cpu: bool,
     reduce_dtype: str = "fp32",
 ) -> dict[str, Any] | None:
@@ -23,7 +23,8 @@ def deepspeed_config(
     node: ZeRO stage and offload of the copies.
     micro_batch_size: samples of the rank's largest micro-batch.
     grad_clip: norm to which gradients are clipped.
-    optimizer: section that `deepspeed_optimizer` returns.
+    optimizer: section that `deepspeed_optimizer` returns; None for an optimizer that DeepSpeed is
+        given.
     on_cpu: True if the rank's device is a CPU process.
     reduce_dtype: dtype in which gradients are sent.
     """
@@ -73,7 +74,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         # DeepSpeed has no CPU kernel for plain SGD, which may be offloaded as well.
         "zero_force_ds_cpu_optimizer": False,
-        "optimizer": optimizer,
+        **({} if optimizer is None else {"optimizer": optimizer}),
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }

@@ -17,20 +17,35 @@ def parameter_groups(
     A parameter follows the first rule that matches it. With `training.no_decay`, one that follows
     none has no weight decay if it is a norm's or a bias.
     """
-    weight_decay = float(training.optimizer_options.get("weight_decay", 0.0))
-    groups: dict[tuple[float, float], list[str]] = {}
+    usual = (_weight_decay(training, 0), 1.0, 0)
+    groups: dict[tuple[float | None, float, int], list[str]] = {}
     for parameter in parameters:
-        rule = next((x for x in training.groups if _follows(parameter, x.match)), None)
-        decay, scale = weight_decay, 1.0
+        rule = group_rule(training.groups, parameter)
+        decay, scale, optimizer = usual
         if rule is not None:
-            decay = weight_decay if rule.weight_decay is None else rule.weight_decay
-            scale = rule.lr_scale
+            decay, scale, optimizer = rule.weight_decay, rule.lr_scale, rule.optimizer
+            decay = _weight_decay(training, optimizer) if decay is None else decay
         elif training.no_decay and is_norm_or_bias(parameter):
             decay = 0.0
-        groups.setdefault((decay, scale), []).append(parameter.path)
-    if groups.keys() <= {(weight_decay, 1.0)}:
+        groups.setdefault((decay, scale, optimizer), []).append(parameter.path)
+    if groups.keys() <= {usual}:
         return ()
-    return tuple(PlannedParameterGroup(*options, tuple(of)) for options, of in groups.items())
+    return tuple(
+        PlannedParameterGroup(decay, scale, tuple(of), optimizer)
+        for (decay, scale, optimizer), of in groups.items()
+    )
+
+
+def _weight_decay(training: Training, optimizer: int) -> float | None:
+    """Return the weight decay of parameters of the `optimizer` that have none of their own."""
+    if training.optimizers:
+        return training.optimizers[optimizer].weight_decay
+    return float(training.optimizer_options.get("weight_decay", 0.0))
+
+
+def group_rule(rules: Iterable[GroupRule], parameter: Parameter) -> GroupRule | None:
+    """Return the first of `rules` that matches the parameter, or None."""
+    return next((rule for rule in rules if _follows(parameter, rule.match)), None)
 
 
 def is_norm_or_bias(parameter: Parameter) -> bool:
@@ -43,9 +58,9 @@ def explain_parameter_groups(
     training: Training, parameters: Sequence[Parameter]
 ) -> tuple[Decision, ...]:
     """Return a note for the plan about the parameters that `training.no_decay` spares."""
-    if not training.no_decay or not training.optimizer_options.get("weight_decay"):
+    if not training.no_decay or not _weight_decay(training, 0):
         return ()
-    free = [x for x in parameters if not any(_follows(x, rule.match) for rule in training.groups)]
+    free = [x for x in parameters if group_rule(training.groups, x) is None]
     spared = [parameter.path for parameter in free if is_norm_or_bias(parameter)]
     if not spared:
         return ()

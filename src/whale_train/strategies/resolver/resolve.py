@@ -8,10 +8,11 @@ devices. Everything chosen without being asked for ends in the plan's decisions.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whale_train.errors import Fault, PlanError, nearest
-from whale_train.strategies.grammar.nodes import Node, Pipeline, Replicate, Strategy
+from whale_train.errors import Fault, PlanError, listed, nearest
+from whale_train.strategies.grammar.nodes import Node, Pipeline, Replicate, Strategy, every_node
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.batch_sizes import known_by_graph, within_sizes
@@ -52,6 +53,7 @@ def resolve_and_simulate(
     """
     considered = consider(strategy, cluster, findings, training, moving=True)
     plan = considered.plan()
+    _refuse_split_parameters(plan)
     if stand_ins is None:
         return plan, considered.step
     step = considered.on(stand_ins)
@@ -104,6 +106,7 @@ def refuse_without_model(
     refuse_precision(training.precision, cluster, faults)
     if training.optimizer == "lamb":
         _refuse_partitions(strategy.graph, faults)
+    _refuse_engines(strategy, training, faults)
     form_of(strategy, cluster, training, faults)
 
 
@@ -155,6 +158,44 @@ def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> N
         shared = [p for p in _PRECISIONS if all(p in d.flops for d in cluster.devices)]
         remedy = f"use {' or '.join(shared)}" if shared else "use other devices"
         faults.append(Fault("train.precision", precision, rule, remedy))
+
+
+def _refuse_engines(strategy: Strategy, training: Training, faults: list[Fault]) -> None:
+    """Add a fault for each optimizer named by its class that ZeRO would partition, though it treats
+    parts otherwise, and one for the first where it would be kept on the host."""
+    nodes = [x for x in every_node(strategy.graph) if isinstance(x, Replicate)]
+    partitioned = next((x for x in nodes if x.zero), None)
+    for optimizer in training.optimizers:
+        if partitioned is not None and optimizer.unlike_in_parts:
+            rule = f"cannot be partitioned ({partitioned.path}.zero={partitioned.zero}): "
+            remedy = "use zero: 0, as strategy=dp, or another optimizer"
+            rule += optimizer.unlike_in_parts
+            faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
+    offloaded = next((x for x in nodes if x.offload_optimizer == "cpu"), None)
+    if offloaded is not None and training.optimizers:
+        optimizer = training.optimizers[0]
+        rule = f"cannot be kept on the host ({offloaded.path}.offload.optimizer=cpu), where "
+        rule += "DeepSpeed has Adam's and SGD's updates alone"
+        remedy = "use optimizer=adamw, adam or sgd, or a strategy without offload"
+        faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
+
+
+def _refuse_split_parameters(plan: Plan) -> None:
+    """Raise PlanError for each optimizer named by its class that would have parts of parameters
+    which the plan splits, though it treats parts otherwise."""
+    split: dict[str, tuple[OptimizerClass, list[str]]] = {}
+    for path in (path for task_graph in plan.task_graphs for path in task_graph.shards):
+        optimizer = plan.optimizer_of(path)
+        if optimizer is not None and optimizer.unlike_in_parts:
+            split.setdefault(optimizer.key, (optimizer, []))[1].append(path)
+    faults = []
+    for optimizer, paths in split.values():
+        rule = f"has only a part of {listed(paths)} on a rank, and {optimizer.unlike_in_parts}"
+        remedy = "use a strategy without a split of them, as strategy=dp, or give them another "
+        remedy += "optimizer in optimizer.groups"
+        faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
+    if faults:
+        raise PlanError(faults)
 
 
 def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:

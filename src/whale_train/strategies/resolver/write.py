@@ -132,6 +132,7 @@ def build_plan(
         router_biases=dict(job.findings.router_biases),
         inventory=planned_inventory(job.cluster),
         parameter_groups=parameter_groups(job.training, job.profile.parameters),
+        optimizers=job.training.optimizers,
     )
     if job.as_is:
         return plan
@@ -431,7 +432,9 @@ def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dic
     if keeper is None or not keeper.zero:
         return None
     training, offloaded = job.training, keeper.offload_optimizer == "cpu"
-    optimizer = deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded)
+    optimizer = None
+    if not training.optimizers:
+        optimizer = deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded)
     on_cpu, reduce_dtype = job.cluster.on_cpu, training.reduce_dtype
     return deepspeed_config(keeper, largest, training.grad_clip, optimizer, on_cpu, reduce_dtype)
 

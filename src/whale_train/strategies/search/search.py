@@ -244,7 +244,7 @@ class _Search:
                 waiting.sort(reverse=True)
         if self.space.exported:
             for strategy in shipped(cluster, self.training, self.asked.balance):
-                if not self.space.keeps(strategy.candidate.zero, strategy.candidate.offload):
+                if not self.space.keeps(strategy.candidate):
                     continue
                 estimate = estimator.of(strategy.candidate)
                 promise = Promise(estimate.seconds, strategy.candidate, estimate)

@@ -43,6 +43,7 @@ class Space:
     split_head: whether the model has an output projection to split.
     experts: most devices that the experts of a mixture may be spread over (0: no experts).
     sole_micro_batch: whether a copy must take its samples in one micro-batch.
+    splits: whether parameters may be split.
     use_all: whether no device may stay idle.
     wide_splits: whether shard groups may leave a node.
     unlike: numbers of CPU processes whose times cannot be compared with those of all processes.
@@ -59,6 +60,7 @@ class Space:
     split_head: bool = False
     experts: int = 0
     sole_micro_batch: bool = False
+    splits: bool = True
     use_all: bool = False
     wide_splits: bool = False
     unlike: frozenset[int] = frozenset()
@@ -166,7 +168,7 @@ class Space:
         nodes. With `wide_splits`, multiples of the greatest such size that divide all devices are
         added.
         """
-        if not self.exported:
+        if not (self.exported and self.splits):
             return [1]
         sizes = {
             sum(device.name == kind for device in node.devices)
@@ -314,9 +316,14 @@ class Space:
             return ()
         return [n for n in divisors(mesh.copies) if 1 < n <= self.experts]
 
-    def keeps(self, zero: int, offload: str) -> bool:
-        """Return whether copies may use the ZeRO stage `zero` and the offload `offload`."""
-        return (self.zero or not zero) and (self.offload or offload == "none")
+    def keeps(self, candidate: Candidate) -> bool:
+        """Return whether the optimizer allows what `candidate` partitions, splits and offloads."""
+        split = candidate.mesh.shards > 1 or candidate.split_head or candidate.experts > 0
+        return (
+            (self.zero or not candidate.zero)
+            and (self.offload or candidate.offload == "none")
+            and (self.splits or not split)
+        )
 
     def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
         """Yield the pairs (ZeRO stage, offload) that copies may use.
@@ -351,6 +358,8 @@ def space_of(
     exported = profile.graph is not None
     normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
     exchanges = bool(findings.samples.sums) and not training.samples_are_independent
+    whole = training.unlike_in_parts
+    splits = exported and whole is None
     refused: list[Fault] = []
     refuse_shared_batch(findings, training, 1, refused)
     measured = is_measured(cluster, training.precision)
@@ -366,11 +375,12 @@ def space_of(
         global_batch=training.global_batch,
         exported=exported and training.accumulate == 1,
         shared=not refused,
-        zero=training.optimizer != "lamb" and not profile.perhaps_unused,
-        offload=can_offload,
-        split_head=exported and bool(findings.heads),
-        experts=min(findings.experts.sharded.axes.values()) if exported and findings.experts else 0,
+        zero=training.optimizer != "lamb" and whole is None and not profile.perhaps_unused,
+        offload=can_offload and not training.optimizers,
+        split_head=splits and bool(findings.heads),
+        experts=min(findings.experts.sharded.axes.values()) if splits and findings.experts else 0,
         sole_micro_batch=normed or exchanges,
+        splits=whole is None,
         use_all=use_all,
         unlike=unlike,
     )
@@ -393,7 +403,13 @@ def left_out(space: Space, findings: ModelAnalysis, training: Training) -> Mappi
         reason = f"not looked at: train.accumulate={training.accumulate} cuts the batch of copies, "
         reason += "and the micro-batches of these are their own; use train.accumulate=1"
         reasons |= dict.fromkeys(pipelines, reason)
-    if not space.zero and several:
+    unlike = training.unlike_in_parts
+    if unlike is not None and several:
+        reason = f"{unlike.key}={unlike.target} needs whole parameters: {unlike.unlike_in_parts}"
+        split = ("split", "split by sequence", "pipeline of splits", "copies beside a split head")
+        reasons = {**dict.fromkeys(split, reason), **reasons}
+        reasons |= {f"copies, ZeRO {zero}": reason for zero in (1, 2, 3)}
+    elif not space.zero and several:
         reason = (
             "optimizer=lamb needs the norm of each parameter, which ZeRO partitions anywhere"
             if training.optimizer == "lamb"

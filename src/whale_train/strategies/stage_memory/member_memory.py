@@ -196,7 +196,7 @@ class MemberMemory:
     def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
         """Return the bytes that a rank needs at its peak for all but what is split beside copies,
         in micro-batches of which it takes `samples` itself."""
-        job, held = self._job, sum(self._elements.values())
+        job = self._job
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         copies = len(job.copies_of_rest[self._stage][0])
         offloads = keeper is not None and keeper.offload_optimizer == "cpu"
@@ -218,7 +218,7 @@ class MemberMemory:
         parameters = (sizes.weights + frozen) / (copies if job.zero == 3 else 1)
         if apart and not on_cpu:
             parameters = 0.0
-        optimizer = 4 * job.training.optimizer_states * held + sizes.master
+        optimizer = job.training.state_bytes(self._elements) + sizes.master
         return MemoryEstimate(
             parameters=parameters + (casts - kept) + float(job.profile.buffer_bytes),
             gradients=worst.gradients,

@@ -1,0 +1,37 @@
+"""Make callbacks of their options, or say why one cannot be made."""
+
+import os
+
+from whale_train.callbacks.callback import CALLBACK
+from whale_train.callbacks.options import CallbackOptions, CallbacksOptions
+from whale_train.errors import ConfigError, Fault
+from whale_train.own_code import argument_faults, called, importable, imported
+
+
+def refuse_callbacks(options: CallbacksOptions) -> None:
+    """Raise ConfigError with all faults of callbacks that cannot be imported, or are none, or take
+    other arguments. None is made."""
+    faults: list[Fault] = []
+    for callback in options.listed:
+        try:
+            with importable(os.getcwd()):
+                made = imported(f"{callback.key}._target_", callback.target, CALLBACK)
+        except ConfigError as error:
+            faults += error.faults
+        else:
+            name = callback.target.rpartition(".")[2]
+            faults += argument_faults(made, callback.arguments, callback.key, name)
+    if faults:
+        raise ConfigError(faults)
+
+
+def make_callback(options: CallbackOptions) -> object:
+    """Return the callback of `options`. Raises ConfigError as `refuse_callbacks` does, and what its
+    constructor raises."""
+    with importable(os.getcwd()):
+        made = imported(f"{options.key}._target_", options.target, CALLBACK)
+        arguments = {
+            name: called(f"{options.key}.{name}", value)
+            for name, value in options.arguments.items()
+        }
+        return made(**arguments)

@@ -1,0 +1,157 @@
+"""Run `mode=evaluate`: the metrics of a checkpoint's model on named sets, under any plan.
+
+The model, the data, the metrics and the precision are those of the checkpoint's run, where the
+command line does not say otherwise. The strategy and the hardware are this command's own.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from whale_train.callbacks.options import CallbacksOptions
+from whale_train.config import Request
+from whale_train.data.evaluation_sets import HELD_BACK
+from whale_train.data.open import DataOptions
+from whale_train.errors import ConfigError, Fault
+from whale_train.launcher.job_end import JobEnd, finish, never_met, summary_of
+from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
+from whale_train.launcher.ranks.rank_env import LaunchPlace
+from whale_train.launcher.ranks.run_dir import write_json
+from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
+from whale_train.launcher.ranks.stop_signals import StopSignals
+from whale_train.launcher.resume import Resumed, checkpoint_at, saved_request, say_passed_over
+from whale_train.launcher.ui.show_resolved import show_resolved
+from whale_train.launcher.ui.terminal import Portable
+from whale_train.validation import validated
+
+RESULTS = "evaluation.json"  # in the run directory: the results of each set, by set
+_ALL = 2**62  # samples of an evaluation, at most
+_SECTIONS = ("model", "data", "optimizer", "metrics", "seed")
+
+
+def checkpoint_of(request: Request) -> Resumed:
+    """Return the checkpoint to evaluate. Raises ConfigError where there is none that is whole."""
+    assert request.checkpoint.path is not None
+    return checkpoint_at(request.checkpoint.path, "checkpoint")
+
+
+def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) -> Request:
+    """Return the request of an evaluation: that of the checkpoint's run, as far as `overrides` do
+    not say otherwise.
+
+    overrides: those of the command line. One of a whole section, as `data=arrays`, takes the
+        section of `request`; one of a key in it takes that key alone.
+
+    Raises ConfigError where there is nothing to evaluate.
+    """
+    saved = saved_request(checkpoint)
+    keys = [text.lstrip("+~").partition("=")[0] for text in overrides if "=" in text]
+    own: dict[str, Any] = {}
+    for section in _SECTIONS:
+        if section in keys:
+            continue
+        own[section] = getattr(saved, section)
+        inside = [key.partition(".")[2] for key in keys if key.startswith(f"{section}.")]
+        if inside and section == "data":
+            own[section] = _changed(saved.data, request.data, inside)
+        elif inside:
+            own[section] = getattr(request, section)
+    train: dict[str, Any] = {
+        "evaluate_every": 1,
+        **{"stop_after": None, "resume": None, "trace": False, "profile": None},
+    }
+    if "train.evaluation_samples" not in keys:
+        train["evaluation_samples"] = _ALL
+    if "train.precision" not in keys:
+        train["precision"] = saved.train.precision
+    own["train"] = request.train.model_copy(update=train)
+    own["names"] = {**request.names, **{x: saved.names.get(x, "") for x in own if x in _SECTIONS}}
+    checkpoint_options = {"every": None, "best": None, "final": False}
+    own["checkpoint"] = request.checkpoint.model_copy(update=checkpoint_options)
+    own |= {"trackers": (), "callbacks": CallbacksOptions()}
+    evaluated = request.model_copy(update=own)
+    if not evaluated.data.evaluation_fraction and not getattr(evaluated.data, "evaluation", None):
+        rule = "names no samples to evaluate, and the checkpoint's run held none back"
+        remedy = "write 'data.evaluation={test: {path: FILE}}' or the like"
+        raise ConfigError([Fault("data.evaluation", "", rule, remedy)])
+    return evaluated
+
+
+def _changed(saved: DataOptions, asked: DataOptions, keys: Sequence[str]) -> DataOptions:
+    """Return the `saved` options of the data with the values of `keys` that were asked for."""
+    given = asked.model_dump(mode="json", by_alias=True)
+    content = saved.model_dump(mode="json", by_alias=True)
+    for key in {key.partition(".")[0] for key in keys}:
+        content[key] = given.get(key)
+    faults: list[Fault] = []
+    changed: DataOptions | None = validated(type(saved), content, "data", faults)
+    if faults or changed is None:
+        raise ConfigError(faults)
+    return changed
+
+
+def evaluate_checkpoint(
+    request: Request,
+    checkpoint: Resumed,
+    run_dir: Path,
+    console: Console,
+    place: LaunchPlace | None,
+    signals: StopSignals,
+) -> JobEnd:
+    """Evaluate a checkpoint as `request`, made by `with_saved`, says, and show the results."""
+    say_passed_over(checkpoint, console)
+    run_dir = make_run_dir(request, run_dir)
+    process = JobProcess(run_dir, place)
+    try:
+        with process.planned(request, signals.poll, console) as resolved:
+            pass
+        start_ranks(run_dir, resolved, request, checkpoint.path)
+        show_resolved(resolved, request, console)
+        said = f"evaluating step {checkpoint.step}, from {checkpoint.path}"
+        console.print(Text(said), soft_wrap=True)
+        outcome = process.wait(signals.poll)
+    except RendezvousTimeout as error:
+        return never_met(error.outcome, run_dir)
+    finally:
+        process.stop()
+    if outcome.status != "done":
+        return finish(outcome, resolved, run_dir, console)
+    summary = summary_of(run_dir)
+    results = by_set(summary["evaluation"], getattr(request.data, "evaluation", None) or {})
+    write_json(run_dir / RESULTS, {"step": checkpoint.step, "sets": results})
+    console.print(Portable(_table(results)))
+    console.print(f"the results: {run_dir / RESULTS}", soft_wrap=True, markup=False)
+    sys.stdout.flush()
+    return JobEnd("done", run_dir, summary)
+
+
+def by_set(
+    values: Mapping[str, float | None], sets: Mapping[str, Any]
+) -> dict[str, dict[str, float | None]]:
+    """Return the results of an evaluation by set and name. `values` are named as in
+    `metrics.jsonl`, and `sets` has the names of sets."""
+    results: dict[str, dict[str, float | None]] = {}
+    for name in sorted([HELD_BACK, *sets], key=len, reverse=True):
+        for key, value in values.items():
+            taken = any(key in f"{other}_{x}" for other, of in results.items() for x in of)
+            if key.startswith(f"{name}_") and not taken:
+                results.setdefault(name, {})[key.removeprefix(f"{name}_")] = value
+    return {name: results[name] for name in [HELD_BACK, *sets] if name in results}
+
+
+def _table(results: Mapping[str, Mapping[str, float | None]]) -> Table:
+    """Return the results as a table of a row a set."""
+    table = Table(box=None, pad_edge=False)
+    names = list(dict.fromkeys(name for of_set in results.values() for name in of_set))
+    table.add_column("set")
+    for name in names:
+        table.add_column(name, justify="right")
+    for name, of_set in results.items():
+        cells = [of_set.get(x) for x in names]
+        table.add_row(name, *("" if x is None else f"{x:.6g}" for x in cells))
+    return table

@@ -1,0 +1,37 @@
+"""Check that what a run watches is a result of its evaluations, and the metrics among these."""
+
+import os
+
+from whale_train.config import Request
+from whale_train.data.evaluation_sets import HELD_BACK, OpenedData
+from whale_train.errors import Fault, nearest
+from whale_train.metrics_options import try_metrics
+from whale_train.own_code import importable
+
+
+def refuse_unwatchable(request: Request, data: OpenedData, faults: list[Fault]) -> None:
+    """Add a fault for a metric of `train.stop_after` or `checkpoint.best` that no evaluation gives,
+    for metrics of the user's own that cannot be computed, and for a run without evaluations."""
+    watched = {
+        "train.stop_after": request.train.stop_after,
+        "checkpoint.best": request.checkpoint.best,
+    }
+    if request.metrics and request.train.evaluate_every is None:
+        rule = "are of evaluations, and there are none (train.evaluate_every=null)"
+        remedy = "use train.evaluate_every=100 or the like, or leave them out"
+        faults.append(Fault("metrics", ", ".join(request.metrics), rule, remedy))
+    with importable(os.getcwd()):
+        faults += try_metrics(request.metrics)
+    sets = [*([HELD_BACK] if data.training.num_evaluation_samples else []), *data.sets]
+    results = ("loss", "accuracy", *request.metrics)
+    names = [f"{name}_{result}" for name in sets for result in results]
+    for key, option in watched.items():
+        if option is None:
+            continue
+        if request.train.evaluate_every is None:
+            rule = "is a result of evaluations, and there are none (train.evaluate_every=null)"
+            remedy = "use train.evaluate_every=100 or the like, or null"
+            faults.append(Fault(key, option.metric, rule, remedy))
+        elif option.metric not in names:
+            rule = "is no result of the evaluations"
+            faults.append(Fault(key, option.metric, rule, nearest(option.metric, names)))

@@ -1,0 +1,49 @@
+"""Report the values of a running trial to Optuna, and say when the trial is pruned."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from whale_train.launcher.study.objectives import OF_STEPS
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+_REPORTS = 100  # at most, of a value that every step has
+
+
+class TrialFollower:
+    """The follower of a trial's job (`launcher/followed.py`).
+
+    Values of evaluations are reported each. Of a value that every step has, means are: over a
+    hundredth of the steps each time, so that trials are compared at the same steps.
+
+    trial: Optuna's trial.
+    series: the name in `metrics.jsonl` of the values; None reports nothing, and prunes nothing.
+    reported: the optimizer step of the last report.
+    """
+
+    def __init__(self, trial: "Trial", series: str | None) -> None:
+        self._trial, self._series = trial, series
+        self._steps = self._every = 1
+        self._values: dict[int, float] = {}  # since the last report, by step
+        self.reported = 0
+        self.ends = False
+
+    def begin(self, steps: int) -> None:
+        """Take the number of optimizer steps of the job."""
+        self._steps = steps
+        self._every = -(-steps // _REPORTS) if self._series in OF_STEPS else 1
+
+    def hear(self, record: Mapping[str, Any]) -> None:
+        """Take a new line of `metrics.jsonl`. A value that is no number is NaN, which is pruned."""
+        if self._series is None or self.ends or self._series not in record:
+            return
+        value, step = record[self._series], int(record["step"])
+        if step <= self.reported:  # an attempt that goes on from an earlier step
+            return
+        self._values[step] = float("nan") if value is None else float(value)
+        if step % self._every:
+            return
+        self._trial.report(sum(self._values.values()) / len(self._values), step)
+        self._values, self.reported = {}, step
+        self.ends = step < self._steps and self._trial.should_prune()

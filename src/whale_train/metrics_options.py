@@ -1,0 +1,99 @@
+"""Read `metrics` of the config: metrics of evaluations, each tried before anything starts.
+
+They are torchmetrics' classes, or others with `update(predicted, target)`, `compute()` and
+`reset()`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whale_train.errors import ConfigError, Fault
+from whale_train.own_code import PATH, TargetKind, argument_faults, imported, said
+from whale_train.validation import as_yaml
+
+KEY = "metrics"
+_METHODS = ("update", "compute", "reset")
+METRIC = TargetKind(
+    "torchmetrics.Metric",
+    lambda made: all(callable(getattr(made, name, None)) for name in _METHODS),
+)
+
+
+class MetricOptions(BaseModel):
+    """Options of a metric.
+
+    target: path of its class, or of a function that returns one.
+    arguments: keyword arguments that it is called with.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: Annotated[str, Field(pattern=PATH)]
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]:
+    """Return the metrics of the mapping `value` by name, and add what is wrong with it to
+    `faults`."""
+    metrics: dict[str, MetricOptions] = {}
+    if value is None:
+        return metrics
+    remedy = "use 'metrics={f1: {_target_: torchmetrics.classification.MulticlassF1Score, "
+    remedy += "num_classes: 10}}'"
+    if not isinstance(value, Mapping):
+        faults.append(Fault(KEY, as_yaml(value), "is not a mapping", remedy))
+        return metrics
+    for name, entry in value.items():
+        key = f"{KEY}.{name}"
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
+            faults.append(Fault(key, as_yaml(entry), "names no class", remedy))
+        elif name in ("loss", "accuracy") or not str(name).isidentifier():
+            rule = "is a result of every evaluation" if str(name).isidentifier() else "is no name"
+            faults.append(Fault(key, "", rule, "use another name, such as f1"))
+        else:
+            arguments = {str(x): item for x, item in entry.items() if x != "_target_"}
+            metrics[str(name)] = MetricOptions(target=entry["_target_"], arguments=arguments)
+    return metrics
+
+
+def make_metric(name: str, options: MetricOptions) -> Any:
+    """Return the metric of `options`, named `name` in the config.
+
+    Raises ConfigError where it cannot be imported or made, or is none.
+    """
+    key = f"{KEY}.{name}"
+    made = imported(f"{key}._target_", options.target, METRIC)
+    faults = argument_faults(made, options.arguments, key, options.target.rpartition(".")[2])
+    if faults:
+        raise ConfigError(faults)
+    try:
+        return made(**options.arguments)
+    except Exception as error:
+        rule = f"cannot be made: it raised {said(error)}"
+        remedy = "correct its arguments"
+        raise ConfigError([Fault(f"{key}._target_", options.target, rule, remedy)]) from error
+
+
+def try_metrics(metrics: Mapping[str, MetricOptions]) -> list[Fault]:
+    """Return the faults of metrics that do not take classes: each is made, and given one answer."""
+    if not metrics:
+        return []
+    import torch
+
+    faults: list[Fault] = []
+    for name, options in metrics.items():
+        try:
+            metric = make_metric(name, options)
+        except ConfigError as error:
+            faults += error.faults
+            continue
+        try:
+            metric.update(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+            metric.compute()
+        except Exception as error:
+            rule = f"is not computed from predicted classes: it raised {said(error)}"
+            remedy = "use one that takes classes for predictions, as accuracy, F1 or Cohen's kappa"
+            faults.append(Fault(f"{KEY}.{name}._target_", options.target, rule, remedy))
+    return faults

@@ -1,0 +1,244 @@
+"""Read the options of the optimizer and of its schedule, without importing either.
+
+A named optimizer is one of ours, and knows all its keys. One that is given by its class
+(`_target_`) takes every key that is not defined here as an argument. What it makes of them is found
+out by `launcher/planning/own_optimizers.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from whale_train.errors import Fault
+from whale_train.own_code import PATH
+from whale_train.validation import as_yaml, no_truth_value, validated
+
+CUSTOM = "custom"  # the name of an optimizer that is given by its class
+TARGET = "_target_"
+_STEPS = Annotated[int, BeforeValidator(no_truth_value), Field(ge=0)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+_OF_SCHEDULES = ("schedule", "warmup_steps", "decay_steps", "final_lr_fraction")
+OPTIMIZER_KEYS = (TARGET, "lr", "no_decay", "groups", *_OF_SCHEDULES)
+_GROUP_KEYS = (TARGET, "match", "weight_decay", "lr_scale")
+_UNNAMED = {TARGET, "given"}  # keys that remedies for unknown keys do not name
+
+
+class _Options(BaseModel):
+    """Options that are read here. Unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class OfClass(_Options):
+    """A class that is named by its path, and the arguments of its constructor.
+
+    target: the path of the class, or of a function that is annotated to return one of its kind.
+    given: its arguments.
+    """
+
+    target: str = Field(alias=TARGET, pattern=PATH)
+    given: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def class_name(self) -> str:
+        """Return the name of the class without its module."""
+        return self.target.rpartition(".")[2]
+
+
+class GroupOptions(_Options):
+    """Options of a group of parameters, an entry of `optimizer.groups`.
+
+    match: patterns of the parameters' paths, or of modules that hold them, in which `*` stands for
+        any text (`*.bias`, `lm_head`).
+    weight_decay: the group's weight decay; None is the optimizer's.
+    lr_scale: the group's learning rate, as a part of the optimizer's.
+    target: the class of the group's own optimizer; None: it has none.
+    given: the arguments of its own optimizer.
+    """
+
+    match: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(min_length=1),
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    ]
+    weight_decay: float | None = Field(None, ge=0)
+    lr_scale: float = Field(1.0, gt=0)
+    target: str | None = Field(None, alias=TARGET, pattern=PATH)
+    given: dict[str, Any] = Field(default_factory=dict)
+
+
+ScheduleName = Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"]
+Schedule = Annotated[
+    Annotated[ScheduleName, Tag("name")] | Annotated[OfClass, Tag("class")],
+    Discriminator(lambda value: "class" if isinstance(value, dict | OfClass) else "name"),
+]
+
+
+class OptimizerOptions(_Options):
+    """Options of the optimizer, and of the schedule of its learning rate, under `optimizer`.
+
+    name: torch's optimizer of that name, or LAMB; `custom` for one that is given by its class.
+    lr: the learning rate after the warm-up.
+    weight_decay, momentum, betas, eps, fused: arguments of the named optimizers, under torch's
+        names.
+    no_decay: the parameters that have no weight decay; None is none of them.
+    groups: groups of parameters with options of their own. A parameter is of the first group that
+        it matches, and then `no_decay` is not about it.
+    schedule: how the learning rate falls after the warm-up, by name or by the class of a scheduler.
+    warmup_steps: number of steps of linear growth.
+    decay_steps: number of the last steps, in which the learning rate of `wsd` falls.
+    final_lr_fraction: the part of `lr` that is left at the last step.
+    target: the class of a custom optimizer; None for the named ones.
+    given: the arguments of a custom optimizer, beside `lr`.
+    """
+
+    name: Literal["sgd", "adam", "adamw", "lamb", "custom"]
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    fused: bool = True
+    no_decay: Literal["norms_and_biases"] | None = None
+    groups: tuple[GroupOptions, ...] = ()
+    schedule: Schedule = "constant"
+    warmup_steps: _STEPS = 0
+    decay_steps: _STEPS = 0
+    final_lr_fraction: float = Field(0.0, ge=0, le=1)
+    target: str | None = Field(None, alias=TARGET, pattern=PATH)
+    given: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def is_custom(self) -> bool:
+        """Return whether the optimizer is given by its class."""
+        return self.target is not None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of the optimizer."""
+        if self.is_custom:
+            return {"lr": self.lr, **self.given}
+        shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if self.name != "lamb":
+            shared["fused"] = self.fused
+        if self.name == "sgd":
+            return {**shared, "momentum": self.momentum}
+        return {**shared, "betas": list(self.betas), "eps": self.eps}
+
+
+def read_optimizer(section: Mapping[str, Any], faults: list[Fault]) -> OptimizerOptions | None:
+    """Return the options in the plain mapping of a composed config, or None after adding faults."""
+    faults_before = len(faults)
+    is_custom = TARGET in section
+    values = _with_arguments(section, OPTIMIZER_KEYS) if is_custom else dict(section)
+    if is_custom:
+        values["name"] = CUSTOM
+    else:
+        _refuse_own_names(section, faults)
+    if isinstance(values.get("schedule"), dict):
+        values["schedule"] = _with_arguments(values["schedule"], (TARGET,))
+    if isinstance(values.get("groups"), list):
+        values["groups"] = [
+            _with_arguments(x, _GROUP_KEYS) if isinstance(x, dict) and TARGET in x else x
+            for x in values["groups"]
+        ]
+    without = _without_effect(section)
+    options: OptimizerOptions | None
+    options = validated(OptimizerOptions, values, "optimizer", faults, without)
+    if options is None or len(faults) > faults_before:
+        return None
+    _refuse_ineffective(options, faults)
+    return options
+
+
+def _with_arguments(section: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return a section with all but `keys` as the arguments of its class."""
+    known = {key: value for key, value in section.items() if key in keys}
+    return {**known, "given": {key: x for key, x in section.items() if key not in keys}}
+
+
+def _refuse_own_names(section: Mapping[str, Any], faults: list[Fault]) -> None:
+    """Add faults for what only an optimizer that is given by its class has."""
+    if "given" in section:
+        rule, remedy = "is not a key here", "remove optimizer.given"
+        faults.append(Fault("optimizer.given", as_yaml(section["given"]), rule, remedy))
+    if section.get("name") == CUSTOM:
+        rule, remedy = "names no optimizer", "write optimizer._target_=package.module.Class"
+        faults.append(Fault("optimizer.name", CUSTOM, rule, remedy))
+
+
+def _without_effect(section: Mapping[str, Any]) -> set[str]:
+    """Return the keys that the chosen optimizer does not read."""
+    if TARGET in section:
+        return {*OptimizerOptions.model_fields, *_UNNAMED} - set(OPTIMIZER_KEYS)
+    sgd, lamb = (section.get("name") == name for name in ("sgd", "lamb"))
+    others = {"betas", "eps"} if sgd else {"momentum"}
+    return {"name", *others, *(["fused"] if lamb else []), *_UNNAMED}
+
+
+def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
+    """Add a fault for each setting that the chosen optimizer or schedule does not read."""
+    if optimizer.name == "lamb" and "fused" in optimizer.model_fields_set:
+        rule, remedy = "has no effect on lamb, which has no fused kernel", "leave it out"
+        faults.append(Fault("optimizer.fused", as_yaml(optimizer.fused), rule, remedy))
+    sgd = optimizer.name == "sgd"
+    for key in () if optimizer.is_custom else ("betas", "eps") if sgd else ("momentum",):
+        value = getattr(optimizer, key)
+        if key in optimizer.model_fields_set and value:
+            rule = f"has no effect on {optimizer.name}"
+            remedy = f"use optimizer={'adamw' if sgd else 'sgd'}, or leave it out"
+            shown = as_yaml(list(value) if key == "betas" else value)
+            faults.append(Fault(f"optimizer.{key}", shown, rule, remedy))
+    _refuse_classes_of_groups(optimizer, faults)
+    _refuse_ineffective_schedule(optimizer, faults)
+
+
+def _refuse_classes_of_groups(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
+    """Add a fault for each class of a group beside a named optimizer, and for each learning rate
+    that a group has of its own."""
+    for number, group in enumerate(optimizer.groups):
+        key = f"optimizer.groups[{number}]"
+        if group.target is not None and not optimizer.is_custom:
+            own = {"sgd": "torch.optim.SGD", "adam": "torch.optim.Adam"}.get(optimizer.name)
+            rule = f"is a class beside optimizer={optimizer.name}, which is none"
+            remedy = f"use optimizer._target_={own or 'torch.optim.AdamW'} as well"
+            faults.append(Fault(f"{key}.{TARGET}", group.target, rule, remedy))
+        if "lr" in group.given:
+            rule, value = "is given as a part of optimizer.lr", group.given["lr"]
+            fits = isinstance(value, int | float) and value > 0
+            remedy = f"use lr_scale: {value / optimizer.lr:g}" if fits else "use lr_scale"
+            faults.append(Fault(f"{key}.lr", as_yaml(value), rule, remedy))
+
+
+def _refuse_ineffective_schedule(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
+    """Add a fault for each setting that the chosen schedule does not read, or needs."""
+    schedule = optimizer.schedule
+    if isinstance(schedule, OfClass):
+        named = schedule.class_name
+        for key in ("final_lr_fraction", "decay_steps"):
+            if value := getattr(optimizer, key):
+                rule, remedy = f"has no effect on optimizer.schedule._target_ ({named})", "use 0"
+                faults.append(Fault(f"optimizer.{key}", as_yaml(value), rule, remedy))
+        return
+    if schedule in ("constant", "inverse_sqrt") and optimizer.final_lr_fraction:
+        value = as_yaml(optimizer.final_lr_fraction)
+        named = {"constant": "a constant", "inverse_sqrt": "an inverse_sqrt"}[schedule]
+        rule, remedy = f"has no effect on {named} schedule", "use linear or cosine, or 0"
+        faults.append(Fault("optimizer.final_lr_fraction", value, rule, remedy))
+    if optimizer.decay_steps and schedule != "wsd":
+        rule = f"has no effect on optimizer.schedule={schedule}"
+        remedy = "use optimizer.schedule=wsd, or 0"
+        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))
+    if schedule == "wsd" and not optimizer.decay_steps:
+        rule = "needs the number of its last steps, in which the learning rate falls"
+        remedy = "use optimizer.decay_steps=100, or the like"
+        faults.append(Fault("optimizer.schedule", "wsd", rule, remedy))
+
+
+def refuse_long_schedule(optimizer: OptimizerOptions, steps: int, faults: list[Fault]) -> None:
+    """Add a fault where the learning rate falls in more steps than the warm-up leaves."""
+    left = steps - optimizer.warmup_steps
+    if optimizer.schedule == "wsd" and optimizer.decay_steps > max(left, 0):
+        rule = f"is more than the steps after the warm-up ({max(left, 0)})"
+        remedy = f"use at most {left}" if left > 0 else "use a shorter optimizer.warmup_steps"
+        faults.append(Fault("optimizer.decay_steps", str(optimizer.decay_steps), rule, remedy))

@@ -1,0 +1,270 @@
+"""Find out how an optimizer acts by trying it on small parameters, and not by its name.
+
+Tried are: the numbers of dimensions that it takes; the state that it keeps; whether parts of a
+parameter, cut along a dimension or as ZeRO's flat partitions are, are updated as within the whole;
+whether an update goes on from a state that was put into a new optimizer, as from a checkpoint; and
+whether an update draws random numbers.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whale_train.errors import ConfigError, Fault
+from whale_train.optimizers.classes import MakePart, load_optimizer
+from whale_train.optimizers.together import StateForm, Together, forms_of, small_parameter
+from whale_train.own_code import said
+from whale_train.strategies.plan.optimizer_classes import (
+    NUMBER,
+    OptimizerClass,
+    StateEntry,
+)
+
+_MOST_DIMS = 5
+# Of the parameters that are cut. All sizes are even, and the last flat half begins inside a row.
+_SHAPES = {1: (14,), 2: (6, 10), 3: (4, 6, 8)}
+_STEPS = 3
+_RATE = 0.01
+# Gradients of unlike sizes, so that updates which are clipped in one step are not in another.
+_SIZES_OF_GRADIENTS = (1.0, 0.01, 10.0)
+_TOLERANCE = 1e-4  # of the largest element of an update; rounding is 1e-6 of it
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Small parameters, and the gradients of a few steps.
+
+    values: the parameters' values.
+    gradients: a gradient for each parameter, step by step.
+    """
+
+    values: Sequence[Tensor]
+    gradients: Sequence[Sequence[Tensor]]
+
+    def cut(self, parts: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> "_Trial":
+        """Return the trial of parts of the parameters."""
+        return _Trial(parts(self.values), [parts(step) for step in self.gradients])
+
+
+def try_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> OptimizerClass:
+    """Try the optimizer `target` with `arguments`, and return how it acts.
+
+    key: the key of the config that names it.
+
+    Raises ConfigError where it cannot be had, does not know an argument, or updates no parameter.
+    """
+    make = load_optimizer(key, target, arguments)
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        return _tried(key, target, arguments, make)
+
+
+def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) -> OptimizerClass:
+    """Try the optimizer that `make` makes, and return how it acts, as `try_optimizer` does."""
+    refused: dict[str, str] = {}
+    states: dict[str, tuple[StateEntry, ...]] = {}
+    decay, unsaved = None, ""
+    for dims in range(_MOST_DIMS + 1):
+        try:
+            optimizer, parameter = _after_a_step(make, dims)
+        except Exception as error:
+            refused[str(dims)] = said(error)
+            continue
+        group = optimizer.param_groups[0]
+        decay = group.get("weight_decay")
+        try:
+            forms = forms_of(optimizer.state[parameter], parameter)
+        except TypeError as error:
+            unsaved, forms = str(error), {}
+        states[str(dims)] = tuple(_entry(name, form) for name, form in forms.items())
+    if not states:
+        rule = f"cannot be used: {refused['2']}"
+        raise ConfigError([Fault(key, target, rule, "correct its arguments or its code")])
+    taken = [dims for dims in _SHAPES if str(dims) not in refused]
+    trial = _trial([_SHAPES[dims] for dims in taken])
+    whole = _updated(make, trial, seed=0)
+    draws = not _are_close(whole, _updated(make, trial, seed=1), trial)
+    unlike = "it draws random numbers" if draws else _unlike_in_parts(make, trial, whole)
+    unsaved = unsaved or _unsaved(make, trial, whole, draws)
+    of_decay = float(decay) if isinstance(decay, int | float) else None
+    named = (key, target, dict(arguments), of_decay)
+    return OptimizerClass(*named, refused, states, unlike, unsaved, draws)
+
+
+def _after_a_step(make: MakePart, dims: int) -> tuple[Optimizer, Tensor]:
+    """Return an optimizer after its first update of a parameter of `dims` dimensions, and the
+    parameter."""
+    parameter = small_parameter(dims)
+    optimizer = make([{"params": [parameter]}])
+    parameter.grad = torch.full_like(parameter, 0.01)
+    optimizer.step()
+    return optimizer, parameter
+
+
+def _entry(name: str, form: StateForm) -> StateEntry:
+    """Return the form of an entry as a plan has it."""
+    value = form.value
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return StateEntry(name, form.shape, dtype, value.dtype.itemsize)
+    return StateEntry(name, (), NUMBER, 8)
+
+
+def _trial(shapes: Sequence[Sequence[int]]) -> _Trial:
+    """Return parameters of `shapes` with random gradients, one row of which is zero."""
+    generator = torch.Generator().manual_seed(20_240_229)
+
+    def drawn(shape: Sequence[int], size: float) -> Tensor:
+        return size * torch.randn(tuple(shape), generator=generator)
+
+    values = [drawn(shape, 0.1) for shape in shapes]
+    gradients = [[drawn(shape, size) for shape in shapes] for size in _SIZES_OF_GRADIENTS]
+    for step in gradients:
+        for gradient in step:
+            gradient[1] = 0.0
+    return _Trial(values, gradients)
+
+
+def _updated(make: MakePart, trial: _Trial, seed: int = 0) -> list[Tensor]:
+    """Return the parameters of `trial` after its steps."""
+    torch.manual_seed(seed)
+    parameters = [nn.Parameter(value.clone()) for value in trial.values]
+    optimizer = _at_rate(Together([{"params": parameters}], [make]))
+    for gradients in trial.gradients:
+        _step(optimizer, parameters, gradients)
+    return [parameter.detach() for parameter in parameters]
+
+
+def _at_rate(optimizer: Together) -> Together:
+    """Return the optimizer at the trial's learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = _RATE
+    return optimizer
+
+
+def _step(optimizer: Together, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Take a step with these gradients."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer.step()
+
+
+def _are_close(updated: Sequence[Tensor], wanted: Sequence[Tensor], trial: _Trial) -> bool:
+    """Return whether parameters of `trial` have been updated equally, but for rounding."""
+    return all(
+        _distance(x, y, before) <= _TOLERANCE
+        for x, y, before in zip(updated, wanted, trial.values, strict=True)
+    )
+
+
+def _distance(updated: Tensor, wanted: Tensor, before: Tensor) -> float:
+    """Return the largest difference of two updates of a parameter, in the largest element of the
+    update that is wanted."""
+    both = torch.stack([updated, wanted])
+    if not bool(both.isfinite().all()):
+        return 0.0 if torch.equal(updated.nan_to_num(), wanted.nan_to_num()) else torch.inf
+    moved = float((wanted - before).abs().max())
+    apart = float((updated - wanted).abs().max())
+    return apart / moved if moved else (torch.inf if apart else 0.0)
+
+
+# --- Parts of parameters -------------------------------------------------------------------------
+
+
+def _unlike_in_parts(make: MakePart, trial: _Trial, whole: Sequence[Tensor]) -> str:
+    """Return why parts of a parameter are updated otherwise than within the whole; '' where they
+    are updated equally."""
+    for dim in range(max(value.dim() for value in trial.values)):
+        of_dim = [i for i, value in enumerate(trial.values) if value.dim() > dim]
+
+        def halves(
+            tensors: Sequence[Tensor], of: list[int] = of_dim, at: int = dim
+        ) -> list[Tensor]:
+            return [half for i in of for half in tensors[i].chunk(2, at)]
+
+        how = f"cut in two along its dimension {dim}"
+        if unlike := _unlike(lambda x: _updated(make, x), trial.cut(halves), halves(whole), how):
+            return unlike
+    total = sum(value.numel() for value in trial.values)
+
+    def flat_halves(tensors: Sequence[Tensor]) -> list[Tensor]:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        return [flat[: total // 2 + 1], flat[total // 2 + 1 :]]
+
+    flat, wanted = trial.cut(flat_halves), flat_halves(whole)
+    return _unlike(lambda x: _updated_flat(make, trial, x), flat, wanted, "flattened")
+
+
+def _unlike(
+    update: Callable[[_Trial], Sequence[Tensor]], parts: _Trial, wanted: Sequence[Tensor], how: str
+) -> str:
+    """Return why `update` makes of `parts` something else than is `wanted`, or ''.
+
+    how: how the parameters were cut, for the answer.
+    """
+    try:
+        updated = update(parts)
+    except Exception as error:
+        return f"of a parameter that is {how} it raises {said(error)}"
+    distances = map(_distance, updated, wanted, parts.values)
+    largest = max(distances)
+    if largest <= _TOLERANCE:
+        return ""
+    off = "is another one" if largest == torch.inf else f"differs by {largest:.2g} of itself"
+    return f"the update of a parameter that is {how} {off}"
+
+
+def _updated_flat(make: MakePart, trial: _Trial, flat: _Trial) -> list[Tensor]:
+    """Return the halves in `flat` after the steps, each of an optimizer that was made of whole
+    parameters and got the half in their stead, as DeepSpeed's ZeRO has it."""
+    halves = []
+    for number, half in enumerate(flat.values):
+        torch.manual_seed(0)
+        whole = [nn.Parameter(value.clone()) for value in trial.values]
+        optimizer = _at_rate(Together([{"params": whole}], [make]))
+        parameter = nn.Parameter(half.clone())
+        optimizer.param_groups[0]["params"] = [parameter]
+        for gradients in flat.gradients:
+            _step(optimizer, [parameter], [gradients[number]])
+        halves.append(parameter.detach())
+    return halves
+
+
+# --- Checkpoints ---------------------------------------------------------------------------------
+
+
+def _unsaved(make: MakePart, trial: _Trial, whole: Sequence[Tensor], draws: bool) -> str:
+    """Return why a new optimizer with the same state goes on otherwise, or '' where it does not.
+
+    draws: whether updates draw random numbers, so that it cannot be told.
+    """
+    if draws:
+        return ""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(value.clone()) for value in trial.values]
+    before = _at_rate(Together([{"params": parameters}], [make]))
+    for gradients in trial.gradients[:-1]:
+        _step(before, parameters, gradients)
+    after = _at_rate(Together([{"params": parameters}], [make]))
+    after.make_states(parameters)
+    for parameter in parameters:
+        kept, made = before.state[parameter], after.state[parameter]
+        if {name for name, x in kept.items() if x is not None} != made.keys():
+            return "keeps other entries after some updates than after the first"
+        for name, value in made.items():
+            if isinstance(value, Tensor) and value.shape != kept[name].shape:
+                return f"keeps {name} of a shape that is not known before"
+            made[name] = kept[name].clone() if isinstance(value, Tensor) else kept[name]
+    _step(after, parameters, trial.gradients[-1])
+    if _are_close([p.detach() for p in parameters], whole, trial):
+        return ""
+    return "keeps something of its updates outside of its state of parameters"

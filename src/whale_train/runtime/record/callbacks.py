@@ -1,0 +1,123 @@
+"""Call the callbacks of a run at its moments, and gather what they ask for. Rank 0 has them."""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from whale_train.callbacks.make import make_callback
+from whale_train.callbacks.options import CallbacksOptions
+from whale_train.own_code import said
+from whale_train.runtime.state.votes import CheckpointRequest
+from whale_train.trackers.tracker import RunDescription, Status
+
+_WISHES = {
+    None: CheckpointRequest.NOTHING,
+    "save": CheckpointRequest.SAVE,
+    "end": CheckpointRequest.END,
+}
+
+
+class CallbackError(RuntimeError):
+    """A callback that has raised an exception, the cause, or has asked for something unknown."""
+
+
+class Callbacks:
+    """The callbacks of a run."""
+
+    def __init__(self, options: CallbacksOptions) -> None:
+        self._goes_on = options.on_error == "go_on"
+        self._listed = options.listed
+        self._objects: dict[str, object] = {}
+        self._saved: SimpleQueue[tuple[int, Path]] = SimpleQueue()
+        self._wish = CheckpointRequest.NOTHING
+        self.warnings: list[str] = []
+
+    def start(self, run: RunDescription) -> None:
+        """Make the callbacks, and call their `start`."""
+        for options in self._listed:
+            with_key = options.key
+
+            def make(options: Any = options) -> None:
+                self._objects[options.key] = make_callback(options)
+
+            self._try(with_key, "as it was made", make)
+        self._call("start", run)
+
+    def step(self, step: int, values: Mapping[str, Any], evaluation: Mapping[str, float]) -> None:
+        """Call `step`, `save` for the checkpoints that are whole by now, and `evaluation` where
+        there was one."""
+        self._call("step", step, values)
+        self._call_saved()
+        if evaluation:
+            self._call("evaluation", step, evaluation)
+
+    def saved(self, step: int, folder: Path) -> None:
+        """Have `save` called at the next moment. It may be called from another thread."""
+        self._saved.put((step, folder))
+
+    def fail(self, error: BaseException) -> None:
+        """Call `failure`. What that raises is written to the log alone."""
+        for key in list(self._objects):
+            try:
+                self._method(key, "failure")(error)
+            except Exception:
+                traceback.print_exc()
+
+    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """Call `save` for the last checkpoints, and `end`."""
+        self._call_saved()
+        self._call("end", status, summary)
+
+    def wish(self) -> CheckpointRequest:
+        """Return the largest wish since the last call."""
+        wish, self._wish = self._wish, CheckpointRequest.NOTHING
+        return wish
+
+    def _call_saved(self) -> None:
+        while True:
+            try:
+                step, folder = self._saved.get_nowait()
+            except Empty:
+                return
+            self._call("save", step, folder)
+
+    def _call(self, moment: str, *arguments: Any) -> None:
+        for key in list(self._objects):
+
+            def call(key: str = key) -> None:
+                wish = self._method(key, moment)(*arguments)
+                if moment in ("step", "evaluation"):
+                    if wish not in _WISHES:
+                        raise CallbackError(f'it returned {wish!r}, not "save", "end" or None')
+                    self._wish = max(self._wish, _WISHES[wish])
+
+            self._try(key, f"in {moment}", call)
+
+    def _method(self, key: str, moment: str) -> Callable[..., Any]:
+        return getattr(self._objects[key], moment, None) or (lambda *_: None)
+
+    def _try(self, key: str, when: str, call: Callable[[], None]) -> None:
+        """Make a call. A callback that raises is left out from then on, or ends the run."""
+        try:
+            call()
+        except Exception as error:
+            if not self._goes_on:
+                raise CallbackError(f"{key} raised {said(error)} {when}") from error
+            traceback.print_exc(file=sys.stderr)
+            self._objects.pop(key, None)
+            self.warnings.append(f"{key} raised {said(error)} {when}; the run went on without it")
+
+
+@contextmanager
+def told_when_failing(callbacks: Callbacks | None) -> Iterator[None]:
+    """Tell the callbacks of an exception that the code of the context raises."""
+    try:
+        yield
+    except Exception as error:
+        if callbacks is not None:
+            callbacks.fail(error)
+        raise

@@ -1,0 +1,51 @@
+"""Compute the metrics of a request from the answers of an evaluation, on rank 0.
+
+A metric is updated once, with the predicted class and the target of every target of the set, as if
+one process had seen all samples: nothing of it depends on the plan.
+"""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from whale_train.errors import LaunchError
+from whale_train.metrics_options import MetricOptions, make_metric
+from whale_train.own_code import importable, said
+from whale_train.runtime.base.answers import Int64s
+
+
+class EvaluationMetrics:
+    """The metrics of a request, by name."""
+
+    def __init__(self, options: Mapping[str, MetricOptions]) -> None:
+        """Make the metrics. Raises ConfigError."""
+        with importable(os.getcwd()):
+            self._metrics = {name: make_metric(name, option) for name, option in options.items()}
+
+    def values(self, predicted: Int64s, target: Int64s, counts: Int64s) -> dict[str, float]:
+        """Return the values of all metrics. One of several values has a number each.
+
+        predicted, target: class numbers of pairs, int64 `[pairs]`.
+        counts: how often each pair was seen, int64 `[pairs]`.
+
+        Raises LaunchError where a metric raises, or there are no targets.
+        """
+        if not counts.sum():
+            said_of = ", ".join(self._metrics)
+            raise LaunchError(f"metrics {said_of} need targets, and the evaluation has none")
+        seen = [torch.from_numpy(x.repeat(counts)) for x in (predicted, target)]
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            try:
+                metric.reset()
+                metric.update(*seen)
+                computed = torch.as_tensor(metric.compute()).double()
+            except Exception as error:
+                raise LaunchError(f"metrics.{name} raised {said(error)}") from error
+            if computed.dim():
+                parts = computed.flatten().tolist()
+                values |= {f"{name}_{number}": x for number, x in enumerate(parts)}
+            else:
+                values[name] = float(computed)
+        return values

@@ -1,0 +1,52 @@
+"""Make a tracker of its options, which imports what it is made of."""
+
+import os
+
+from whale_train.errors import ConfigError
+from whale_train.own_code import argument_faults, importable, imported
+from whale_train.trackers.options import (
+    BuiltIn,
+    MlflowOptions,
+    OwnTrackerOptions,
+    TensorBoardOptions,
+    WandbOptions,
+)
+from whale_train.trackers.tracker import TRACKER, Tracker
+
+
+def make_tracker(options: BuiltIn | OwnTrackerOptions, key: str) -> Tracker:
+    """Return the tracker of `options`, not opened yet.
+
+    `key` is the entry of the config, such as `trackers[0]`, for messages. Raises ConfigError where
+    a tracker of the user's own cannot be imported or is none, or its arguments are wrong, and
+    ImportError where the package of a built-in one is missing.
+    """
+    if isinstance(options, OwnTrackerOptions):
+        return _own(options, key)
+    if isinstance(options, TensorBoardOptions):
+        from whale_train.trackers.tensorboard_events import TensorBoardTracker
+
+        return TensorBoardTracker()
+    if isinstance(options, MlflowOptions):
+        # MLflow asks for it as it is imported.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from whale_train.trackers.mlflow_runs import MlflowTracker
+
+        return MlflowTracker(options)
+    if isinstance(options, WandbOptions):
+        from whale_train.trackers.wandb_segments import WandbTracker
+
+        return WandbTracker(options)
+    from whale_train.trackers.trackio_rows import TrackioTracker
+
+    return TrackioTracker(options)
+
+
+def _own(options: OwnTrackerOptions, key: str) -> Tracker:
+    with importable(os.getcwd()):
+        made = imported(f"{key}._target_", options.target, TRACKER)
+        name = options.target.rpartition(".")[2]
+        if faults := argument_faults(made, options.arguments, key, name):
+            raise ConfigError(faults)
+        tracker: Tracker = made(**options.arguments)
+    return tracker
