@@ -77,7 +77,8 @@ def state() -> dict[str, Any]:
         "python": random.getstate(),
         "device": torch.get_default_device(),
         "dtype": torch.get_default_dtype(),
-        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "matmul": torch.get_float32_matmul_precision(),
+        "conv": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         "logging": logging.root.manager.disable,
         "hydra": GlobalHydra.instance().hydra,
         "resolvers": OmegaConf.has_resolver("whale_suffix"),
@@ -184,6 +185,7 @@ def test_a_run_leaves_all_as_it_was(folder: Path, capfd: pytest.CaptureFixture[s
     results = []
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     try:
         with hydra.initialize(version_base=None), torch.inference_mode():
             before = state()
@@ -196,6 +198,7 @@ def test_a_run_leaves_all_as_it_was(folder: Path, capfd: pytest.CaptureFixture[s
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
+        torch.backends.cudnn.allow_tf32 = True
     assert processes_of(folder) == ()
     assert capfd.readouterr() == ("", "")
     (result,) = results

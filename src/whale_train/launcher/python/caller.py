@@ -10,7 +10,8 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +30,15 @@ def caller_kept() -> Iterator[None]:
         stack.callback(logging.disable, disabled)
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        else:  # they are seeded when first used, by the seed that torch was given last
+            stack.callback(lambda: torch.cuda.manual_seed_all(torch.initial_seed()))
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
-            stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
+        for owner, name, value in _fp32_settings():  # put back in the other order
+            stack.callback(setattr, owner, name, value)
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
@@ -44,6 +47,21 @@ def caller_kept() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def _fp32_settings() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the settings of torch that say how fp32 is computed: owner, name and value.
+
+    `allow_tf32` cannot be read once the settings of single operations say something else, and
+    writes those where it is written.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    for owner in (matmul, cudnn.conv, cudnn.rnn):
+        yield owner, "fp32_precision", owner.fp32_precision
+    for owner in (matmul, cudnn):
+        with suppress(RuntimeError):
+            yield owner, "allow_tf32", owner.allow_tf32
 
 
 @contextmanager
