@@ -1,1 +1,34 @@
-"""Train any PyTorch model on any mix of devices from one declarative config."""
+"""Train any PyTorch model on any mix of devices from one declarative config.
+
+`compose`, `plan`, `train` and `verify` do from Python what the command `whale-train` does.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whale_train.errors import ConfigError as ConfigError
+    from whale_train.errors import LaunchError as LaunchError
+    from whale_train.errors import PlanError as PlanError
+    from whale_train.launcher.python.from_python import compose as compose
+    from whale_train.launcher.python.from_python import plan as plan
+    from whale_train.launcher.python.from_python import train as train
+    from whale_train.launcher.python.from_python import verify as verify
+
+_FUNCTIONS = ("compose", "plan", "train", "verify")
+_ERRORS = ("ConfigError", "LaunchError", "PlanError")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: what none needs is not imported by any."""
+    if name in _ERRORS:
+        from whale_train import errors as module
+    elif name in _FUNCTIONS:
+        from whale_train.launcher.python import from_python as module  # type: ignore[no-redef]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    """Return the module's names, those that are imported at their first use too."""
+    return sorted({*globals(), *_FUNCTIONS, *_ERRORS})

@@ -33,10 +33,11 @@ _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 PLATEAU = "plateau"  # a value of train.delink_at
 AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
-Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate"]
+Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate", "audit"]
 READING = ("export", "evaluate")  # modes that read a checkpoint
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
+_RunPath = Annotated[str, Field(min_length=1)] | None
 Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
 
 
@@ -226,6 +227,15 @@ class VerifyOptions(_Section):
     tolerance: float | None = Field(None, gt=0)
 
 
+class AuditOptions(_Section):
+    """Options of `mode=audit`, under `audit`.
+
+    step: the step of which it is shown which device took which samples; None is none.
+    """
+
+    step: _Count | None = None
+
+
 class Request(BaseModel):
     """All options that a user asked for, checked.
 
@@ -243,6 +253,8 @@ class Request(BaseModel):
     trackers: keepers of the run's curves, TensorBoard's among them where `train.tensorboard` asks
         for it.
     files: the plan's notes about the user's own config files that have the names of built-in ones.
+    run: the run directory that `mode=audit` reads.
+    audit: the section of this name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -265,6 +277,8 @@ class Request(BaseModel):
     callbacks: CallbacksOptions = CallbacksOptions()
     metrics: dict[str, MetricOptions] = Field(default_factory=dict)
     files: tuple[Decision, ...] = ()
+    run: str | None = None
+    audit: AuditOptions = AuditOptions()
 
     def to_json(self) -> str:
         """Return the request as JSON, as `request.json` has it."""
@@ -339,6 +353,7 @@ def read_request(
         ("train", TrainOptions),
         ("verify", VerifyOptions),
         ("checkpoint", CheckpointOptions),
+        ("audit", AuditOptions),
     ):
         given = plain.get(key)
         if key == "checkpoint" and isinstance(given, str):  # as in mode=export checkpoint=PATH
@@ -353,6 +368,7 @@ def read_request(
         elif section is not None:
             sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
+    sections["run"] = validated(_RunPath, plain.get("run"), "run", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
@@ -371,6 +387,19 @@ def read_request(
     if faults:
         raise ConfigError(faults)
     return Request.model_construct(**sections)
+
+
+def in_mode(request: Request, mode: Mode) -> Request:
+    """Return a request in another mode. Raises ConfigError for values that are wrong or without
+    effect there."""
+    faults: list[Fault] = []
+    sections = {name: getattr(request, name) for name in Request.model_fields} | {"mode": mode}
+    _compared(list(request.compare), mode, faults)
+    _rehearsed(request.rehearse, mode, faults)
+    _refuse_together(sections, faults)
+    if faults:
+        raise ConfigError(faults)
+    return request.model_copy(update={"mode": mode})
 
 
 def _add_path(plain: dict[str, Any], faults: list[Fault]) -> None:
@@ -435,7 +464,7 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
         remedy = "list names of strategies, as in compare=[dp,zero3]"
         faults.append(Fault("compare", as_yaml(value), "is not a list of names", remedy))
         return ()
-    if names and mode in ("train", "rehearse", "verify", "calibrate", "export", "evaluate"):
+    if names and mode not in ("plan", None):
         rule = f"has no effect on mode={mode}"
         faults.append(Fault("compare", as_yaml(names), rule, "use mode=plan, or compare=[]"))
     return tuple(dict.fromkeys(names))
@@ -476,7 +505,7 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
     value = plain.get(key)
     if isinstance(value, dict):
         return {str(name): item for name, item in value.items()}
-    groupless = key in ("train", "verify", "checkpoint")
+    groupless = key in ("train", "verify", "checkpoint", "audit")
     remedy = f"use {key}.KEY=VALUE" if groupless else f"use {key}=NAME or {key}.KEY=VALUE"
     faults.append(Fault(key, as_yaml(value), "is not a mapping", remedy))
     return None
@@ -494,6 +523,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
         _refuse_resume_data(train, faults)
+    _refuse_run(sections.get("run"), sections.get("audit"), sections.get("mode"), faults)
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
     if isinstance(checkpoint, CheckpointOptions):
         _refuse_path(checkpoint, sections.get("mode"), faults)
@@ -553,6 +583,20 @@ def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault
     if mode not in READING and mode is not None and checkpoint.path is not None:
         rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
         faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
+
+
+def _refuse_run(run: object, audit: object, mode: object, faults: list[Fault]) -> None:
+    """Add a fault for an audit of no run, and for a run or a step that the mode does not audit."""
+    if mode == "audit" and run is None:
+        remedy = "name a run directory, as run=runs/MY_RUN"
+        faults.append(Fault("run", "", "must be given to mode=audit", remedy))
+    if mode in ("audit", None):
+        return
+    rule = f"has no effect on mode={mode}"
+    if run is not None:
+        faults.append(Fault("run", str(run), rule, "use mode=audit, or leave it out"))
+    if isinstance(audit, AuditOptions) and audit.step is not None:
+        faults.append(Fault("audit.step", str(audit.step), rule, "use mode=audit, or null"))
 
 
 def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> None:

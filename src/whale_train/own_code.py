@@ -68,6 +68,10 @@ def imported(key: str, target: str, kind: TargetKind) -> Callable[..., Any]:
     """
     path, _, name = target.rpartition(".")
     parts = path.split(".")
+    if parts[0] == "__main__":
+        rule = "is of the program that runs here, which ranks cannot import"
+        remedy = "put it into a module, as my_models.py, and name it there"
+        raise ConfigError([Fault(key, target, rule, remedy)])
     module: ModuleType | type | None = None
     for part in (".".join(parts[: end + 1]) for end in range(len(parts))):
         try:

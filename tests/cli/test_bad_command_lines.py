@@ -298,8 +298,8 @@ VALUES = (
     Case(
         "unknown_mode",
         "mode=trian",
-        "mode=trian is unknown; did you mean train? One of: calibrate, export, plan, rehearse, "
-        "train, verify",
+        "mode=trian is unknown; did you mean train? One of: audit, calibrate, evaluate, "
+        "export, plan, rehearse, train, verify",
     ),
     Case(
         "profile_beyond_the_run",

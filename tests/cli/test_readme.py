@@ -8,12 +8,14 @@ example, and plans what takes long to plan.
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
 import yaml
-from tests.cli.command import ROOT, whale_train
+from tests.cli.command import ROOT, environment_for, whale_train
 
 from whale_train.rehearsal import Rehearsal
 
@@ -109,7 +111,7 @@ def test_the_blocks_are_read() -> None:
 TO_PLAN = [
     pytest.param(x, marks=pytest.mark.full) if any(word in x for word in _SLOW) else x
     for x in OURS
-    if "mode=export" not in x and _STUDY not in x
+    if "mode=export" not in x and "mode=audit" not in x and _STUDY not in x
 ]
 
 
@@ -231,7 +233,7 @@ def test_the_sweep_of_the_readme_ends_in_one_table(folder: Path) -> None:
     assert [name for name in ("dp", "zero1", "zero3") if name in table] == ["dp", "zero1", "zero3"]
 
 
-def test_a_run_of_the_readme_is_kept_resumed_and_exported(folder: Path) -> None:
+def test_a_run_of_the_readme_is_kept_resumed_exported_and_audited(folder: Path) -> None:
     """The checkpoints of its hundred steps, here of four: the second command goes on from there."""
 
     def shorter(command: list[str], steps: int) -> list[str]:
@@ -239,13 +241,24 @@ def test_a_run_of_the_readme_is_kept_resumed_and_exported(folder: Path) -> None:
         return [*changed, f"train.steps={steps}", "hardware=cpu", "hardware.devices=2"]
 
     first, second = command_with("checkpoint.keep=3"), command_with("zero3", "train.resume=auto")
-    exports = [overrides_of(x) for x in OURS if "mode=export" in x]
+    exports = [overrides_of(x) for x in OURS if "mode=export" in x or "mode=audit" in x]
     answers = [whale_train(shorter(first, 4), folder), whale_train(shorter(second, 6), folder)]
     answers += [whale_train([x.replace("_100", "_4") for x in y], folder) for y in exports]
-    assert [(x.status, x.stderr) for x in answers] == [(0, "")] * 4
+    assert [(x.status, x.stderr) for x in answers] == [(0, "")] * 6
     run = folder / "runs/mine"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
     assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
     assert (folder / "step_4/model/model.safetensors").exists()
     # The run's own, and one in the directory of each export.
     assert len(list(folder.rglob("model.safetensors"))) == 3
+
+
+@pytest.mark.full
+def test_the_program_of_the_readme_trains_and_verifies(folder: Path) -> None:
+    (program,) = (text for kind, text in blocks() if kind == "python" and "whale_train" in text)
+    command = [sys.executable, "-c", f"{program}\nprint(len(losses), same, shown.world_size > 0)"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment_for(folder), capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("20 True True\n", "")
+    assert (folder / "runs" / "from_python" / "model").is_dir()

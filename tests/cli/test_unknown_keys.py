@@ -71,7 +71,7 @@ def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
     """Every key of every other option of a group is tried beside an option that may lack it."""
     group, _, name = choice.partition("=")
     given = [choice, *filter(None, [GIVEN.get(choice)])]
-    with command_line._hydra(None):
+    with command_line.initialised(None):
         keys = set(command_line._attempt("config", given)[group])
         others = {
             key

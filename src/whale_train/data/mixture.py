@@ -69,8 +69,26 @@ class MixedDataset:
         return [(i, int(stops[i]) - size, int(stops[i])) for i, size in enumerate(sizes)]
 
     @cached_property
-    def _first(self) -> Indices:
-        sizes = np.array([source.num_samples for source in self.sources], np.int64)
+    def order(self) -> "MixedOrder":
+        """Return the order in which samples are taken."""
+        return MixedOrder(tuple(source.num_samples for source in self.sources), self.shares)
+
+
+@dataclass(frozen=True)
+class MixedOrder:
+    """The order in which samples of several sources are taken.
+
+    sizes: number of samples of each source.
+    shares: places of every `BLOCK` places that each source has.
+    """
+
+    sizes: tuple[int, ...]
+    shares: tuple[int, ...]
+
+    @property
+    def first(self) -> Indices:
+        """Return the index of the first sample of each source, int64 `[sources]`."""
+        sizes = np.array(self.sizes, np.int64)
         return np.cumsum(sizes) - sizes
 
     def indices_at(self, positions: Indices, seed: int, shuffle: bool) -> Indices:
@@ -79,6 +97,20 @@ class MixedDataset:
         Every source is read from its beginning to its end again and again, each time in an order of
         its own with `shuffle`.
         """
+        sources, taken = self.taken_at(positions, seed)
+        indices, first = np.empty(len(positions), np.int64), self.first
+        for number, size in enumerate(self.sizes):
+            own = sources == number
+            passes, places = np.divmod(taken[own], size)
+            if shuffle:
+                key = random_bits(stream_key(f"order of source {number}", seed), passes)
+                places = permute(places, size, key)
+            indices[own] = first[number] + places
+        return indices
+
+    def taken_at(self, positions: Indices, seed: int) -> tuple[Indices, Indices]:
+        """Return the source of each of the places `positions`, and how many places before it in the
+        whole run have the same source; both int64 `[n]`."""
         blocks, slots = np.divmod(positions, BLOCK)
         sources, taken = np.empty_like(positions), np.empty_like(positions)
         for block in np.unique(blocks):
@@ -86,15 +118,14 @@ class MixedDataset:
             of_slot, before = self._block(int(block), seed)
             sources[own] = of_slot[slots[own]]
             taken[own] = before[slots[own]] + block * np.asarray(self.shares)[sources[own]]
-        indices = np.empty(len(positions), np.int64)
-        for number, source in enumerate(self.sources):
-            own = sources == number
-            passes, places = np.divmod(taken[own], source.num_samples)
-            if shuffle:
-                key = random_bits(stream_key(f"order of source {number}", seed), passes)
-                places = permute(places, source.num_samples, key)
-            indices[own] = self._first[number] + places
-        return indices
+        return sources, taken
+
+    def taken_before(self, position: int, seed: int) -> tuple[int, ...]:
+        """Return the number of samples of each source that are taken before place `position`."""
+        blocks, slots = divmod(position, BLOCK)
+        of_slot, _ = self._block(blocks, seed)
+        begun = np.bincount(of_slot[:slots], minlength=len(self.sizes))
+        return tuple(blocks * share + int(n) for share, n in zip(self.shares, begun, strict=True))
 
     def _block(self, block: int, seed: int) -> tuple[Indices, Indices]:
         """Return the source of each place of a block, and how many places of the block before it

@@ -42,7 +42,7 @@ def samples_at(dataset: Dataset, position: int, count: int, seed: int, shuffle: 
     """Return the indices of `count` training samples of `dataset` from `position` of the whole run
     on, int64 `[count]`."""
     if isinstance(dataset, MixedDataset):
-        return dataset.indices_at(position + np.arange(count, dtype=np.int64), seed, shuffle)
+        return dataset.order.indices_at(position + np.arange(count, dtype=np.int64), seed, shuffle)
     return indices_from(position, dataset.num_samples, count, seed, shuffle)
 
 

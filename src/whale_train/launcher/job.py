@@ -1,11 +1,14 @@
-"""Run one job, from its composed config to its end: Request, profile, Plan, run directory,
-ranks."""
+"""Run one job, from its request to its end: profile, Plan, run directory, ranks.
+
+`carry_out` is the road of a job, whoever asks for it. `run_job` is the command's use of it, which
+prints what is said of the end.
+"""
 
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -38,6 +41,7 @@ from whale_train.launcher.job_end import (
     started_elsewhere,
     summary_of,
 )
+from whale_train.launcher.modes.audit import audit_job
 from whale_train.launcher.modes.calibrate import calibrate
 from whale_train.launcher.modes.evaluate import (
     checkpoint_of,
@@ -46,7 +50,7 @@ from whale_train.launcher.modes.evaluate import (
 )
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
-from whale_train.launcher.modes.verify import verify
+from whale_train.launcher.modes.verify import verify_job
 from whale_train.launcher.planning.check_trackers import refuse_trackers
 from whale_train.launcher.planning.plan_request import (
     Resolved,
@@ -80,6 +84,7 @@ from whale_train.launcher.resume import (
     go_on,
     phase_of,
     refuse_unlike,
+    saved_state,
     say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress
@@ -95,6 +100,24 @@ from whale_train.strategies.plan.plan import Decision
 ELSEWHERE = ("ssh", "slurm")  # kinds of launchers that start ranks by processes of their own
 
 
+@dataclass(frozen=True)
+class JobPlace:
+    """The place of a job: where it prints, and how its ranks are started.
+
+    console: where the plan and the progress are printed.
+    arguments: command-line arguments that make the same request.
+    place: the place of this process, rank 0, where others have started the ranks.
+    early: a host that imports already; None: there is none.
+    follower: hears the metrics of a training that runs here, and may end it; None: nobody does.
+    """
+
+    console: Console
+    arguments: Sequence[str] = ()
+    place: LaunchPlace | None = None
+    early: EarlyHost | None = None
+    follower: Follower | None = None
+
+
 def run_job(
     config: DictConfig,
     names: dict[str, str],
@@ -105,7 +128,7 @@ def run_job(
     early: EarlyHost | None = None,
     follower: Follower | None = None,
 ) -> JobEnd:
-    """Serve one request. Prints what happens, and raises nothing that a user can cause.
+    """Serve one request. Print what happens, and raise nothing that a user can cause.
 
     config: the composed config of the job.
     names: the option chosen in each config group.
@@ -116,33 +139,59 @@ def run_job(
     early: a host that imports already; None: there is none.
     follower: hears the metrics of a training that runs here, and may end it; None: nobody does.
     """
-    console = open_console(sys.stdout)
+    at = JobPlace(open_console(sys.stdout), arguments, place, early, follower)
     try:
-        request = read_request(config, names, files)
+        end = carry_out(read_request(config, names, files), run_dir, at)
+    except RequestError as error:
+        is_told = (run_dir / REFUSED).exists()
+        discard(run_dir, error)
+        sys.stdout.flush()
+        sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+        return JobEnd("refused", run_dir, is_told=is_told, reason=str(error))
+    except KeyboardInterrupt:
+        end = interrupted(run_dir)
+    sys.stdout.flush()
+    if end.refusal is not None:
+        sys.stderr.write(error_text(end.refusal, terminal_width(sys.stderr)) + "\n")
+    if end.said:
+        sys.stderr.write(("error: " if end.status == "failed" else "") + end.said + "\n")
+    return end
+
+
+def discard(run_dir: Path, error: RequestError) -> None:
+    """Remove the files that a job which was refused has left in its directory."""
+    if not isinstance(error, RunDirInUse):  # whose files belong to another run
+        remove_unused(run_dir)
+
+
+def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
+    """Run the job of one request to its end. Raises ConfigError or PlanError where it is refused.
+
+    run_dir: the directory of the job, which exists.
+    """
+    console, place, early = at.console, at.place, at.early
+    try:
         _refuse_mode(request, place)
         if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
             early.stop()
-        if request.model.pretrained is not None:
-            fetch(
-                PRETRAINED,
-                request.model.pretrained,
-                weights=request.mode not in ("plan", "rehearse"),
-            )
+        _fetch_model(request)
         checkpoint = None
         if request.mode == "evaluate":
             checkpoint = checkpoint_of(request)
-            request = with_saved(request, checkpoint, arguments)
-        request = _with_data(request, place)
+            request = with_saved(request, checkpoint, at.arguments)
+        request = _with_data(request, place, console)
         if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
+        if request.mode == "audit":
+            return audit_job(request, run_dir, console)
         with stop_signals() as signals:
             if request.mode == "export":
                 return export_checkpoint(request, run_dir, console, signals)
             if request.launcher.kind == "ssh" and place is None:
-                status = run_over_ssh(request, arguments, console, signals)
+                status = run_over_ssh(request, at.arguments, console, signals)
                 return started_elsewhere(status, run_dir)
             if request.launcher.kind == "slurm" and place is None:
-                submission = Submission.of(request, arguments, run_dir)
+                submission = Submission.of(request, at.arguments, run_dir)
                 if "kind" not in request.hardware:  # what can be known of the plan here
                     resolve_request(request.model_copy(update={"mode": "plan"}))
                 return JobEnd("done", run_dir, submission=submission)
@@ -150,40 +199,50 @@ def run_job(
             if request.mode == "calibrate":
                 return calibrate(request, run_dir, console, place, signals)
             if request.mode == "verify":
-                return verify(request, run_dir, console, place, signals)
+                return verify_job(request, run_dir, console, place, signals)
             if checkpoint is not None:
                 made = (request, checkpoint, run_dir, console, place, signals)
                 return evaluate_checkpoint(*made)
             with in_use(run_dir):
-                return _train(request, run_dir, console, place, signals, early, follower)
-    except RequestError as error:
-        is_told = (run_dir / REFUSED).exists()
-        if not isinstance(error, RunDirInUse):  # whose files belong to another run
-            remove_unused(run_dir)
-        sys.stdout.flush()
-        sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
-        return JobEnd("refused", run_dir, is_told=is_told, reason=str(error))
+                return _train(request, run_dir, console, place, signals, early, at.follower)
     except OSError as error:
         if not is_full(error):
             raise
-        sys.stderr.write(f"error: {error.strerror}; make room, or use another hydra.run.dir\n")
-        return JobEnd("failed", run_dir, reason=str(error.strerror))
+        said = f"{error.strerror}; make room, or use another hydra.run.dir"
+        return JobEnd("failed", run_dir, reason=str(error.strerror), said=said)
     except KeyboardInterrupt:
         return interrupted(run_dir)
 
 
-def _with_data(request: Request, place: LaunchPlace | None) -> Request:
+def with_inputs(request: Request, console: Console) -> Request:
+    """Return the request of a plan with what it needs of this machine: the folder of a pretrained
+    model, and its data, as `_with_data` does. Raises ConfigError.
+
+    console: where it is shown how far long preparations are.
+    """
+    _fetch_model(request)
+    return _with_data(request, None, console)
+
+
+def _fetch_model(request: Request) -> None:
+    """Have the folder of a pretrained model on this machine. Raises ConfigError."""
+    if request.model.pretrained is not None:
+        weights = request.mode not in ("plan", "rehearse")
+        fetch(PRETRAINED, request.model.pretrained, weights=weights)
+
+
+def _with_data(request: Request, place: LaunchPlace | None, console: Console) -> Request:
     """Return the request with the steps of `train.epochs`, and its texts tokenised.
 
     Nothing happens for ranks on other hosts, which have data of their own, and for modes that read
     none. Raises ConfigError.
     """
     elsewhere = place is None and request.launcher.kind == "ssh"
-    if elsewhere or request.mode in ("calibrate", "export"):
+    if elsewhere or request.mode in ("calibrate", "export", "audit"):
         return request
     if not isinstance(request.data, TextFilesOptions) and request.train.epochs is None:
         return request
-    with tokenising_shown() as watch:
+    with tokenising_shown(console) as watch:
         data = open_data(request.data, watch)
     return in_steps(request, data.training.num_samples)
 
@@ -200,7 +259,7 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
         remedy = "use null, and for the second part train.resume=RUN model.share_layers=false"
         at = str(request.train.delink_at)
         raise ConfigError([Fault("train.delink_at", at, rule, remedy)])
-    if request.mode in ("plan", "rehearse", "export") and place is not None:
+    if request.mode in ("plan", "rehearse", "export", "audit") and place is not None:
         rule = "needs no ranks, and some were started from outside"
         raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
 
@@ -252,7 +311,7 @@ def _train(
     refuse_trackers(request.trackers)
     refuse_callbacks(request.callbacks)
     attempts: list[Attempt] = []
-    wanted = request
+    wanted, refusal = request, None
     # torchrun and srun start their ranks again themselves.
     allowed = request.launcher.max_restarts if place is None else 0
     while True:
@@ -273,7 +332,7 @@ def _train(
         except RequestError as error:
             if not attempts:
                 raise
-            sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+            refusal = error
             break  # ends with the failure of the attempt before
         except RendezvousTimeout as error:
             return never_met(error.outcome, run_dir)
@@ -299,7 +358,7 @@ def _train(
         end = pruned(outcome, run_dir, console)
         if end is not None:
             return end
-    return finish(outcome, resolved, run_dir, console)
+    return replace(finish(outcome, resolved, run_dir, console), refusal=refusal)
 
 
 def next_attempt(request: Request) -> Request:
@@ -352,7 +411,9 @@ def _attempt(
             resolved = replace(resolved, plan=replace(resolved.plan, decisions=said))
         checkpoint = None if resumed is None else resumed.path
         data_anew = going_on is not None and going_on.data_anew
-        start_ranks(run_dir, resolved, request, checkpoint, delinks=parts, data_anew=data_anew)
+        samples = 0 if resumed is None or data_anew else saved_state(resumed).samples
+        begun_with = (run_dir, resolved, request, checkpoint)
+        start_ranks(*begun_with, delinks=parts, data_anew=data_anew, samples=samples)
         show_resolved(resolved, request, console)
         hears = None
         if follower is not None:

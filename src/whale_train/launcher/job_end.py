@@ -1,7 +1,10 @@
-"""Describe how a job ends: its status, and the last lines that are printed of it."""
+"""Describe how a job ends: its status, and the last lines that are said of it.
+
+What is said of a job that is done is printed here. What is said of any other is in its `JobEnd`, so
+that a command can print it and a program can raise it.
+"""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from whale_train.checkpoints.checkpoint_files import MODEL
+from whale_train.errors import RequestError
+from whale_train.launcher.modes.verification import Verification
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.host_process import HostOutcome, HostProcess, describe_failure
 from whale_train.launcher.ranks.on_slurm import Submission
@@ -42,6 +47,12 @@ class JobEnd:
     submission: how to submit a job that goes to a queue; None for any other job.
     reason: why the job was refused or failed; '' where it is not known here.
     is_pruned: whether the job was interrupted by its follower, and not by a user.
+    said: why the job is not done, as text without a trailing newline; '' where there is nothing to
+        say, or it has been said.
+    refusal: the error by which a further attempt of a failed job was refused; None where there was
+        none.
+    verification: the comparison that `mode=verify` made; None for any other mode, and where it came
+        to none.
     """
 
     status: Status
@@ -51,12 +62,15 @@ class JobEnd:
     submission: Submission | None = None
     reason: str = ""
     is_pruned: bool = False
+    said: str = ""
+    refusal: RequestError | None = None
+    verification: Verification | None = None
 
 
 def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> JobEnd | None:
     """Run a program that needs no ranks on a run directory, to its end.
 
-    Returns None where it succeeded. Otherwise prints the failure and returns the end of the job.
+    Returns None where it succeeded, and otherwise the end of the job.
     """
     host = HostProcess.start(run_dir, tuple(program))
     try:
@@ -66,8 +80,7 @@ def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> Jo
     if outcome.status == "interrupted":
         return interrupted(run_dir)
     if outcome.failure is not None:
-        sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
-        return JobEnd("failed", run_dir)
+        return JobEnd("failed", run_dir, said=describe_failure(outcome.failure, ""))
     return None
 
 
@@ -78,7 +91,7 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
-    """Print how a run ended, and return the end of the job."""
+    """Print how a run that is done ended, and return the end of the job."""
     if outcome.status == "done":
         summary = summary_of(run_dir)
         for warning in summary.get("warnings", ()):
@@ -90,9 +103,9 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
             line = f"best: {best['metric']} {best['value']:.6g} after step {best['step']}"
             console.print(Portable(Text(line)), soft_wrap=True)
         if summary["stopped_after"] is not None:
-            sys.stderr.write(f"interrupted after step {summary['stopped_after']}, which is saved; ")
-            sys.stderr.write(f"go on with hydra.run.dir={run_dir} train.resume=auto\n")
-            return JobEnd("interrupted", run_dir)
+            said = f"interrupted after step {summary['stopped_after']}, which is saved; "
+            said += f"go on with hydra.run.dir={run_dir} train.resume=auto"
+            return JobEnd("interrupted", run_dir, said=said)
         unlike = unlike_predicted(summary, resolved.emulated)
         if unlike:
             console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
@@ -108,8 +121,7 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
         assert outcome.failure is not None
         place = _place(resolved.plan, outcome.failure.rank)
         said = describe_failure(outcome.failure, place)
-        sys.stderr.write(f"error: {said}\n")
-        return JobEnd("failed", run_dir, reason=_last_line(said))
+        return JobEnd("failed", run_dir, reason=_last_line(said), said=said)
     return interrupted(run_dir)
 
 
@@ -127,11 +139,10 @@ def pruned(outcome: HostOutcome, run_dir: Path, console: Console) -> JobEnd | No
 
 
 def never_met(outcome: HostOutcome, run_dir: Path) -> JobEnd:
-    """Print why ranks that others started did not meet, and return the end of the job."""
+    """Return the end of a job whose ranks, which others started, did not meet."""
     if outcome.failure is None:
         return interrupted(run_dir)
-    sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
-    return JobEnd("failed", run_dir)
+    return JobEnd("failed", run_dir, said=describe_failure(outcome.failure, ""))
 
 
 def started_elsewhere(status: int, run_dir: Path) -> JobEnd:
@@ -170,9 +181,8 @@ def _why(resolved: Resolved) -> str:
 
 
 def interrupted(run_dir: Path) -> JobEnd:
-    """Print that a job was interrupted, and return the end of the job."""
-    sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")
-    return JobEnd("interrupted", run_dir)
+    """Return the end of a job that was interrupted."""
+    return JobEnd("interrupted", run_dir, said=f"interrupted; what was written is in {run_dir}")
 
 
 def _last_line(said: str) -> str:

@@ -42,6 +42,7 @@ from whale_train.launcher.compose.studies import (
 )
 from whale_train.launcher.compose.sweeps import PARAMS, jobs, params_of, refuse_swept, value_of
 from whale_train.launcher.compose.unknown_keys import (
+    READ_ALONE,
     is_choice,
     remedy_for,
     remedy_for_flag,
@@ -75,14 +76,11 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
-    options = _flags(arguments)
+    options = parsed_flags(arguments)
     if options.shell_completion:
         return list(arguments)
     flags = [text for text in arguments if text not in options.overrides]
-    faults: list[Fault] = []
-    parsed = [o for text in options.overrides if (o := read_override(text, faults)) is not None]
-    if faults:
-        raise ConfigError(faults)
+    parsed = parsed_overrides(options.overrides)
     keys = {o.key_or_group for o in parsed}
     own = [x for x in _OF_CLASSES if f"{x}._target_" in keys and x not in keys]
     custom = {*own, *(o.key_or_group for o in parsed if o.value() == "custom")}
@@ -108,7 +106,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
 
 def read_own_files(arguments: Sequence[str]) -> None:
     """Have Hydra read the user's own config files before the built-in ones."""
-    options = _flags(arguments)
+    options = parsed_flags(arguments)
     parsed = [o for text in options.overrides if (o := read_override(text, []))]
     put_own_files_first(options.config_dir, parsed)
 
@@ -120,13 +118,13 @@ def check(arguments: Sequence[str]) -> None:
     For a sweep, only faults that would stop all of it are raised here. Its jobs are read one by one
     as they run. Raises ConfigError with all faults.
     """
-    options = _flags(arguments)
+    options = parsed_flags(arguments)
     if options.shell_completion:
         return
     name = options.config_name or "config"
     shows = options.help or options.hydra_help or options.info
     faults: list[Fault] = []
-    with _hydra(options.config_dir, options.config_path):
+    with initialised(options.config_dir, options.config_path):
         parsed = OverridesParser.create().parse_overrides(list(options.overrides))
         common = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
         if shows:  # Hydra reports faults itself, but first runs the logging config
@@ -171,14 +169,38 @@ def check(arguments: Sequence[str]) -> None:
             if config is None or options.cfg:
                 continue
             given = overrides if multirun else options.overrides
-            if config.get("mode") == "export":
-                faults += [x for x in _faults_of_export(given, wrong) if x not in faults]
+            faults += [
+                x for x in _without_effect(config.get("mode"), given, wrong) if x not in faults
+            ]
             if not multirun:
                 faults += _request_faults(config, wrong, given)
             if not faults and not study:  # whose runs may be there already
                 faults += run_dir_faults(config, number if multirun else None)
     if faults:
         raise ConfigError(faults)
+
+
+def parsed_overrides(texts: Sequence[str]) -> list[Override]:
+    """Return the overrides that `texts` write. Raises ConfigError for those that cannot be
+    parsed."""
+    faults: list[Fault] = []
+    parsed = [o for text in texts if (o := read_override(text, faults)) is not None]
+    if faults:
+        raise ConfigError(faults)
+    return parsed
+
+
+def with_hydra(name: str | None, overrides: Sequence[str]) -> DictConfig:
+    """Return the config of one job with Hydra's own part, which `initialised` has to surround.
+
+    name: the name of the primary config; None for ours.
+
+    Raises ConfigError with all faults of the overrides.
+    """
+    config, faults = _compose(name or "config", overrides)
+    if config is None or faults:
+        raise ConfigError(faults)
+    return config
 
 
 def _of_study(config: DictConfig, overrides: Sequence[Override]) -> list[list[str]]:
@@ -224,15 +246,12 @@ def composed_job(sweep: DictConfig, overrides: Sequence[str]) -> DictConfig:
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the config of one job, without Hydra's own part. Raises ConfigError with all faults of
     the overrides."""
-    with _hydra(None):
-        config, faults = _compose("config", overrides)
-    if config is None or faults:
-        raise ConfigError(faults)
-    return _without_hydra(config)
+    with initialised(None):
+        return without_hydra(with_hydra(None, overrides))
 
 
 @contextmanager
-def _hydra(config_dir: str | None, config_path: str | None = None) -> Iterator[None]:
+def initialised(config_dir: str | None, config_path: str | None = None) -> Iterator[None]:
     """Initialise Hydra as its command line will, for the time of the context.
 
     config_dir: the user's own folder of config files, which is searched first.
@@ -259,7 +278,7 @@ def _hydra(config_dir: str | None, config_path: str | None = None) -> Iterator[N
         GlobalHydra.instance().clear()
 
 
-def _flags(arguments: Sequence[str]) -> Namespace:
+def parsed_flags(arguments: Sequence[str]) -> Namespace:
     """Return the parsed flags of Hydra's command line. Overrides, in `overrides`, may stand between
     flags. Raises ConfigError for unknown flags and for `--experimental-rerun`."""
     parser = get_args_parser()
@@ -410,7 +429,7 @@ def _file_fault(error: Exception) -> Fault:
     return Fault("config", "", f"cannot be composed ({said})", "correct the file it names")
 
 
-def _without_hydra(config: DictConfig) -> DictConfig:
+def without_hydra(config: DictConfig) -> DictConfig:
     """Return a copy of the config without Hydra's own part."""
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
@@ -456,7 +475,7 @@ def _request_faults(
     unset = [fault for fault in wrong if fault.key not in choices]
     silent = unread({fault.key for fault in wrong} & {str(key) for key in choices}, config, given)
     try:
-        request = read_request(_without_hydra(config), names)
+        request = read_request(without_hydra(config), names)
         compared_strategies(request.compare)
     except ConfigError as error:
         kept = [fault for fault in error.faults if fault.key.partition(".")[0] not in silent]
@@ -464,13 +483,16 @@ def _request_faults(
     return []
 
 
-def _faults_of_export(overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:
-    """Return a fault for every override that has no effect on `mode=export`, since the checkpoint
-    determines it. Overrides with a fault in `wrong` are left out."""
+def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:
+    """Return a fault for every override that has no effect on a mode that reads a record, which has
+    it already. Overrides with a fault in `wrong` are left out."""
+    if mode not in READ_ALONE:
+        return []
+    keys, remedy = READ_ALONE[str(mode)]
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    known = {"mode", "path", "checkpoint", "checkpoint.path", *(fault.key for fault in wrong)}
+    known = {*keys, *(fault.key for fault in wrong)}
     others = [o for o in parsed if o.key_or_group not in known]
-    rule, remedy = "has no effect on mode=export", "leave it out: the checkpoint has it"
+    rule = f"has no effect on mode={mode}"
     return [
         Fault(o.key_or_group, value_of(o), rule, remedy)
         for o in others

@@ -25,9 +25,17 @@ _MODES = {
     "verify.tolerance": ("verify",),
     "checkpoint.path": ("export", "evaluate"),
     "path": ("export", "evaluate"),
+    "run": ("audit",),
+    "audit.step": ("audit",),
+}
+_OF_EXPORT = ("mode", "path", "checkpoint", "checkpoint.path")
+# Modes that read a record: the keys that they read besides, and the remedy for any other.
+READ_ALONE = {
+    "export": (_OF_EXPORT, "leave it out: the checkpoint has it"),
+    "audit": (("mode", "run", "audit", "audit.step"), "leave it out: the run has it"),
 }
 _WORD = r"\w[\w.]*\w"
-_NO_GROUPS = ("train", "verify", "checkpoint")  # sections that no name can be given to
+_NO_GROUPS = ("train", "verify", "checkpoint", "audit")  # sections that no name can be given to
 
 
 def remedy_for(key: str, config: DictConfig | None) -> str:
@@ -40,8 +48,8 @@ def remedy_for(key: str, config: DictConfig | None) -> str:
         return "see whale-train --cfg job for all keys"
     mode = OmegaConf.select(config, "mode")
     keys = _settable(config, mode)
-    instead = known_elsewhere(key) if mode != "export" else None
-    options = _options_with(key) if mode != "export" else []
+    instead = known_elsewhere(key) if mode not in READ_ALONE else None
+    options = _options_with(key) if mode not in READ_ALONE else []
     name = key.rpartition(".")[2]
     same = [x for x in keys if x.rpartition(".")[2] == name and x.count(".") < 2]
     close = same[0] if len(same) == 1 else _spelled(key, keys)
@@ -51,8 +59,8 @@ def remedy_for(key: str, config: DictConfig | None) -> str:
         return instead.remedy
     if close:
         return f"did you mean {close}?"
-    if mode == "export":
-        return "leave it out: the checkpoint has it"
+    if mode in READ_ALONE:
+        return READ_ALONE[str(mode)][1]
     return "see whale-train --cfg job for all keys"
 
 
@@ -111,6 +119,8 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
     often set."""
     if mode == "export":
         return ["mode", "checkpoint", "path", "hydra.run.dir"]
+    if mode == "audit":
+        return ["mode", "run", "audit.step"]
     keys: list[str] = []
 
     def visit(value: object, path: str) -> None:

@@ -1,6 +1,5 @@
 """Run `mode=verify`: compare the first steps under the plan with the same steps on one process."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from whale_train.machine.limits import memory_bytes
 from whale_train.strategies.resolver.resolve import resolve
 
 
-def verify(
+def verify_job(
     request: Request,
     run_dir: Path,
     console: Console,
@@ -79,10 +78,9 @@ def verify(
     write_json(run_dir / "verify.json", verification.to_json())
     console.print(verification_view(verification))
     if not verification.equal:
-        sys.stdout.flush()
-        sys.stderr.write(f"error: {verdict_line(verification)}; see {run_dir / 'verify.json'}\n")
-        return JobEnd("failed", run_dir)
-    return JobEnd("done", run_dir)
+        said = f"{verdict_line(verification)}; see {run_dir / 'verify.json'}"
+        return JobEnd("failed", run_dir, said=said, verification=verification)
+    return JobEnd("done", run_dir, verification=verification)
 
 
 def only_steps(request: Request) -> Request:

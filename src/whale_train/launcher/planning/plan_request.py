@@ -15,6 +15,7 @@ from typing import Any, Literal
 from whale_train.config import Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.fingerprint import Fingerprint, fingerprint
+from whale_train.data.mixture import MixedDataset, MixedOrder
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.planning.additions import explain_additions
 from whale_train.launcher.planning.architectures import refused_architectures
@@ -83,6 +84,7 @@ class Resolved:
         likewise.
     timeline: the predicted step's events; those of the stand-ins where these were measured.
     found: the strategy that `graph: auto` came to, in the form of a file; None for any other.
+    mixture: the order of the samples of several sources; None where there is one source.
     """
 
     plan: Plan
@@ -96,6 +98,7 @@ class Resolved:
     links: tuple[tuple[float, ...], ...] | None = None
     timeline: tuple[Event, ...] = ()
     found: Mapping[str, Any] | None = None
+    mixture: MixedOrder | None = None
 
 
 def training_of(request: Request) -> Training:
@@ -221,8 +224,9 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
     print_of_data = fingerprint(dataset) if _has_checkpoints(request) else None
+    mixture = dataset.order if isinstance(dataset, MixedDataset) else None
     made_of = (plan, used, profile, device, emulated, dataset.num_samples, print_of_data)
-    return Resolved(*made_of, paces, links, timeline, made.written)
+    return Resolved(*made_of, paces, links, timeline, made.written, mixture)
 
 
 def _has_checkpoints(request: Request) -> bool:

@@ -93,12 +93,13 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
 def quiet_exports() -> Iterator[None]:
     """Suppress the errors that torch logs and prints about what it cannot trace, within the
     context."""
-    logging.disable(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.ERROR))
     try:
         with redirect_stderr(StringIO()):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
 
 
 def profiles_folder() -> Path:

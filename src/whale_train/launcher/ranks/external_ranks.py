@@ -44,7 +44,7 @@ TELLING_S = 120.0
 SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 ANSWERS = (
     *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info"),
-    *("-sc", "--shell-completion", "mode=plan", "mode=export"),
+    *("-sc", "--shell-completion", "mode=plan", "mode=export", "mode=audit"),
 )
 
 

@@ -1,6 +1,7 @@
 """Write a request and its plan into the run directory."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -80,6 +81,7 @@ def start_ranks(
     *,
     delinks: bool = False,
     data_anew: bool = False,
+    samples: int = 0,
     rounding: int | None = None,
 ) -> None:
     """Write all files that the waiting ranks need, `ready` last.
@@ -87,6 +89,7 @@ def start_ranks(
     checkpoint: the checkpoint that the ranks go on from; None for a new run.
     delinks: whether layers that share their weights in the checkpoint part.
     data_anew: whether the ranks begin with the first sample.
+    samples: number of samples that the run has taken, of data that does not begin anew.
     rounding: the seed of the noise by which weights are rounded; None rounds as usual.
     """
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
@@ -94,6 +97,8 @@ def start_ranks(
         **{"device": resolved.device, "paces": resolved.paces, "links": resolved.links},
         **{"checkpoint": going_on_from, "delinks": delinks, "data_anew": data_anew},
         **{"rounding": rounding, "data": resolved.data and resolved.data.to_plain()},
+        **{"samples": samples, "num_samples": resolved.num_samples},
+        **{"mixture": resolved.mixture and asdict(resolved.mixture)},
     }
     write_json(run_dir / "launch.json", launch)
     write_plan(run_dir, resolved, request)

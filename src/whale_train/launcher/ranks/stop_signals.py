@@ -7,6 +7,7 @@ job.
 """
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +62,14 @@ class StopSignals:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Handle SIGNALS within the context, and yield the signals that arrive."""
+    """Handle SIGNALS within the context, and yield the signals that arrive.
+
+    Python runs handlers in the main thread alone. In any other nothing is handled, and none arrive.
+    """
     signals = StopSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
     before = {number: signal.signal(number, signals.handle) for number in SIGNALS}
     try:
         yield signals

@@ -1,7 +1,9 @@
 """Show a request before its ranks start: what CPU processes stand for, the plan, and what is
 compiled."""
 
-from rich.console import Console
+from collections.abc import Mapping
+
+from rich.console import Console, RenderableType
 
 from whale_train.config import Request
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
@@ -14,10 +16,6 @@ from whale_train.strategies.plan.plan import Plan
 def show_resolved(resolved: Resolved, request: Request, console: Console) -> None:
     """Print the plan of a request, after a notice where devices are emulated."""
     names = request.names
-    title = (
-        f"model={names.get('model')} strategy={names.get('strategy')} "
-        f"hardware={names.get('hardware')}"
-    )
     if resolved.emulated and request.mode != "plan":
         console.print(
             banner_emulated(
@@ -28,12 +26,17 @@ def show_resolved(resolved: Resolved, request: Request, console: Console) -> Non
                 slow_links=resolved.links is not None,
             )
         )
-    view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
-    console.print(Portable(view))
+    console.print(Portable(resolved_view(resolved, names)))
     if request.mode != "plan":
         said = said_of_kernels(request, resolved.plan)
         if said:
             console.print(said, soft_wrap=True)
+
+
+def resolved_view(resolved: Resolved, names: Mapping[str, str]) -> RenderableType:
+    """Return the view of a plan. `names` are the options chosen in the config groups, by group."""
+    title = " ".join(f"{key}={names.get(key)}" for key in ("model", "strategy", "hardware"))
+    return plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
 
 
 def said_of_kernels(request: Request, plan: Plan) -> str:

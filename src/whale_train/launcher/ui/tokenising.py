@@ -1,6 +1,5 @@
 """Show how far the tokenising of a corpus is."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +15,18 @@ from rich.progress import (
 )
 
 from whale_train.data.tokens.make_store import Watch
-from whale_train.launcher.ui.terminal import open_console
 from whale_train.quantities import in_bytes
 
 _PATIENCE_S = 10.0  # between lines where no terminal is
 
 
 @contextmanager
-def tokenising_shown() -> Iterator[Watch]:
+def tokenising_shown(console: Console) -> Iterator[Watch]:
     """Yield a function that is told the bytes of a corpus that are tokenised, and of how many.
 
-    On a terminal there is a bar, elsewhere a line every ten seconds. Nothing is shown where the
-    function is not called.
+    On a `console` that is a terminal there is a bar, elsewhere a line every ten seconds. Nothing is
+    shown where the function is not called.
     """
-    console = open_console(sys.stdout)
     if not console.is_terminal:
         yield _lines(console)
         return

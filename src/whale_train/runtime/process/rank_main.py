@@ -70,7 +70,7 @@ from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
-from whale_train.runtime.train.loop import evaluate, train
+from whale_train.runtime.train.loop import evaluate, train_steps
 from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.grammar.form import needs_graph, partitions
@@ -282,7 +282,7 @@ def train_as_planned(
         if request.train.profile is not None:
             profiler = StepProfiler(request.train.profile, run_dir, rank, device)
         with closed_when_failing(trackers), told_when_failing(callbacks):
-            summary = train(
+            summary = train_steps(
                 *(request, plan, program, batches, metrics, trace, saver, resumed, profiler),
                 callbacks=callbacks,
             )

@@ -274,7 +274,7 @@ def _sum_over_job(squared: Tensor) -> Tensor:
     return squared
 
 
-def train(
+def train_steps(
     request: Request,
     plan: Plan,
     program: Program,

@@ -1,0 +1,239 @@
+"""The functions by which a program asks for what the command serves (docs/adr/073).
+
+A call takes the command's road, in this process and thread; ranks run in processes of their own, as
+ever. A request that is refused raises ConfigError or PlanError, and a run that failed LaunchError,
+with the text that the command prints. Ctrl-C raises KeyboardInterrupt once no process is left. In
+the main thread it, SIGTERM and SIGUSR1 are handled as by the command, and are the caller's again
+afterwards. In any other thread signals are not handled, since Python has them handled by the main
+thread alone: a run there ends by itself, or with this process.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from rich.console import Console
+
+from whale_train.config import AUTO, Mode, Request, in_mode
+from whale_train.errors import ConfigError, Fault, LaunchError, RequestError
+from whale_train.launcher.compose.in_python import RUN_DIR, composed_request
+from whale_train.launcher.job import ELSEWHERE, JobPlace, carry_out, discard, with_inputs
+from whale_train.launcher.job_end import JobEnd, summary_of
+from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.launcher.python.overrides import overrides_of
+from whale_train.launcher.python.results import ShownPlan, TrainResult, VerifyResult
+from whale_train.launcher.ranks.rank_env import place_from_environment
+from whale_train.launcher.ui.show_error import error_text
+from whale_train.launcher.ui.terminal import open_console
+
+Asked = str | Mapping[str, Any]
+Folder = str | os.PathLike[str]
+# Hydra, the default dtype and the environment are a process's: calls of several threads take turns.
+_TURN = RLock()
+
+
+def compose(
+    *asked: Asked,
+    config_dir: Folder | None = None,
+    config_name: str | None = None,
+    **nested: Any,
+) -> Request:
+    """Return the request of overrides, as `compose("strategy=zero3", train={"steps": 5})`.
+
+    asked: overrides as on the command line, or mappings of keys to values.
+    config_dir, config_name: the flags of the command of these names.
+    nested: values by key; those of a mapping are set one by one.
+
+    Raises ConfigError with all faults.
+    """
+    with _TURN:
+        composed = composed_request(_arguments(asked, nested, config_dir, config_name))
+    if composed.names_dir:
+        rule, remedy = "has no effect on compose()", "give it to train() or verify(), as run_dir="
+        raise ConfigError([Fault(RUN_DIR, str(composed.run_dir), rule, remedy)])
+    return composed.request
+
+
+def plan(
+    *asked: Request | Asked,
+    verbose: bool = False,
+    config_dir: Folder | None = None,
+    config_name: str | None = None,
+    **nested: Any,
+) -> ShownPlan:
+    """Return the plan of a request, or of overrides as `compose` takes them.
+
+    Nothing is started or written. Raises ConfigError or PlanError.
+
+    verbose: whether it is shown how far long preparations are.
+    """
+    with _TURN:
+        given = _given(asked, nested, config_dir, config_name)
+        request, _ = _request("plan", given, None)
+        without_effect = (
+            ("compare", bool(request.compare), "call it for each of the strategies"),
+            ("rehearse", request.rehearse is not False, "use whale-train mode=rehearse"),
+        )
+        rule = "has no effect on plan()"
+        faults = [Fault(key, "", rule, said) for key, is_set, said in without_effect if is_set]
+        if faults:
+            raise ConfigError(faults)
+        with _here():
+            request = with_inputs(request, _console(verbose))
+            return ShownPlan.of(resolve_request(request), request.names)
+
+
+def train(
+    *asked: Request | Asked,
+    run_dir: Folder | None = None,
+    verbose: bool = False,
+    config_dir: Folder | None = None,
+    config_name: str | None = None,
+    **nested: Any,
+) -> TrainResult:
+    """Train as a request asks, or overrides as `compose` takes them.
+
+    run_dir: the run directory; None names one as the command does, `runs/DATE/TIME-xxxxxx`.
+    verbose: whether the plan and the progress are printed.
+
+    Raises ConfigError or PlanError where the request is refused, LaunchError where the run failed,
+    with the traceback of the first failing rank, and KeyboardInterrupt where it was interrupted.
+    """
+    given = _given(asked, nested, config_dir, config_name)
+    end = _carried_out("train", given, run_dir, verbose)
+    folder = end.run_dir.absolute()
+    return TrainResult(folder, end.summary or summary_of(folder))
+
+
+def verify(
+    *asked: Request | Asked,
+    run_dir: Folder | None = None,
+    verbose: bool = False,
+    config_dir: Folder | None = None,
+    config_name: str | None = None,
+    **nested: Any,
+) -> VerifyResult:
+    """Compare the first steps under the plan with the same steps on one process.
+
+    The arguments and exceptions are those of `train`. A plan that computes something else raises
+    nothing: the result says so.
+    """
+    given = _given(asked, nested, config_dir, config_name)
+    end = _carried_out("verify", given, run_dir, verbose)
+    assert end.verification is not None
+    return VerifyResult(end.run_dir.absolute(), end.verification)
+
+
+def _given(
+    asked: tuple[Request | Asked, ...],
+    nested: Mapping[str, Any],
+    config_dir: Folder | None,
+    config_name: str | None,
+) -> Request | list[str]:
+    """Return the request that a function was given, or arguments of the command that ask for it.
+
+    Raises TypeError for overrides beside a request.
+    """
+    overrides = [item for item in asked if not isinstance(item, Request)]
+    if len(overrides) == len(asked):
+        return _arguments(overrides, nested, config_dir, config_name)
+    if len(asked) > 1 or nested or config_dir is not None or config_name is not None:
+        raise TypeError("a Request has all overrides in it: give none beside it")
+    request = asked[0]
+    assert isinstance(request, Request)
+    return request
+
+
+def _arguments(
+    asked: Sequence[Asked],
+    nested: Mapping[str, Any],
+    config_dir: Folder | None,
+    config_name: str | None,
+) -> list[str]:
+    """Return the arguments of the command that ask for the same."""
+    flags = [f"--config-dir={os.fspath(config_dir)}"] if config_dir is not None else []
+    flags += [f"--config-name={config_name}"] if config_name is not None else []
+    return [*overrides_of(asked, nested), *flags]
+
+
+def _request(
+    mode: Mode, given: Request | list[str], run_dir: Folder | None
+) -> tuple[Request, Path]:
+    """Return the request in `mode`, and its run directory, which was checked. Raises
+    ConfigError."""
+    named = overrides_of((), {} if run_dir is None else {RUN_DIR: run_dir})
+    if isinstance(given, Request):
+        if given.mode not in ("train", mode):
+            raise ConfigError([_other_mode(mode, given.mode)])
+        goes_on = [f"train.resume={AUTO}"] if given.train.resume == AUTO else []
+        return in_mode(given, mode), composed_request([*named, *goes_on]).run_dir
+    asks = any(text.startswith("mode=") for text in given)
+    composed = composed_request([*named, *([] if asks else [f"mode={mode}"]), *given])
+    if composed.request.mode != mode:
+        raise ConfigError([_other_mode(mode, composed.request.mode)])
+    if mode == "plan" and composed.names_dir:
+        fault = Fault(RUN_DIR, str(composed.run_dir), "has no effect on plan()", "leave it out")
+        raise ConfigError([fault])
+    return composed.request, composed.run_dir
+
+
+def _other_mode(mode: Mode, given: Mode) -> Fault:
+    """Return the fault of a request in the mode `given`, which is not that of the function."""
+    there = given in ("train", "plan", "verify")
+    remedy = f"leave it out, or call {given}()" if there else f"use whale-train mode={given}"
+    return Fault("mode", given, f"is not what {mode}() does", remedy)
+
+
+def _carried_out(
+    mode: Mode, given: Request | list[str], run_dir: Folder | None, verbose: bool
+) -> JobEnd:
+    """Return the end of a job that has a result. Raises the exceptions of `train`."""
+    with _TURN:
+        request, folder = _request(mode, given, run_dir)
+        _refuse_other_starters(request)
+        place = JobPlace(_console(verbose))
+        with _here():
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                end = carry_out(request, folder, place)
+            except RequestError as error:
+                discard(folder, error)
+                raise
+    if end.verification is not None or end.status == "done":
+        return end
+    if end.status == "interrupted":
+        raise KeyboardInterrupt(end.said)
+    failure = LaunchError(end.said)
+    if end.refusal is not None:
+        failure.add_note(error_text(end.refusal))
+    raise failure
+
+
+def _refuse_other_starters(request: Request) -> None:
+    """Raise ConfigError where ranks are not started by this process."""
+    if request.launcher.kind in ELSEWHERE:
+        rule, remedy = "starts ranks by the command", "run whale-train with it"
+        raise ConfigError([Fault("launcher", request.launcher.kind, rule, remedy)])
+    if place_from_environment(os.environ) is not None:
+        rule = "says that ranks were started from outside, each of which would start all of a job"
+        remedy = "run whale-train under torchrun or srun, and the program without"
+        raise ConfigError([Fault("RANK", os.environ.get("RANK", ""), rule, remedy)])
+
+
+@contextmanager
+def _here() -> Iterator[None]:
+    """Keep the caller's state while the context plans and starts ranks."""
+    from whale_train.launcher.python.caller import caller_kept, ranks_environment  # imports torch
+
+    with caller_kept(), ranks_environment():
+        yield
+
+
+def _console(verbose: bool) -> Console:
+    """Return the console of standard output, or, unless `verbose`, one that prints nothing."""
+    return open_console(sys.stdout) if verbose else Console(file=StringIO(), quiet=True)
