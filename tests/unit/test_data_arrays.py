@@ -19,6 +19,7 @@ from whale_train.data.sources.arrays import ArraysOptions
 from whale_train.data.sources.hf_dataset import HfDatasetOptions
 from whale_train.data.sources.text import TextOptions
 from whale_train.errors import ConfigError
+from whale_train.launcher.planning.check_data import padded_labels
 from whale_train.strategies.graph.operation_graph import InputField
 
 SAVERS = [np.savez, np.savez_compressed]
@@ -57,6 +58,34 @@ def test_arrays_come_out_as_they_went_in(tmp_path: Path, save: Callable[..., Non
     for field in dataset.fields:
         assert batch[field.name].dtype == np.dtype(field.dtype)
         assert batch[field.name].dtype.isnative
+
+
+def test_columns_name_the_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, picture=np.ones((4, 2)), kind=np.arange(4), more=np.zeros(4))
+    columns = {"pixel_values": "picture", "labels": "kind"}
+    dataset = open_dataset(ArraysOptions(path=str(path), columns=columns))
+    assert [field.name for field in dataset.fields] == ["pixel_values", "labels"]
+    assert dataset.samples(np.array([2]))["labels"].tolist() == [2]
+    with pytest.raises(ConfigError) as caught:
+        open_dataset(ArraysOptions(path=str(path), columns={"labels": "kinds"}))
+    assert str(caught.value) == (
+        f"data.columns.labels=kinds is not an array of {path}; did you mean kind? One of: kind, "
+        "more, picture"
+    )
+
+
+def test_labels_of_padding_are_told_of(tmp_path: Path) -> None:
+    mask = np.array([[1, 1, 0], [1, 0, 0]])
+    labels = np.array([[5, 6, 7], [5, -100, 0]])
+    np.savez(tmp_path / "a.npz", attention_mask=mask, labels=labels)
+    (note,) = padded_labels(opened(tmp_path / "a.npz"))
+    assert note.reason == (
+        "2 of 3 padded places in the first 2 samples have a label that the loss counts; write -100 "
+        "there to leave them out"
+    )
+    np.savez(tmp_path / "b.npz", attention_mask=mask, labels=np.where(mask, labels, -100))
+    assert not padded_labels(opened(tmp_path / "b.npz"))
 
 
 def test_uncompressed_arrays_are_not_loaded(tmp_path: Path) -> None:

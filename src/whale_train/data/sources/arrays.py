@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -25,7 +26,7 @@ from whale_train.data.paths import (
     refuse_special,
     unreadable,
 )
-from whale_train.errors import ConfigError, Fault, RequestError, listed
+from whale_train.errors import ConfigError, Fault, RequestError, listed, nearest
 from whale_train.machine.limits import memory_bytes
 from whale_train.quantities import in_bytes
 from whale_train.strategies.graph.operation_graph import InputField
@@ -51,7 +52,8 @@ _REMEDY = "write one with numpy.savez(path, name=array, ...)"
 class ArraysOptions(BaseModel):
     """Options of `data=arrays`.
 
-    path: an .npz file of arrays named like the model's forward arguments.
+    path: an .npz file of arrays.
+    columns: array of each forward argument; None takes every array under its own name.
     shuffle: whether epochs are permuted.
     evaluation_fraction: share of the samples that is held back.
     evaluation: evaluation sets by name, each this data with other options; None: there are none.
@@ -61,6 +63,7 @@ class ArraysOptions(BaseModel):
 
     kind: Literal["arrays"] = "arrays"
     path: UserPath
+    columns: Mapping[str, str] | None = None
     shuffle: bool = True
     evaluation_fraction: float = Field(0.0, ge=0, lt=1)
     evaluation: EvaluationSets | None = None
@@ -91,6 +94,20 @@ def open_arrays(options: ArraysOptions) -> Dataset:
     if faults:
         raise ConfigError(faults)
     arrays = {member.name: member.array for member in members if member.array is not None}
+    if options.columns is not None:
+        faults = [
+            Fault(
+                f"data.columns.{name}",
+                column,
+                f"is not an array of {path}",
+                nearest(column, arrays),
+            )
+            for name, column in options.columns.items()
+            if column not in arrays
+        ]
+        if faults:
+            raise ConfigError(faults)
+        arrays = {name: arrays[column] for name, column in options.columns.items()}
     fields = tuple(_field(name, array) for name, array in arrays.items())
     dtypes = {field.name: field.dtype for field in fields}
 

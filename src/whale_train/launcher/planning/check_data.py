@@ -64,12 +64,34 @@ def explain_data(request: Request, dataset: Dataset) -> tuple[Decision, ...]:
     """Return the plan's notes about the data, and about the steps of its epochs."""
     notes = dataset.notes if isinstance(dataset, RowDataset | MixedDataset) else ()
     said = [Decision(note.key, note.value, "", note.reason) for note in notes]
+    said += padded_labels(dataset)
     train = request.train
     if train.epochs is not None:
         reason = f"train.epochs={train.epochs:g} of {dataset.num_samples:,} samples, "
         reason += f"{train.global_batch} a step"
         said.append(Decision("train.steps", str(train.steps), "", reason))
     return tuple(said)
+
+
+_LOOKED_AT = 256  # samples in which labels of padding are looked for
+
+
+def padded_labels(dataset: Dataset) -> tuple[Decision, ...]:
+    """Return a note where the first samples have labels that count at places which the attention
+    mask takes for padding; nothing for data without an `attention_mask` of the labels' shape."""
+    shapes = {field.name: field.shape for field in dataset.fields if field.is_integer}
+    if "labels" not in shapes or shapes.get("attention_mask") != shapes["labels"]:
+        return ()
+    batch = dataset.samples(np.arange(min(_LOOKED_AT, dataset.num_samples)))
+    padded = batch["attention_mask"] == 0
+    counted = int((padded & (batch["labels"] != IGNORED_LABEL)).sum())
+    if not counted:
+        return ()
+    reason = (
+        f"{counted:,} of {int(padded.sum()):,} padded places in the first {len(padded)} samples "
+    )
+    reason += f"have a label that the loss counts; write {IGNORED_LABEL} there to leave them out"
+    return (Decision("data.labels", "padding is trained on", "", reason),)
 
 
 @dataclass(frozen=True)
