@@ -3,9 +3,10 @@
     python benchmarks/own_project/compare.py [--sides whale hf lightning]
 
 The project: a GPT-2 of 4 layers, own text and tokenizer, AdamW without decay on norms and biases, a
-cosine, clipping, evaluation, checkpoints, a tracker, two processes. All sides see the same samples
-in the same order, from the same weights. Printed are the lines that a user writes (without comments
-and blank ones), and the losses on the validation text. Lightning needs `pip install
+cosine, clipping, evaluation, checkpoints, a tracker, two processes. whale-train and Trainer see the
+same samples in the same order, from the same weights; Lightning seeds and orders by its own rules.
+Printed are the lines that a user writes (without comments and blank ones), and the losses on the
+validation text. Lightning needs `pip install
 'lightning[pytorch-extra]' tensorboard`.
 """
 
