@@ -107,7 +107,8 @@ def train(
     given = _given(asked, nested, config_dir, config_name)
     end = _carried_out("train", given, run_dir, verbose)
     folder = end.run_dir.absolute()
-    return TrainResult(folder, end.summary or summary_of(folder))
+    was_done = not end.summary and (folder / "summary.json").exists()  # before this call
+    return TrainResult(folder, summary_of(folder) if was_done else end.summary)
 
 
 def verify(

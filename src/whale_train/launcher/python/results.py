@@ -49,7 +49,8 @@ class TrainResult:
     """The result of a training that is done.
 
     run_dir: the run directory, absolute.
-    summary: the content of `summary.json`: the loss of the last step (`final_loss`), speed, memory.
+    summary: the content of `summary.json`: the loss of the last step (`final_loss`), speed, memory;
+        empty where the run had died after its last step, and this call made `model/` alone.
     """
 
     run_dir: Path
@@ -68,7 +69,8 @@ class TrainResult:
         return folder if folder.is_dir() else None
 
     def __rich__(self) -> RenderableType:
-        return Portable(summary_line(self.summary, self.run_dir))
+        line = summary_line(self.summary, self.run_dir) if self.summary else str(self.run_dir)
+        return Portable(line)
 
     def _repr_html_(self) -> str:
         return as_html(self.__rich__())
