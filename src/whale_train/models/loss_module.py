@@ -1,6 +1,7 @@
 """LossModule, which makes any model one that returns a scalar loss and takes fields of the data."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -9,8 +10,8 @@ from torch.nn import functional
 
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.class_dim import FIRST, LAST, class_dim
-from whale_train.models.options import ModelOptions
-from whale_train.own_code import by_keyword
+from whale_train.models.options import LossOptions, ModelOptions
+from whale_train.own_code import TargetKind, by_keyword, importable, named_function
 from whale_train.strategies.graph.operation_graph import InputField
 
 MODEL_PREFIX = "model."  # what LossModule puts before the model's own parameter paths
@@ -45,7 +46,7 @@ def forward_fields(
     named, open_ended = _forward_parameters(model)
     names = [field.name for field in fields]
     listing, owner = ", ".join(names), type(model).__name__
-    by_loss = ("labels",) if options.loss == "cross_entropy" else ()
+    by_loss = () if options.loss == "model" else ("labels",)
     faults = []
     for name in names:
         if name in named or open_ended or name in by_loss:
@@ -63,17 +64,35 @@ def forward_fields(
             remedy = f"name one of the data's fields {name}, or give it a default"
             faults.append(Fault("model._target_", options.target, rule, remedy))
     labels = next((field for field in fields if field.name == "labels"), None)
-    if by_loss and labels is not None and not labels.is_integer:
+    if options.loss == "cross_entropy" and labels is not None and not labels.is_integer:
         rule = f"numbers classes, and the labels of the data are {labels.dtype}"
         remedy = "save labels as int64, or use model.loss=model"
         faults.append(Fault("model.loss", "cross_entropy", rule, remedy))
     if by_loss and "labels" not in names:
         rule = f"needs labels, and the fields of the data are {listing}"
         remedy = "name the field of the labels labels, or use model.loss=model"
-        faults.append(Fault("model.loss", "cross_entropy", rule, remedy))
+        shown = "cross_entropy" if options.own_loss is None else options.own_loss.target
+        faults.append(Fault("model.loss", shown, rule, remedy))
     if faults:
         raise ConfigError(faults)
     return tuple(names)
+
+
+_TENSOR = TargetKind("torch.Tensor", lambda made: issubclass(made, Tensor))
+
+
+def own_loss(options: LossOptions) -> Callable[..., object]:
+    """Return the loss of the user's own. Raises ConfigError where it cannot be had, is none, or has
+    tensors of its own, which no rank would train or move."""
+    with importable(os.getcwd()), torch.device("cpu"):
+        loss = named_function("model.loss", options.target, options.arguments, _TENSOR)
+    if isinstance(loss, nn.Module):
+        held = [*loss.named_parameters(), *loss.named_buffers()]
+        if held:
+            rule = f"has tensors of its own ({held[0][0]})"
+            remedy = "compute them in the model, or from the labels"
+            raise ConfigError([Fault("model.loss._target_", options.target, rule, remedy)])
+    return loss
 
 
 class LossModule(nn.Module):
@@ -92,6 +111,8 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.loss, self.class_dim = options.loss, options.class_dim
+        # In a tuple: a module inside it is none of the model's.
+        self._own = () if options.own_loss is None else (own_loss(options.own_loss),)
         self.takes_labels = _takes_labels(model, options.loss)
         named, open_ended = _forward_parameters(model)
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -145,6 +166,8 @@ class LossModule(nn.Module):
             raise ConfigError([Fault("model.loss", self.loss, rule, remedy)])
         if wanted == "loss":
             return tensor
+        for loss in self._own:
+            return _scalar(loss(tensor, batch["labels"]), loss)
         return self._cross_entropy(tensor, batch["labels"])
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -173,6 +196,18 @@ class LossModule(nn.Module):
             labels.flatten(),
             ignore_index=IGNORED_LABEL,
         )
+
+
+def _scalar(computed: object, loss: Callable[..., object]) -> Tensor:
+    """Return what a loss of the user's own has computed. Raises ConfigError where it is no scalar
+    tensor."""
+    if isinstance(computed, Tensor) and not computed.dim():
+        return computed
+    name = getattr(loss, "__name__", type(loss).__name__)
+    kind = type(computed).__name__
+    shape = f" of shape {list(computed.shape)}" if isinstance(computed, Tensor) else ""
+    rule = f"returns a {kind}{shape}, and a step has one loss"
+    raise ConfigError([Fault("model.loss", name, rule, "return the mean over the samples")])
 
 
 def _member(output: object, name: str) -> Tensor | None:

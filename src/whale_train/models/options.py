@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.own_code import PATH
 from whale_train.validation import no_truth_value
 
 HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
@@ -28,7 +29,10 @@ _HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters")
 MODEL_KEYS = (*_OWN_KEYS, *_HUGGING_FACE_KEYS)
 RULES = {
     "_target_": ("is not the path of a class", "write model._target_=package.module.Class"),
-    "loss": ("is not a loss", "use one of: cross_entropy, model"),
+    "loss": (
+        "is not a loss",
+        "use one of: cross_entropy, model, or {_target_: torch.nn.MSELoss} or the like",
+    ),
     "class_dim": ("is not a dimension that classes are read from", "use 1, -1 or null"),
     "sync_batchnorm": ("is not true or false", "use true or false"),
     "loss_over": ("is not what a loss can be of its samples'", "use mean, sum or null"),
@@ -42,11 +46,29 @@ RULES = {
 }
 
 
+OWN_LOSS = "own"  # the value of `loss` where it is of the user's own
+
+
+class LossOptions(BaseModel):
+    """Options of a loss of the user's own, `model.loss` with a `_target_`.
+
+    target: path of a function of predictions and labels that returns a tensor, or of a class whose
+        objects are such functions.
+    arguments: its keyword arguments, or those of the class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: Annotated[str, Field(pattern=PATH)]
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
 class ModelOptions(BaseModel):
     """Options of the `model` group of a config.
 
     target: path of the class or function that makes the model.
-    loss: the model's own loss, or the cross-entropy of its logits.
+    loss: the model's own loss, the cross-entropy of its logits, or a loss of the user's own.
+    own_loss: the loss of the user's own; None where there is none.
     class_dim: dimension of the classes in the logits that `loss=cross_entropy` reads; None: by
         their shape (`models/class_dim.py`).
     sync_batchnorm: whether batch norms are computed over the whole batch.
@@ -69,7 +91,8 @@ class ModelOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     target: str = Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
-    loss: Literal["model", "cross_entropy"] = "model"
+    loss: Literal["model", "cross_entropy", "own"] = "model"
+    own_loss: LossOptions | None = None
     class_dim: Annotated[Literal[1, -1] | None, BeforeValidator(no_truth_value)] = None
     sync_batchnorm: bool = True
     loss_over: Literal["mean", "sum"] | None = None
@@ -118,6 +141,12 @@ class ModelOptions(BaseModel):
         keys = _OWN_KEYS + (_HUGGING_FACE_KEYS if hugging_face else ())
         values = {key: given[key] for key in keys if key in given}
         arguments = {key: value for key, value in given.items() if key not in keys}
+        if isinstance(values.get("loss"), Mapping):
+            own = {str(name): item for name, item in values["loss"].items()}
+            values["own_loss"] = {"target": own.pop("_target_", ""), "arguments": own}
+            values["loss"] = OWN_LOSS
+        elif values.get("loss") == OWN_LOSS:  # which is no value that a user writes
+            values["loss"] = ""
         faults = []
         if hugging_face:
             if given.get("architecture") is None:
@@ -133,9 +162,11 @@ class ModelOptions(BaseModel):
         except ValidationError as error:
             # One fault a key: a bad mapping is one fault however many of its keys are bad.
             for key in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
+                key = "loss" if key == "own_loss" else key
                 rule, remedy = RULES[key]
                 rule = rule if key in values else "is not given"
-                faults.append(Fault(f"model.{key}", str(values.get(key, "")), rule, remedy))
+                shown = given.get(key, "") if key == "loss" else values.get(key, "")
+                faults.append(Fault(f"model.{key}", str(shown), rule, remedy))
         if not faults and options.class_dim is not None and options.loss != "cross_entropy":
             rule = f"has no effect on model.loss={options.loss}"
             remedy = "use model.loss=cross_entropy, or null"

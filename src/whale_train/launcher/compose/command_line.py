@@ -93,7 +93,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
             first in ("strategy", "callbacks")
             or (on_slurm and override.key_or_group.startswith("launcher.sbatch"))
             or (first in custom and name.split(".")[0] not in _OF_CLASSES.get(first, (name,)))
-            or override.key_or_group.startswith("optimizer.schedule.")
+            or override.key_or_group.startswith(("optimizer.schedule.", "model.loss."))
         )
         if (name or first == "callbacks") and free and not override.is_delete():
             text = "++" + text.lstrip("+")

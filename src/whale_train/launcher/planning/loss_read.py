@@ -32,7 +32,8 @@ def explain_logits(request: Request, profile: ModelProfile) -> tuple[Decision, .
 def shared_by_both(request: Request, profile: ModelProfile) -> tuple[str, ...]:
     """Return the properties that the plan and one process share, right or wrong, so that a
     verification does not check them."""
-    loss = f"the loss that {request.model.class_name} computes"
+    own = request.model.own_loss
+    loss = f"the loss that {own.target if own else request.model.class_name} computes"
     if profile.logits is not None:
         loss = f"the loss as model.loss=cross_entropy reads it, {_read(profile.logits)}"
     options = request.data

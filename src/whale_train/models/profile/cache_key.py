@@ -54,7 +54,7 @@ def profile_key(
     """
     ours = options.target.startswith(_OWN_MODELS)
     given = (options.arguments, options.config, options.adapters)
-    if not ours or not all(map(_is_plain, given)):
+    if not ours or options.own_loss is not None or not all(map(_is_plain, given)):
         return None
     search = [os.getcwd(), *sys.path]  # where a model's class is looked for
     try:
