@@ -199,8 +199,8 @@ class LossModule(nn.Module):
 
 
 def _scalar(computed: object, loss: Callable[..., object]) -> Tensor:
-    """Return what a loss of the user's own has computed. Raises ConfigError where it is no scalar
-    tensor."""
+    """Return `computed`, of a loss of the user's own, as the scalar tensor that it is. Raises
+    ConfigError where it is none."""
     if isinstance(computed, Tensor) and not computed.dim():
         return computed
     name = getattr(loss, "__name__", type(loss).__name__)
