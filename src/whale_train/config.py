@@ -334,7 +334,7 @@ def read_request(
     names: Hydra's choices, group by group, which name things in messages and plans.
     files: the plan's notes about the user's own config files.
     """
-    plain = _plain(config)
+    plain = {"audit": {}, **_plain(config)}
     faults: list[Fault] = []
     sections: dict[str, Any] = {"names": dict(names), "files": files}
     try:
