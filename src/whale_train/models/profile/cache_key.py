@@ -27,7 +27,7 @@ OWN_SOURCES = (  # sources that make a profile, and that write it down
     ),
     *(
         _PACKAGE / f"{name}.py"
-        for name in ("__init__", "bounds", "errors", "extras", "hub", "other_trainers", "own_code")
+        for name in ("bounds", "errors", "extras", "hub", "other_trainers", "own_code")
     ),
     *(_PACKAGE / f"{name}.py" for name in ("checkpoints/safetensors_files", "validation")),
 )
