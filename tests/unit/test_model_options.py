@@ -78,7 +78,8 @@ def test_all_faults_of_the_options_together() -> None:
     assert faults_of(mapping) == [
         "model._target_=Narrow is not the path of a class; write "
         "model._target_=package.module.Class",
-        "model.loss=mse is not a loss; use one of: cross_entropy, model",
+        "model.loss=mse is not a loss; use one of: cross_entropy, model, or {_target_: "
+        "torch.nn.MSELoss} or the like",
         "model.sync_batchnorm=perhaps is not true or false; use true or false",
     ]
 
