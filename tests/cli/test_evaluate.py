@@ -88,6 +88,10 @@ def test_all_samples_count_unless_told(folder: Path) -> None:
             "error: path=run and checkpoint are both given; leave one out",
         ),
         (
+            ("path=run", "trackers=[tensorboard]"),
+            "error: trackers has no effect on mode=evaluate, which takes no steps; leave it out",
+        ),
+        (
             ("path=run", "data.evaluation_fraction=0", "data.evaluation=null"),
             "error: data.evaluation names no samples to evaluate, and the checkpoint's run held "
             "none back; write 'data.evaluation={test: {path: FILE}}' or the like",

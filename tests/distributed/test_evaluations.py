@@ -186,6 +186,7 @@ METRICS = {
     "f1": "MulticlassF1Score, num_classes: 17, average: macro",
     "kappa": "MulticlassCohenKappa, num_classes: 17",
     "recall": "MulticlassRecall, num_classes: 17, average: none",
+    "counts": "MulticlassStatScores, num_classes: 17, average: micro",
 }
 
 
@@ -220,6 +221,8 @@ def test_metrics_are_those_of_one_process(
     made = torchmetrics.classification
     assert line["evaluation_f1"] == float(made.MulticlassF1Score(17, average="macro")(*seen))
     assert line["evaluation_kappa"] == float(made.MulticlassCohenKappa(17)(*seen))
+    counts = made.MulticlassStatScores(17, average="micro")(*seen).tolist()
+    assert [line[f"evaluation_counts_{number}"] for number in range(5)] == counts
     recalls = made.MulticlassRecall(17, average=None)(*seen).tolist()
     assert [line[f"evaluation_recall_{number}"] for number in range(17)] == recalls
 

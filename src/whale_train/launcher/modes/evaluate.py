@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whale_train.callbacks.options import CallbacksOptions
 from whale_train.config import Request
-from whale_train.data.evaluation_sets import HELD_BACK
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.job_end import JobEnd, finish, never_met, summary_of
@@ -50,6 +48,11 @@ def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) 
     Raises ConfigError where there is nothing to evaluate.
     """
     saved = saved_request(checkpoint)
+    asked = {"trackers": request.trackers, "callbacks": request.callbacks.listed}
+    rule = "has no effect on mode=evaluate, which takes no steps"
+    faults = [Fault(key, "", rule, "leave it out") for key, value in asked.items() if value]
+    if faults:
+        raise ConfigError(faults)
     keys = [text.lstrip("+~").partition("=")[0] for text in overrides if "=" in text]
     own: dict[str, Any] = {}
     for section in _SECTIONS:
@@ -73,7 +76,6 @@ def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) 
     own["names"] = {**request.names, **{x: saved.names.get(x, "") for x in own if x in _SECTIONS}}
     checkpoint_options = {"every": None, "best": None, "final": False}
     own["checkpoint"] = request.checkpoint.model_copy(update=checkpoint_options)
-    own |= {"trackers": (), "callbacks": CallbacksOptions()}
     evaluated = request.model_copy(update=own)
     if not evaluated.data.evaluation_fraction and not getattr(evaluated.data, "evaluation", None):
         rule = "names no samples to evaluate, and the checkpoint's run held none back"
@@ -122,26 +124,12 @@ def evaluate_checkpoint(
     if outcome.status != "done":
         return finish(outcome, resolved, run_dir, console)
     summary = summary_of(run_dir)
-    results = by_set(summary["evaluation"], getattr(request.data, "evaluation", None) or {})
+    results = summary["evaluation"]
     write_json(run_dir / RESULTS, {"step": checkpoint.step, "sets": results})
     console.print(Portable(_table(results)))
     console.print(f"the results: {run_dir / RESULTS}", soft_wrap=True, markup=False)
     sys.stdout.flush()
     return JobEnd("done", run_dir, summary)
-
-
-def by_set(
-    values: Mapping[str, float | None], sets: Mapping[str, Any]
-) -> dict[str, dict[str, float | None]]:
-    """Return the results of an evaluation by set and name. `values` are named as in
-    `metrics.jsonl`, and `sets` has the names of sets."""
-    results: dict[str, dict[str, float | None]] = {}
-    for name in sorted([HELD_BACK, *sets], key=len, reverse=True):
-        for key, value in values.items():
-            taken = any(key in f"{other}_{x}" for other, of in results.items() for x in of)
-            if key.startswith(f"{name}_") and not taken:
-                results.setdefault(name, {})[key.removeprefix(f"{name}_")] = value
-    return {name: results[name] for name in [HELD_BACK, *sets] if name in results}
 
 
 def _table(results: Mapping[str, Mapping[str, float | None]]) -> Table:

@@ -341,10 +341,13 @@ def _evaluated(
     random = RandomStates(program.shared_random)
     saved = restore(carrier.fetched(checkpoint), state, random, plan, rank, {})
     carrier.forget()
-    own = EvaluationMetrics(request.metrics) if request.metrics else None
+    own = EvaluationMetrics(request.metrics) if request.metrics and not rank else None
     started = time.monotonic()
-    values = evaluate(program, batches, own)
-    finite = {name: value if isfinite(value) else None for name, value in values.items()}
+    sets = evaluate(program, batches, own, bool(request.metrics))
+    finite = {
+        name: {key: value if isfinite(value) else None for key, value in of_set.items()}
+        for name, of_set in sets.items()
+    }
     seconds = time.monotonic() - started
     return {"step": saved.step, "evaluation": finite, "evaluated_s": seconds}
 

@@ -6,13 +6,24 @@ one process had seen all samples: nothing of it depends on the plan.
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from whale_train.errors import LaunchError
 from whale_train.metrics_options import MetricOptions, make_metric
 from whale_train.own_code import importable, said
 from whale_train.runtime.base.answers import Int64s
+
+
+def _keep_alone(metric: Any) -> None:
+    """Keep a metric from adding up the ranks' states, which torchmetrics does wherever a process
+    group is: rank 0 has the answers of all."""
+    parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
+    for part in parts:
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = lambda: False
 
 
 class EvaluationMetrics:
@@ -22,6 +33,8 @@ class EvaluationMetrics:
         """Make the metrics. Raises ConfigError."""
         with importable(os.getcwd()):
             self._metrics = {name: make_metric(name, option) for name, option in options.items()}
+        for metric in self._metrics.values():
+            _keep_alone(metric)
 
     def values(self, predicted: Int64s, target: Int64s, counts: Int64s) -> dict[str, float]:
         """Return the values of all metrics. One of several values has a number each.

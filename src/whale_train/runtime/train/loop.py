@@ -61,7 +61,7 @@ class Loop:
     ) -> None:
         self._callbacks = callbacks
         self._evaluation_metrics: EvaluationMetrics | None = None
-        if request.metrics:
+        if request.metrics and metrics is not None:  # of rank 0, where their package is imported
             self._evaluation_metrics = EvaluationMetrics(request.metrics)
         self.final_loss: float | None = None
         self.lr = 0.0  # learning rate of the step asked for last
@@ -109,7 +109,9 @@ class Loop:
         evaluation = {}
         self.is_best = False
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
-            evaluation = evaluate(program, batches, self._evaluation_metrics)
+            keeps_answers = bool(self._request.metrics)
+            sets = evaluate(program, batches, self._evaluation_metrics, keeps_answers)
+            evaluation = {f"{name}_{x}": value for name in sets for x, value in sets[name].items()}
             if self.watch:
                 self.is_best = self.watch.add(number + 1, of_rank_0(evaluation))
         coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
@@ -369,19 +371,25 @@ def of_rank_0(values: dict[str, float]) -> dict[str, float]:
 
 
 def evaluate(
-    program: Program, batches: RankBatches, own: EvaluationMetrics | None = None
-) -> dict[str, float]:
-    """Return the mean loss over each set of samples to evaluate, the accuracy where there are
-    targets, and the metrics of the user's `own`: as `evaluation_loss` of those held back, and
-    `NAME_loss` of a set."""
-    metrics = {}
-    for name, held in batches.evaluations(answers=own is not None):
+    program: Program,
+    batches: RankBatches,
+    own: EvaluationMetrics | None,
+    keeps_answers: bool,
+) -> dict[str, dict[str, float]]:
+    """Return the results of each set of samples to evaluate, by the set's name: the mean `loss`,
+    the `accuracy` where there are targets, and the metrics of the user's `own`.
+
+    Rank 0 alone has metrics and their results. All ranks keep their answers for them, where
+    `keeps_answers` says so.
+    """
+    results: dict[str, dict[str, float]] = {}
+    for name, held in batches.evaluations(keeps_answers):
         seen = program.evaluate(held)
-        metrics[f"{name}_loss"] = seen.loss
+        of_set = results[name] = {"loss": seen.loss}
         targets = round(seen.targets)  # weighted sums of whole numbers
         if targets:
-            metrics[f"{name}_accuracy"] = round(seen.correct) / targets
-        if own is not None and held.answers is not None:
-            values = own.values(*held.answers.gathered())
-            metrics |= {f"{name}_{metric}": value for metric, value in values.items()}
-    return metrics
+            of_set["accuracy"] = round(seen.correct) / targets
+        if held.answers is not None:
+            answers = held.answers.gathered()
+            of_set |= own.values(*answers) if own is not None else {}
+    return results
