@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.errors import ConfigError, Fault
-from whale_train.own_code import PATH, TargetKind, argument_faults, imported, said
+from whale_train.own_code import PATH, TargetKind, made_object, said
 from whale_train.validation import as_yaml
 
 KEY = "metrics"
@@ -59,21 +59,9 @@ def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]
 
 
 def make_metric(name: str, options: MetricOptions) -> Any:
-    """Return the metric of `options`, named `name` in the config.
-
-    Raises ConfigError where it cannot be imported or made, or is none.
-    """
-    key = f"{KEY}.{name}"
-    made = imported(f"{key}._target_", options.target, METRIC)
-    faults = argument_faults(made, options.arguments, key, options.target.rpartition(".")[2])
-    if faults:
-        raise ConfigError(faults)
-    try:
-        return made(**options.arguments)
-    except Exception as error:
-        rule = f"cannot be made: it raised {said(error)}"
-        remedy = "correct its arguments"
-        raise ConfigError([Fault(f"{key}._target_", options.target, rule, remedy)]) from error
+    """Return the metric of `options`, named `name` in the config. Raises ConfigError where it
+    cannot be imported or made, or is none."""
+    return made_object(f"{KEY}.{name}", options.target, options.arguments, METRIC)
 
 
 def try_metrics(metrics: Mapping[str, MetricOptions]) -> list[Fault]:

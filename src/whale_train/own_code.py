@@ -204,7 +204,7 @@ def called(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         inner = {name: called(f"{key}.{name}", item) for name, item in value.items()}
         target = inner.pop("_target_", None)
-        return inner if target is None else _object(key, str(target), inner)
+        return inner if target is None else made_object(key, str(target), inner, _CALLABLE)
     if isinstance(value, list | tuple):
         return [called(f"{key}[{number}]", item) for number, item in enumerate(value)]
     return value
@@ -223,9 +223,13 @@ _CALLABLE = TargetKind(
 )
 
 
-def _object(key: str, target: str, arguments: Mapping[str, Any]) -> Any:
-    """Return an object of the class at the path `target`."""
-    made = imported(f"{key}._target_", target, _CALLABLE)
+def made_object(key: str, target: str, arguments: Mapping[str, Any], kind: TargetKind) -> Any:
+    """Return what the class or function at the path `target` makes of `arguments`.
+
+    The working directory has to be importable. Raises ConfigError, with the config's `key`, where
+    it cannot be imported, is not of the `kind`, does not take the arguments, or raises.
+    """
+    made = imported(f"{key}._target_", target, kind)
     faults = argument_faults(made, arguments, key, target.rpartition(".")[2])
     if faults:
         raise ConfigError(faults)
@@ -248,5 +252,5 @@ def named_function(
     kind = TargetKind("class with a __call__", _can_be_called, returns.includes, wanted)
     made = imported(f"{key}._target_", target, kind)
     if isinstance(made, type):
-        return _object(key, target, arguments)  # type: ignore[no-any-return]
+        return made_object(key, target, arguments, kind)  # type: ignore[no-any-return]
     return partial(made, **arguments) if arguments else made

@@ -5,7 +5,7 @@ import os
 from whale_train.callbacks.callback import CALLBACK
 from whale_train.callbacks.options import CallbackOptions, CallbacksOptions
 from whale_train.errors import ConfigError, Fault
-from whale_train.own_code import argument_faults, called, importable, imported
+from whale_train.own_code import argument_faults, called, importable, imported, made_object
 
 
 def refuse_callbacks(options: CallbacksOptions) -> None:
@@ -26,12 +26,8 @@ def refuse_callbacks(options: CallbacksOptions) -> None:
 
 
 def make_callback(options: CallbackOptions) -> object:
-    """Return the callback of `options`. Raises ConfigError as `refuse_callbacks` does, and what its
-    constructor raises."""
+    """Return the callback of `options`. Raises ConfigError where it cannot be imported or made, or
+    is none."""
     with importable(os.getcwd()):
-        made = imported(f"{options.key}._target_", options.target, CALLBACK)
-        arguments = {
-            name: called(f"{options.key}.{name}", value)
-            for name, value in options.arguments.items()
-        }
-        return made(**arguments)
+        arguments = called(options.key, options.arguments)
+        return made_object(options.key, options.target, arguments, CALLBACK)

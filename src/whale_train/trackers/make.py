@@ -2,8 +2,7 @@
 
 import os
 
-from whale_train.errors import ConfigError
-from whale_train.own_code import argument_faults, importable, imported
+from whale_train.own_code import importable, made_object
 from whale_train.trackers.options import (
     BuiltIn,
     MlflowOptions,
@@ -44,9 +43,5 @@ def make_tracker(options: BuiltIn | OwnTrackerOptions, key: str) -> Tracker:
 
 def _own(options: OwnTrackerOptions, key: str) -> Tracker:
     with importable(os.getcwd()):
-        made = imported(f"{key}._target_", options.target, TRACKER)
-        name = options.target.rpartition(".")[2]
-        if faults := argument_faults(made, options.arguments, key, name):
-            raise ConfigError(faults)
-        tracker: Tracker = made(**options.arguments)
+        tracker: Tracker = made_object(key, options.target, options.arguments, TRACKER)
     return tracker
