@@ -224,7 +224,7 @@ _CALLABLE = TargetKind(
 
 
 def made_object(key: str, target: str, arguments: Mapping[str, Any], kind: TargetKind) -> Any:
-    """Return what the class or function at the path `target` makes of `arguments`.
+    """Return the object that the class or function at the path `target` makes of `arguments`.
 
     The working directory has to be importable. Raises ConfigError, with the config's `key`, where
     it cannot be imported, is not of the `kind`, does not take the arguments, or raises.
