@@ -33,8 +33,11 @@ _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 PLATEAU = "plateau"  # a value of train.delink_at
 AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
-Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate", "audit"]
-READING = ("export", "evaluate")  # modes that read a checkpoint
+Mode = Literal[
+    "train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate", "predict", "audit"
+]
+EVALUATING = ("evaluate", "predict")  # modes that take no steps from a checkpoint
+READING = ("export", *EVALUATING)  # modes that read a checkpoint
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
 _RunPath = Annotated[str, Field(min_length=1)] | None
@@ -255,6 +258,8 @@ class Request(BaseModel):
     files: the plan's notes about the user's own config files that have the names of built-in ones.
     run: the run directory that `mode=audit` reads.
     audit: the section of this name.
+    blank_labels: dtype and shape of the labels that the samples of `mode=predict` do not have, and
+        which their model takes; None where they have them, or need none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -279,6 +284,7 @@ class Request(BaseModel):
     files: tuple[Decision, ...] = ()
     run: str | None = None
     audit: AuditOptions = AuditOptions()
+    blank_labels: tuple[str, tuple[int, ...]] | None = None
 
     def to_json(self) -> str:
         """Return the request as JSON, as `request.json` has it."""
@@ -377,7 +383,7 @@ def read_request(
     sections["trackers"] = read_trackers(plain.get("trackers", []), tensorboard, faults)
     sections["callbacks"] = read_callbacks(plain.get("callbacks", {}), faults)
     sections["metrics"] = read_metrics(plain.get("metrics"), faults)
-    known = set(Request.model_fields) - {"names", "files"} | {"path"}
+    known = set(Request.model_fields) - {"names", "files", "blank_labels"} | {"path"}
     for key in plain:
         if key not in known:
             instead = known_elsewhere(key)

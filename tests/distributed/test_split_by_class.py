@@ -72,7 +72,7 @@ def not_finite(sizes: tuple[int, ...], where: int, value: float) -> tuple[Tensor
     mine = shard(logits, 1, 1, sizes, shards.rank).requires_grad_()
     loss = split_cross_entropy(mine, target, shards)
     loss.backward()
-    predicted, _, counted = split_top1(mine.detach(), target, shards)
+    predicted, _, counted, _ = split_top1(mine.detach(), target, shards)
     return loss.detach(), mine.grad, ((predicted == target) & counted).sum()
 
 
@@ -147,12 +147,13 @@ def test_split_cross_entropy_refuses_a_second_backward_and_a_target_that_is_no_c
         run_ranks(no_class, 2)
 
 
-def hits(sizes: tuple[int, ...], logits: Tensor, target: Tensor) -> tuple[int, int]:
+def hits(sizes: tuple[int, ...], logits: Tensor, target: Tensor) -> tuple[int, int, Tensor]:
     shards = shard_group(sizes)
     mine = shard(logits, 1, 1, sizes, shards.rank)
-    predicted, _, counted = split_top1(mine, target, shards)
+    predicted, _, counted, sure = split_top1(mine, target, shards, with_probability=True)
     correct, targets = ((predicted == target) & counted).sum(), counted.sum()
-    return int(correct), int(targets)
+    assert sure is not None
+    return int(correct), int(targets), sure
 
 
 @pytest.mark.parametrize("sizes", CLASSES)
@@ -167,7 +168,10 @@ def test_split_top1(sizes: tuple[int, ...]) -> None:
         for row, label in zip(logits.tolist(), target.tolist(), strict=True)
     )
     assert 0 < correct < 30
-    assert run_ranks(hits, len(sizes), sizes, logits, target) == [(correct, 30)] * len(sizes)
+    highest = logits.softmax(1).amax(1)
+    for *counts, sure in run_ranks(hits, len(sizes), sizes, logits, target):
+        assert counts == [correct, 30]
+        torch.testing.assert_close(sure, highest.float())
 
 
 def embedded(sizes: tuple[int, ...], padding_idx: int | None) -> tuple[Tensor, Tensor]:

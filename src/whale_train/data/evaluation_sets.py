@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whale_train.data.blank_field import WithBlankField
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import DataOptions, open_dataset
 from whale_train.data.sources.classes import ClassesOptions
@@ -11,6 +12,7 @@ from whale_train.data.sources.digits import DigitsOptions
 from whale_train.data.sources.images import ImagesOptions
 from whale_train.data.tokens.make_store import Watch
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.strategies.graph.operation_graph import InputField
 from whale_train.validation import validated
 
 KEY = "data.evaluation"
@@ -31,13 +33,24 @@ class OpenedData:
     sets: Mapping[str, Dataset]
 
 
-def open_data(options: DataOptions, watch: Watch | None = None) -> OpenedData:
+def open_data(
+    options: DataOptions,
+    watch: Watch | None = None,
+    blank_labels: tuple[str, tuple[int, ...]] | None = None,
+) -> OpenedData:
     """Return the data of a request, ready to read.
 
-    `watch` is told how far long preparations are, in bytes. Raises ConfigError with all faults.
+    `watch` is told how far long preparations are, in bytes. `blank_labels` are the dtype and shape
+    of labels of zeros that all samples get; None: none. Raises ConfigError with all faults.
     """
     training = open_dataset(options, watch)
-    return OpenedData(training, _sets(options, training, watch))
+    sets = _sets(options, training, watch)
+    if blank_labels is None:
+        return OpenedData(training, sets)
+    dtype, shape = blank_labels
+    labels = InputField("labels", shape, dtype)
+    blank = {name: WithBlankField(dataset, labels) for name, dataset in sets.items()}
+    return OpenedData(WithBlankField(training, labels), blank)
 
 
 def _sets(options: DataOptions, like: Dataset, watch: Watch | None) -> dict[str, Dataset]:

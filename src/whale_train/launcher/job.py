@@ -17,7 +17,7 @@ from rich.text import Text
 
 from whale_train.callbacks.make import refuse_callbacks
 from whale_train.checkpoints.checkpoint_files import MODEL, STOP
-from whale_train.config import AUTO, Request, in_steps, read_request
+from whale_train.config import AUTO, EVALUATING, Request, in_steps, read_request
 from whale_train.data.evaluation_sets import open_data
 from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.disk import is_full
@@ -176,7 +176,7 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
             early.stop()
         _fetch_model(request)
         checkpoint = None
-        if request.mode == "evaluate":
+        if request.mode in EVALUATING:
             checkpoint = checkpoint_of(request)
             request = with_saved(request, checkpoint, at.arguments)
         request = _with_data(request, place, console)
@@ -243,7 +243,7 @@ def _with_data(request: Request, place: LaunchPlace | None, console: Console) ->
     if not isinstance(request.data, TextFilesOptions) and request.train.epochs is None:
         return request
     with tokenising_shown(console) as watch:
-        data = open_data(request.data, watch)
+        data = open_data(request.data, watch, request.blank_labels)
     return in_steps(request, data.training.num_samples)
 
 

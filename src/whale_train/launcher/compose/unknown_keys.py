@@ -13,6 +13,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from whale_train.config import READING
 from whale_train.errors import Fault, closest, listed
 from whale_train.other_trainers import known_elsewhere
 
@@ -23,8 +24,8 @@ _MODES = {
     "rehearse": ("plan", "rehearse"),
     "verify.steps": ("verify",),
     "verify.tolerance": ("verify",),
-    "checkpoint.path": ("export", "evaluate"),
-    "path": ("export", "evaluate"),
+    "checkpoint.path": READING,
+    "path": READING,
     "run": ("audit",),
     "audit.step": ("audit",),
 }

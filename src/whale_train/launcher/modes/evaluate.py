@@ -1,11 +1,12 @@
-"""Run `mode=evaluate`: the metrics of a checkpoint's model on named sets, under any plan.
+"""Run `mode=evaluate` and `mode=predict`: the metrics of a checkpoint's model on named sets, and
+its prediction for every sample of them, under any plan.
 
 The model, the data, the metrics and the precision are those of the checkpoint's run, where the
 command line does not say otherwise. The strategy and the hardware are this command's own.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whale_train.config import Request
+from whale_train.config import Mode, Request
+from whale_train.data.evaluation_sets import open_data
 from whale_train.data.open import DataOptions
+from whale_train.data.sources.arrays import ArraysOptions
+from whale_train.data.sources.custom import CustomOptions
+from whale_train.data.sources.hf_dataset import HfDatasetOptions
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.job_end import JobEnd, finish, never_met, summary_of
 from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
@@ -22,12 +27,20 @@ from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import write_json
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.resume import Resumed, checkpoint_at, saved_request, say_passed_over
+from whale_train.launcher.resume import (
+    Resumed,
+    checkpoint_at,
+    saved_request,
+    saved_state,
+    say_passed_over,
+)
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.validation import validated
 
 RESULTS = "evaluation.json"  # in the run directory: the results of each set, by set
+WHOLE = "all"  # the name of a set of all samples
+_MAY_LACK_LABELS = (ArraysOptions, HfDatasetOptions, CustomOptions)  # others make them
 _ALL = 2**62  # samples of an evaluation, at most
 _SECTIONS = ("model", "data", "optimizer", "metrics", "seed")
 
@@ -49,7 +62,7 @@ def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) 
     """
     saved = saved_request(checkpoint)
     asked = {"trackers": request.trackers, "callbacks": request.callbacks.listed}
-    rule = "has no effect on mode=evaluate, which takes no steps"
+    rule = f"has no effect on mode={request.mode}, which takes no steps"
     faults = [Fault(key, "", rule, "leave it out") for key, value in asked.items() if value]
     if faults:
         raise ConfigError(faults)
@@ -76,12 +89,46 @@ def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) 
     own["names"] = {**request.names, **{x: saved.names.get(x, "") for x in own if x in _SECTIONS}}
     checkpoint_options = {"every": None, "best": None, "final": False}
     own["checkpoint"] = request.checkpoint.model_copy(update=checkpoint_options)
-    evaluated = request.model_copy(update=own)
-    if not evaluated.data.evaluation_fraction and not getattr(evaluated.data, "evaluation", None):
+    own["data"] = _with_sets(own.get("data", request.data), request.mode, keys)
+    if request.mode == "predict":
+        own["blank_labels"] = _blank_labels(own["data"], checkpoint)
+    return request.model_copy(update=own)
+
+
+def _with_sets(data: DataOptions, mode: Mode, keys: Collection[str]) -> DataOptions:
+    """Return `data` with the sets to evaluate.
+
+    They are those that the command line or the checkpoint's run names. All samples are one where
+    the command line asks for other data and names no sets of it, and where there is nothing else to
+    predict. Raises ConfigError where there is nothing to evaluate.
+    """
+    asked = {key for key in keys if key.partition(".")[0] == "data"}
+    named = {key for key in asked if key.startswith("data.evaluation")}
+    is_other = bool(asked - named) and not named
+    has_sets = bool(data.evaluation_fraction or getattr(data, "evaluation", None))
+    can_name = "evaluation" in type(data).model_fields
+    if can_name and (is_other or (mode == "predict" and not has_sets)):
+        return data.model_copy(update={"evaluation": {WHOLE: {}}, "evaluation_fraction": 0.0})
+    if not has_sets:
         rule = "names no samples to evaluate, and the checkpoint's run held none back"
         remedy = "write 'data.evaluation={test: {path: FILE}}' or the like"
         raise ConfigError([Fault("data.evaluation", "", rule, remedy)])
-    return evaluated
+    return data
+
+
+def _blank_labels(data: DataOptions, checkpoint: Resumed) -> tuple[str, tuple[int, ...]] | None:
+    """Return dtype and shape of the labels of the checkpoint's run where `data` has none.
+
+    Returns None where it has labels, or needs none. Raises ConfigError where the data cannot be
+    read.
+    """
+    state = saved_state(checkpoint)
+    fields = {} if state.data is None else state.data.fields
+    if "labels" not in fields or not isinstance(data, _MAY_LACK_LABELS):
+        return None
+    opened = open_data(data)
+    has_labels = any(field.name == "labels" for field in opened.training.fields)
+    return None if has_labels else fields["labels"]
 
 
 def _changed(saved: DataOptions, asked: DataOptions, keys: Sequence[str]) -> DataOptions:
@@ -114,7 +161,8 @@ def evaluate_checkpoint(
             pass
         start_ranks(run_dir, resolved, request, checkpoint.path)
         show_resolved(resolved, request, console)
-        said = f"evaluating step {checkpoint.step}, from {checkpoint.path}"
+        doing = "predicting with" if request.mode == "predict" else "evaluating"
+        said = f"{doing} step {checkpoint.step}, from {checkpoint.path}"
         console.print(Text(said), soft_wrap=True)
         outcome = process.wait(signals.poll)
     except RendezvousTimeout as error:
@@ -124,10 +172,13 @@ def evaluate_checkpoint(
     if outcome.status != "done":
         return finish(outcome, resolved, run_dir, console)
     summary = summary_of(run_dir)
-    results = summary["evaluation"]
-    write_json(run_dir / RESULTS, {"step": checkpoint.step, "sets": results})
-    console.print(Portable(_table(results)))
-    console.print(f"the results: {run_dir / RESULTS}", soft_wrap=True, markup=False)
+    if results := summary["evaluation"]:
+        write_json(run_dir / RESULTS, {"step": checkpoint.step, "sets": results})
+        console.print(Portable(_table(results)))
+        console.print(f"the results: {run_dir / RESULTS}", soft_wrap=True, markup=False)
+    for name, written in summary.get("predictions", {}).items():
+        said = f"{written['samples']:,} predictions of {name}: {written['file']}"
+        console.print(said, soft_wrap=True, markup=False)
     sys.stdout.flush()
     return JobEnd("done", run_dir, summary)
 

@@ -371,7 +371,7 @@ def resolve_each(
 def _data(request: Request, faults: list[Fault]) -> OpenedData | None:
     """Return the data of the request, or None after adding its faults."""
     try:
-        return open_data(request.data)
+        return open_data(request.data, blank_labels=request.blank_labels)
     except ConfigError as error:
         faults += error.faults
         return None

@@ -89,6 +89,18 @@ class TargetMean:
             target = target.argmax(self._class_dim)
         return self.logits.argmax(self._class_dim), target, self.counted
 
+    def probability(self, predicted: Tensor) -> Tensor:
+        """Return the probability of the `predicted` classes, fp32 of their shape."""
+        return probability(self.logits, predicted, self._class_dim)
+
+
+def probability(logits: Tensor, classes: Tensor, dim: int) -> Tensor:
+    """Return the probability of `classes`, fp32 of their shape, by `logits`, or by log
+    probabilities, whose dimension `dim` is that of the classes."""
+    wide = logits.float()
+    chosen = wide.gather(dim, classes.unsqueeze(dim)).squeeze(dim)
+    return (chosen - wide.logsumexp(dim)).exp()
+
 
 def target_mean(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -1,4 +1,7 @@
-"""Gather the answers of an evaluation: which class was predicted for which target, how often."""
+"""Keep the answers of an evaluation: which class was predicted for which target."""
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,12 +14,50 @@ _BASE = 2**31  # above every number of classes
 _MOST_ROWS = 2**20  # of pairs that are kept before equal ones are added up
 
 
+@dataclass(frozen=True)
+class Answers:
+    """The answers of one loss call.
+
+    predicted: the class of the largest logit for each target, or the value of a loss over values.
+    target: the class or the value that was right, of the same shape.
+    counted: which targets count, bool of the same shape.
+    probability: the probability of the predicted class, fp32 of the same shape; None where it was
+        not asked for, or there is none.
+    """
+
+    predicted: Tensor
+    target: Tensor
+    counted: Tensor
+    probability: Tensor | None = None
+
+
+class AnswerKeeper(Protocol):
+    """Contract of what keeps the answers of an evaluation on one rank."""
+
+    @property
+    def predicts(self) -> bool:
+        """Return whether answers are to have the probability of the predicted class, and to be of
+        losses over values too."""
+
+    def clear(self) -> None:
+        """Forget all answers."""
+
+    def add(self, weight: float, samples: Int64s, call: int, answers: Answers) -> None:
+        """Add the answers of loss call number `call` of a micro-batch's forward, in a batch of
+        weight `weight`.
+
+        `samples`, int64 `[n]`, are the numbers of the micro-batch's samples in the set.
+        """
+
+
 class AnswerPairs:
     """Pairs of predicted class and target that this rank has seen, each with its weight.
 
     Batches of an evaluation repeat samples, with weights by which sums over samples come out right
     (`data/order.py`); so do the weights of equal pairs, which are whole numbers in the end.
     """
+
+    predicts = False
 
     def __init__(self) -> None:
         self._codes: list[Int64s] = []
@@ -28,13 +69,13 @@ class AnswerPairs:
         self._codes, self._weights, self._rows = [], [], 0
 
     @torch.no_grad()
-    def add(self, weight: float, predicted: Tensor, target: Tensor, counted: Tensor) -> None:
-        """Add the answers of a loss call in a batch of weight `weight`.
-
-        `predicted` and `target` are class numbers of one shape; those where the bool `counted` is
-        False are left out.
-        """
-        kept = (predicted.long() * _BASE + target.long())[counted].flatten().cpu().numpy()
+    def add(self, weight: float, samples: Int64s, call: int, answers: Answers) -> None:
+        """Add the answers of a loss call in a batch of weight `weight`, those that count. Values
+        are no classes, and left out."""
+        if answers.predicted.is_floating_point() or answers.target.is_floating_point():
+            return
+        pairs = answers.predicted.long() * _BASE + answers.target.long()
+        kept = pairs[answers.counted].flatten().cpu().numpy()
         codes, counts = np.unique(kept, return_counts=True)
         self._codes.append(codes)
         self._weights.append((weight * counts).astype(np.float64))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime.base.answers import AnswerPairs
+from whale_train.runtime.base.answers import AnswerKeeper, Int64s
 
 # The samples of a micro-batch, by field: [samples, ...] each.
 Batch = Mapping[str, Tensor]
@@ -48,21 +48,34 @@ def scaled_ones(loss: Tensor, scale: Tensor | None, weight: float = 1.0) -> Tens
     return seed if scale is None else (seed * scale).to(loss.dtype)
 
 
-class EvaluationBatches(Protocol):
-    """The held-out samples, in batches.
+@dataclass(frozen=True)
+class EvaluationBatch:
+    """A batch of samples to evaluate.
 
-    Every iteration yields, for each batch, its weight and this rank's micro-batches of it.
+    weight: factor of the batch in sums over samples (`data/order.py`).
+    micro_batches: this rank's micro-batches.
+    samples: numbers of all ranks' samples in their set, int64 `[global batch]`.
+    own: those of each of this rank's micro-batches.
     """
+
+    weight: float
+    micro_batches: Sequence[Batch]
+    samples: Int64s
+    own: Sequence[Int64s]
+
+
+class EvaluationBatches(Protocol):
+    """The held-out samples, in batches."""
 
     @property
     def samples(self) -> int:
         """Return the number of samples over all ranks, each counted once."""
 
     @property
-    def answers(self) -> AnswerPairs | None:
-        """Return the pairs to which this rank adds its answers; None where they are not kept."""
+    def answers(self) -> AnswerKeeper | None:
+        """Return the keeper to which this rank adds its answers; None where they are not kept."""
 
-    def __iter__(self) -> Iterator[tuple[float, Sequence[Batch]]]: ...
+    def __iter__(self) -> Iterator[EvaluationBatch]: ...
 
 
 @dataclass(frozen=True)

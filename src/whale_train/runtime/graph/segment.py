@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
+import torch
 from torch import Tensor, fx, nn
 
-from whale_train.runtime.base.answers import AnswerPairs
+from whale_train.models.batch_parts.target_means import probability
+from whale_train.models.batch_parts.value_losses import ValueLoss
+from whale_train.runtime.base.answers import AnswerKeeper, Answers, Int64s
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.compile.regions import compile_regions
 from whale_train.runtime.graph.block_modules import Blocks
@@ -23,22 +27,51 @@ class Counts:
 
     correct: numbers of right answers.
     targets: numbers of targets.
-    answers: where the answers of batches of weight `weight` go too; None: nowhere.
+    answers: where the answers of a micro-batch go too; None: nowhere.
+    predicts: whether answers are as a keeper wants them that `predicts`. It is the same on all
+        ranks, some of which keep no answers.
+    weight: the weight of the batch that is evaluated.
+    samples: the numbers of the samples of the micro-batch whose forward runs.
+    calls: how many losses that forward has called.
     """
 
     def __init__(self) -> None:
         self.correct: list[Tensor] = []
         self.targets: list[Tensor] = []
-        self.answers: AnswerPairs | None = None
+        self.answers: AnswerKeeper | None = None
+        self.predicts = False
         self.weight = 1.0
+        self.samples: Int64s = np.empty(0, np.int64)
+        self.calls = 0
 
-    def add(self, predicted: Tensor, target: Tensor, counted: Tensor) -> None:
-        """Add the answers of one loss call: predicted classes, targets, and which of them count,
-        of one shape."""
-        self.correct.append(((predicted == target) & counted).sum())
-        self.targets.append(counted.sum())
+    def begin(self, samples: Int64s) -> None:
+        """Note the samples of the micro-batch whose forward runs next."""
+        self.samples, self.calls = samples, 0
+
+    def add(self, answers: Answers) -> None:
+        """Add the answers of one loss call."""
+        right = (answers.predicted == answers.target) & answers.counted
+        self.correct.append(right.sum())
+        self.targets.append(answers.counted.sum())
         if self.answers is not None:
-            self.answers.add(self.weight, predicted, target, counted)
+            self.answers.add(self.weight, self.samples, self.calls, answers)
+        self.calls += 1
+
+    def add_logits(self, logits: Tensor, target: Tensor, counted: Tensor, dim: int) -> None:
+        """Add the answers of one loss call over whole logits, whose classes are in dimension
+        `dim`."""
+        predicted = logits.argmax(dim)
+        sure = probability(logits, predicted, dim) if self.predicts else None
+        self.add(Answers(predicted, target, counted, sure))
+
+    def add_values(self, kind: ValueLoss, values: Tensor, target: Tensor) -> None:
+        """Keep the values of one loss call of `kind`, where answers are kept that predict."""
+        if self.answers is not None and self.predicts:
+            predicted, sure = kind.predicted(values)
+            counted = torch.ones_like(target, dtype=torch.bool)
+            answers = Answers(predicted, target, counted, sure)
+            self.answers.add(self.weight, self.samples, self.calls, answers)
+            self.calls += 1
 
     def take(self) -> tuple[float, float]:
         """Return (correct, targets) since the last call, and clear both."""

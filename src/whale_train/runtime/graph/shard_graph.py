@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, fx
 from torch import distributed as dist
 
+from whale_train.models.batch_parts.value_losses import ValueLoss
 from whale_train.models.export.export import model_path, module_path
 from whale_train.models.export.op_schemas import in_evaluation
+from whale_train.runtime.base.answers import Answers
 from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.comms.batch_sums import batch_sum
 from whale_train.runtime.comms.layout_collectives import (
@@ -167,9 +169,12 @@ class _Writer:
             return self.replacement(becomes, node, args)
         if is_mean_over_targets(node) and (self.place.loss_scale or self.counts is not None):
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            count = self.counts.add if self.counts is not None else None
+            count = self.counts.add_logits if self.counts is not None else None
             loss = plain_loss(node, self.place.loss_scale, count)
             return self.out.call(loss, [*args[:2], weight], node.name)
+        kind = ValueLoss.of_operation(node.target)
+        if kind is not None and self.counts is not None and self.laid(node, 0) is None:
+            self.out.call(partial(self.counts.add_values, kind), args[:2], "predicted")
         if target == "batch_norm.default" and self.place.batch_norm_group is not None:
             function = _batch_norm(self.place.batch_norm_group)
             return self.out.call(function, args[:8], node.name)
@@ -282,7 +287,8 @@ class _Writer:
 
         def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
             if counts is not None:
-                counts.add(*split_top1(logits, target, shards, ignore))
+                top = split_top1(logits, target, shards, ignore, counts.predicts)
+                counts.add(Answers(*top))
             factor = scale(node.name) if scale is not None else None
             return split_cross_entropy(
                 logits, target, shards, ignore, smooth, reduction, scale=factor

@@ -131,22 +131,35 @@ def _row_maximum(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def split_top1(
-    logits: Tensor, target: Tensor, shards: ShardGroup, ignore_index: int = -100
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the predicted classes, the targets, and which targets are not `ignore_index`.
+    logits: Tensor,
+    target: Tensor,
+    shards: ShardGroup,
+    ignore_index: int = -100,
+    with_probability: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the predicted classes, the targets, which targets are not `ignore_index`, and the
+    probability of the predicted classes (None where it is not asked for).
 
     They are [N] each, the same on each shard. `logits` are [N, this rank's classes] and `target` is
     [N]. Of equal logits the first class wins, as in `torch.argmax`.
     """
-    best = logits.new_zeros(2, len(logits), dtype=torch.float64)  # holds class numbers exactly
+    rows = 3 if with_probability else 2
+    best = logits.new_zeros(rows, len(logits), dtype=torch.float64)  # holds class numbers exactly
     best[0], best[1] = -torch.inf, shards.start
     if shards.size:
         value, index = logits.max(1)
         best[0], best[1] = value, index + shards.start
+        if with_probability:
+            best[2] = (logits.double() - best[0].unsqueeze(1)).exp().sum(1)
     gathered = all_gather_stack(best, shards.group)
     winner = gathered[:, 0].argmax(0, keepdim=True)
-    predicted = gathered[:, 1].gather(0, winner).squeeze(0)
-    return predicted, target, target != ignore_index
+    predicted = gathered[:, 1].gather(0, winner).squeeze(0).long()
+    sure = None
+    if with_probability:
+        highest = gathered[:, 0].amax(0)
+        total = (gathered[:, 2] * (gathered[:, 0] - highest).exp()).sum(0)
+        sure = total.reciprocal().float()
+    return predicted, target, target != ignore_index, sure
 
 
 def split_embedding(

@@ -29,8 +29,11 @@ from whale_train.models.batch_parts.target_means import (
     scaled,
     target_mean,
 )
+from whale_train.models.batch_parts.value_losses import ValueLoss, loss_operands
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
+from whale_train.runtime.base.answers import Answers
+from whale_train.runtime.base.step_types import EvaluationBatch
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.loss.graph_losses import targets_graph
 
@@ -69,16 +72,15 @@ class TargetCounter:
         return torch.stack(list(counts)) if counts else torch.zeros(0, dtype=torch.float64)
 
     @torch.no_grad()
-    def whole(self, held: Iterable[tuple[float, Sequence[Mapping[str, Tensor]]]]) -> Tensor:
+    def whole(self, held: Iterable[EvaluationBatch]) -> Tensor:
         """Return the targets of all batches of `held`, of all replicas, fp64 [losses].
 
-        `held` gives each batch's weight and this rank's micro-batches. One all-reduce; all replicas
-        call it.
+        One all-reduce; all replicas call it.
         """
         total = torch.zeros(len(self.losses), dtype=torch.float64)
-        for weight, batches in held if self.losses else ():
-            for batch in batches:
-                targets = weight * self.mine(batch)
+        for held_batch in held if self.losses else ():
+            for batch in held_batch.micro_batches:
+                targets = held_batch.weight * self.mine(batch)
                 total = total.to(targets.device) + targets
         if self.losses and self._group.size() > 1:
             dist.all_reduce(total, group=self._group)
@@ -128,7 +130,7 @@ class GlobalMeans(TorchFunctionMode):
 
     correct: targets that are the largest logit of their row.
     targets: targets that count.
-    answers: predicted classes, targets and which of them count, by call.
+    answers: the answers of the calls, as a keeper wants them that `predicts`.
     made: the means of the calls.
     divisors: what each mean would divide by on this rank, fp64 scalars.
 
@@ -143,13 +145,15 @@ class GlobalMeans(TorchFunctionMode):
         targets: Targets | None = None,
         *,
         accuracy: bool = False,
+        predicts: bool = False,
         agreement: ForwardAgreement | None = None,
     ) -> None:
         super().__init__()
         self._agreement = agreement
         self.correct: Tensor | int = 0
         self.targets: Tensor | int = 0
-        self.answers: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.answers: list[Answers] = []
+        self._predicts = predicts
         self.made: list[Tensor] = []
         self.divisors: list[Tensor] = []
         self._group = group
@@ -181,6 +185,8 @@ class GlobalMeans(TorchFunctionMode):
         kwargs = kwargs or {}
         call = target_mean(func, args, kwargs)
         if call is None:
+            if self._predicts and (loss := ValueLoss.of_function(func)) is not None:
+                self._record_values(loss, *loss_operands(args, dict(kwargs)))
             return func(*args, **kwargs)
         made = self._mean(call)
         if self._accuracy:
@@ -215,11 +221,19 @@ class GlobalMeans(TorchFunctionMode):
         return self._counted.whole[self._calls - 1], None
 
     @torch.no_grad()
+    def _record_values(self, loss: ValueLoss, values: Tensor, target: Tensor) -> None:
+        """Keep the values of a loss as answers."""
+        predicted, sure = loss.predicted(values)
+        counted = torch.ones_like(target, dtype=torch.bool)
+        self.answers.append(Answers(predicted, target, counted, sure))
+
+    @torch.no_grad()
     def _record(self, call: TargetMean, made: Tensor) -> None:
         """Add the call's mean, divisor, right answers and targets to those of the evaluation."""
         self.made.append(made)
         self.divisors.append(call.divisor())
         predicted, target, counted = call.answers()
-        self.answers.append((predicted, target, counted))
+        probability = call.probability(predicted) if self._predicts else None
+        self.answers.append(Answers(predicted, target, counted, probability))
         self.correct = self.correct + ((predicted == target) & counted).sum()
         self.targets = self.targets + counted.sum()

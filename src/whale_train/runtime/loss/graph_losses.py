@@ -52,14 +52,14 @@ def _option(node: fx.Node, position: int, name: str, default: Any) -> Any:
 def plain_loss(
     node: fx.Node,
     scale: LossWeight | None,
-    count: Callable[[Tensor, Tensor, Tensor], None] | None,
+    count: Callable[[Tensor, Tensor, Tensor, int], None] | None,
 ) -> Callable[..., Tensor]:
     """Return the loss `node` as a function of whole logits, targets and class weights.
 
     Logits are [N, classes, ..] or [classes], and targets [N, ..] class numbers or probabilities of
     the shape of the logits. With `scale`, the result is the sum over targets times
-    `scale(node.name)`; None leaves the mean. `count` is called with the predicted classes, the
-    targets and which of them count, where targets are class numbers.
+    `scale(node.name)`; None leaves the mean. `count` is called with the logits, the targets, which
+    of them count, and the dimension of the classes, where targets are class numbers.
     """
     kind = str(node.target).removeprefix("aten.")
     ignore, smooth = ignored(node), smoothing(node) if kind == _CROSS_ENTROPY else 0.0
@@ -67,7 +67,7 @@ def plain_loss(
     def loss(logits: Tensor, target: Tensor, weight: Tensor | None = None, *rest: Any) -> Tensor:
         if count is not None and not target.is_floating_point():
             dim = min(logits.dim() - 1, 1)
-            count(logits.argmax(dim), target, target != ignore)
+            count(logits, target, target != ignore, dim)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as by autocast
         reduction = "sum" if scale else "mean"
         if kind == _CROSS_ENTROPY:

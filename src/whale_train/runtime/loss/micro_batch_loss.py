@@ -65,6 +65,10 @@ class MicroBatchLoss:
         """Note the micro-batch of the piece that runs next."""
         self._now = micro_batch
 
+    def interval(self, micro_batch: int) -> slice:
+        """Return the samples of the global batch that this rank's piece of a micro-batch has."""
+        return slice(*self._samples[micro_batch])
+
     def weight(self, micro_batch: int) -> float:
         """Return the weight of a micro-batch's loss in the step, or in the evaluation."""
         start, stop = self._samples[micro_batch]

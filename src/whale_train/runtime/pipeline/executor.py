@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from whale_train.runtime.base.answers import Int64s
 from whale_train.runtime.base.step_types import (
     Batch,
     Evaluation,
@@ -124,23 +125,24 @@ class PipelineModel:
     @torch.no_grad()
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
         """Return the means over the evaluation batches `held`. All ranks call it."""
-        pieces = ((w, x) for w, batches in held for x in self._piece_batches(batches))
+        pieces = ((x.weight, y) for x in held for y in self._piece_batches(x.micro_batches))
         self._loss.begin_evaluation(pieces, held.samples)
         counted = self._last in self._chunks and self._counts_loss
         sums = torch.zeros(3, dtype=torch.float64)
         self._counts.answers = held.answers if counted else None
+        self._counts.predicts = held.answers is not None and held.answers.predicts
         with ExitStack() as stack:
             for chunk in self._chunks.values():
                 stack.enter_context(chunk.evaluating())
-            for weight, batches in held:
-                self._counts.weight = weight
-                run = _Run(self, batches, self._evaluation)
+            for batch in held:
+                self._counts.weight = batch.weight
+                run = _Run(self, batch.micro_batches, self._evaluation, evaluated=batch.samples)
                 run.run()
                 self._transport.finish()
                 loss = sum(float(x) * self._loss.weight(m) for m, x in run.losses.items())
                 seen = (loss, *self._counts.take())
                 if counted:
-                    sums += weight * torch.tensor(seen, dtype=torch.float64)
+                    sums += batch.weight * torch.tensor(seen, dtype=torch.float64)
         return self._loss.evaluation(sums)
 
     def _piece_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
@@ -158,7 +160,8 @@ _FORWARDS = (Kind.FORWARD, Kind.RECEIVE, Kind.SEND)
 
 
 class _Run:
-    """Execution of the instructions of one step, or of one evaluated batch."""
+    """Execution of the instructions of one step, or of one evaluated batch, whose samples have the
+    numbers `evaluated`, int64 `[global batch]`, in their set."""
 
     def __init__(
         self,
@@ -166,8 +169,9 @@ class _Run:
         batches: Sequence[Batch],
         orders: Orders,
         loss_scale: Tensor | None = None,
+        evaluated: Int64s | None = None,
     ) -> None:
-        self.loss_scale = loss_scale
+        self.loss_scale, self.evaluated = loss_scale, evaluated
         self.program, self.batches, self.orders = program, batches, orders
         self.losses: dict[int, Tensor] = {}
         self.passed: dict[tuple[int, int], SavedForBackward] = {}
@@ -224,6 +228,8 @@ class _Run:
                 value = self.passed[maker, m].made[name]
                 taken[name] = value.detach().requires_grad_(value.requires_grad)
         program._loss.enter(m)
+        if self.evaluated is not None:
+            program._counts.begin(self.evaluated[program._loss.interval(m)])
         loads = program.loads
         with nullcontext() if loads is None else loads.counting():
             passed = chunk.forward(taken, self.batches[program._batch_of[m]])

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import fx
 from torch.distributed.distributed_c10d import Store
 
 from whale_train.checkpoints.checkpoint_files import MANIFEST, folder_of
-from whale_train.config import Request
+from whale_train.config import EVALUATING, Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.sources.text_files import tokenizer_of
 from whale_train.disk import failing_when_full, writing
@@ -49,6 +48,7 @@ from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.optim.optimizers import make_optimizer
+from whale_train.runtime.process.checkpoint_results import checkpoint_results
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.preload import preload_deepspeed
 from whale_train.runtime.record.callbacks import Callbacks, told_when_failing
@@ -69,8 +69,7 @@ from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
-from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
-from whale_train.runtime.train.loop import evaluate, train_steps
+from whale_train.runtime.train.loop import train_steps
 from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.grammar.form import needs_graph, partitions
@@ -106,7 +105,7 @@ def prepare(request: Request) -> Prepared:
         preload_deepspeed()
     if request.train.compile:
         import_compiler()
-    data = open_data(request.data)
+    data = open_data(request.data, blank_labels=request.blank_labels)
     module = build_shared(request.model, request.seed)
     prepared = Prepared(request, module, None, data)
     # Ranks run the graph or count targets by it. For a strategy yet to be found, they may.
@@ -249,9 +248,15 @@ def train_as_planned(
         arguments = (run_dir, request, plan, program, batches, metrics, state, rank)
         summary, files = record_verification(*arguments, rounding=_rounding(run_dir))
         carrier.gather(run_dir, SavedPart(rank, files))
-    elif request.mode == "evaluate":
+    elif request.mode in EVALUATING:
         metrics = Metrics(run_dir, device, *flops) if rank == 0 else None
-        summary = _evaluated(run_dir, request, plan, program, batches, state, carrier, rank)
+        checkpoint = _checkpoint(run_dir)
+        assert checkpoint is not None
+        random = RandomStates(program.shared_random)
+        step = restore(carrier.fetched(checkpoint), state, random, plan, rank, {}).step
+        carrier.forget()
+        summary = {"step": step}
+        summary |= checkpoint_results(run_dir, request, program, batches, carrier, rank)
     else:
         random = RandomStates(program.shared_random)
         resumed, started = None, time.monotonic()
@@ -323,33 +328,6 @@ def train_as_planned(
             path.with_suffix(".partial").write_text(text, encoding="utf-8")
             path.with_suffix(".partial").replace(path)
     return program
-
-
-def _evaluated(
-    run_dir: Path,
-    request: Request,
-    plan: Plan,
-    program: Program,
-    batches: RankBatches,
-    state: RankState,
-    carrier: Carrier,
-    rank: int,
-) -> dict[str, Any]:
-    """Read the checkpoint of the run, evaluate it, and return the content of `summary.json`."""
-    checkpoint = _checkpoint(run_dir)
-    assert checkpoint is not None
-    random = RandomStates(program.shared_random)
-    saved = restore(carrier.fetched(checkpoint), state, random, plan, rank, {})
-    carrier.forget()
-    own = EvaluationMetrics(request.metrics) if request.metrics and not rank else None
-    started = time.monotonic()
-    sets = evaluate(program, batches, own, bool(request.metrics))
-    finite = {
-        name: {key: value if isfinite(value) else None for key, value in of_set.items()}
-        for name, of_set in sets.items()
-    }
-    seconds = time.monotonic() - started
-    return {"step": saved.step, "evaluation": finite, "evaluated_s": seconds}
 
 
 def _best(run_dir: Path, summary: dict[str, Any]) -> Path | None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whale_train.config import Request
@@ -19,28 +21,38 @@ from whale_train.data.dataset import Indices, RowDataset
 from whale_train.data.evaluation_sets import HELD_BACK, OpenedData
 from whale_train.data.order import evaluation_batches, samples_at
 from whale_train.data.random_bits import random_bits, stream_key
-from whale_train.runtime.base.answers import AnswerPairs
-from whale_train.runtime.base.step_types import EvaluationBatches
+from whale_train.runtime.base.answers import AnswerKeeper
+from whale_train.runtime.base.step_types import EvaluationBatch
 from whale_train.runtime.train.prefetch import Prefetch
 from whale_train.runtime.train.worker_reads import WorkerReads
 from whale_train.strategies.plan.plan import Plan
 
 
-@dataclass(frozen=True)
-class _HeldBack:
-    """Held-back samples, read anew each time they are iterated over.
+@dataclass
+class EvaluatedSet:
+    """A set of samples to evaluate, read anew each time it is iterated over.
 
+    name: the name of the set.
     samples: number of samples.
-    read: function that yields each batch's weight and this rank's micro-batches.
+    samples_of: function that reads samples by their numbers.
+    read: function that yields the batches.
     answers: where this rank keeps its answers; None: nowhere.
     """
 
+    name: str
     samples: int
-    read: Callable[[], Iterator[tuple[float, list[dict[str, Tensor]]]]]
-    answers: AnswerPairs | None
+    samples_of: Callable[[Indices], Arrays]
+    read: Callable[[], Iterator[EvaluationBatch]]
+    answers: AnswerKeeper | None = None
 
-    def __iter__(self) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
+    def __iter__(self) -> Iterator[EvaluationBatch]:
         return self.read()
+
+    def labels(self, samples: Indices) -> NDArray[Any] | None:
+        """Return the labels of samples, `[n, ...]`, or None where they have none of whole
+        numbers."""
+        labels = self.samples_of(samples).get("labels")
+        return labels if labels is not None and labels.dtype.kind == "i" else None
 
 
 @dataclass(frozen=True)
@@ -144,29 +156,30 @@ class RankBatches:
             copied.record()
         return _Read(batches, copied)
 
-    def evaluations(self, answers: bool = False) -> Iterator[tuple[str, EvaluationBatches]]:
-        """Yield the samples to evaluate, those held back and each named set, by their names.
+    def evaluated_sets(self) -> Iterator[EvaluatedSet]:
+        """Yield the sets of samples to evaluate: those held back, and each named set.
 
-        Of each there are the first, as many as were asked for and exist. With `answers`, those of
-        this rank are kept.
+        Of each there are the first, as many as were asked for and exist.
         """
-        kept = AnswerPairs() if answers else None
         dataset, wanted = self._dataset, self._request.train.evaluation_samples
-        if held_back := min(wanted, dataset.num_evaluation_samples):
-            read = partial(self._evaluated, held_back, dataset.evaluation_samples)
-            yield HELD_BACK, _HeldBack(held_back, read, kept)
-        for name, dataset in self._data.sets.items():
-            count = min(wanted, dataset.num_samples)
-            kept = AnswerPairs() if answers else None
-            yield name, _HeldBack(count, partial(self._evaluated, count, dataset.samples), kept)
+        sets: list[tuple[str, int, Callable[[Indices], Arrays]]] = []
+        if dataset.num_evaluation_samples:
+            held_back = (dataset.num_evaluation_samples, dataset.evaluation_samples)
+            sets.append((HELD_BACK, *held_back))
+        sets += [(name, x.num_samples, x.samples) for name, x in self._data.sets.items()]
+        for name, count, samples_of in sets:
+            read = partial(self._evaluated, min(wanted, count), samples_of)
+            yield EvaluatedSet(name, min(wanted, count), samples_of, read)
 
     def _evaluated(
         self, samples: int, samples_of: Callable[[Indices], Arrays]
-    ) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
+    ) -> Iterator[EvaluationBatch]:
         for weight, indices in evaluation_batches(samples, self._plan.global_batch):
+            own = [indices[positions] for positions in self._mine]
             with self._reading:
-                parts = [samples_of(indices[positions]) for positions in self._mine]
-            yield weight, [self._tensors(part) for part in parts]
+                parts = [samples_of(numbers) for numbers in own]
+            tensors = [self._tensors(part) for part in parts]
+            yield EvaluationBatch(weight, tensors, indices, own)
 
     def tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
         """Return the number of tokens of a global batch, known from this rank's part of it.

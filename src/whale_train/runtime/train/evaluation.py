@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.base.answers import Int64s
 from whale_train.runtime.base.step_types import Batch, Evaluation, EvaluationBatches
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.engines.base import Engine
@@ -59,13 +60,14 @@ class EvaluatedCopies:
         if held.answers is not None:
             held.answers.clear()  # of a first look
         sums = torch.zeros(3, dtype=torch.float64, device=whole.device)
-        for number, (weight, batches) in enumerate(held):
-            for size, batch in zip(self._sizes, batches, strict=True):
+        for number, evaluated in enumerate(held):
+            parts = zip(self._sizes, evaluated.micro_batches, evaluated.own, strict=True)
+            for size, batch, samples in parts:
                 share = self._weights.of_evaluation(size, held.samples)
-                with self._means(share, Targets(targets(number, batch), whole)) as means:
+                with self._means(held, share, Targets(targets(number, batch), whole)) as means:
                     loss = self._engine(**batch)
-                sums += weight * _row(loss * share, means)
-                _keep(held, weight, means)
+                sums += evaluated.weight * _row(loss * share, means)
+                _keep(held, evaluated.weight, samples, means)
         dist.all_reduce(sums, group=self._group)
         return Evaluation(*sums.tolist())
 
@@ -81,14 +83,15 @@ class EvaluatedCopies:
         share = self._weights.of_evaluation(size, batch)
         weights, batch_rows, counted = [], [], []
         alone = True
-        for weight, (inputs,) in held:
-            with self._means(share) as means:
+        for evaluated in held:
+            (inputs,), (samples,) = evaluated.micro_batches, evaluated.own
+            with self._means(held, share) as means:
                 loss = self._engine(**inputs)
             row = _row(loss * share, means)
-            _keep(held, weight, means)
+            _keep(held, evaluated.weight, samples, means)
             divisors = [x.to(row) for x in means.divisors]
             alone = alone and len(means.made) == 1 and torch.equal(means.made[0], loss)
-            weights.append(weight)
+            weights.append(evaluated.weight)
             counted.append(torch.stack(divisors) if divisors else row[:0])
             batch_rows.append(torch.cat([row, counted[-1]]))
         if len({len(row) for row in batch_rows}) > 1:
@@ -108,15 +111,23 @@ class EvaluatedCopies:
             return Evaluation(float(weight_of @ total / whole[0]), correct, targets)
         return self._counted(held, whole, lambda number, _: counted[number])
 
-    def _means(self, weight: float, targets: Targets | None = None) -> GlobalMeans:
-        return GlobalMeans(self._group, weight, targets, accuracy=True, agreement=self._agreement)
+    def _means(
+        self, held: EvaluationBatches, weight: float, targets: Targets | None = None
+    ) -> GlobalMeans:
+        predicts = held.answers is not None and held.answers.predicts
+        return GlobalMeans(
+            *(self._group, weight, targets),
+            accuracy=True,
+            predicts=predicts,
+            agreement=self._agreement,
+        )
 
 
-def _keep(held: EvaluationBatches, weight: float, means: GlobalMeans) -> None:
-    """Keep the answers of a batch of weight `weight`, where they are asked for."""
+def _keep(held: EvaluationBatches, weight: float, samples: Int64s, means: GlobalMeans) -> None:
+    """Keep the answers for `samples` of a batch of weight `weight`, where they are asked for."""
     if held.answers is not None:
-        for answers in means.answers:
-            held.answers.add(weight, *answers)
+        for call, answers in enumerate(means.answers):
+            held.answers.add(weight, samples, call, answers)
 
 
 def _row(loss: Tensor, means: GlobalMeans) -> Tensor:

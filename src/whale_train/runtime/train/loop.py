@@ -32,6 +32,7 @@ from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import CheckpointRequest
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.best_values import EvaluationWatch
+from whale_train.runtime.train.evaluate_sets import evaluate
 from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
@@ -368,28 +369,3 @@ def of_rank_0(values: dict[str, float]) -> dict[str, float]:
     shared = [values]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
-
-
-def evaluate(
-    program: Program,
-    batches: RankBatches,
-    own: EvaluationMetrics | None,
-    keeps_answers: bool,
-) -> dict[str, dict[str, float]]:
-    """Return the results of each set of samples to evaluate, by the set's name: the mean `loss`,
-    the `accuracy` where there are targets, and the metrics of the user's `own`.
-
-    Rank 0 alone has metrics and their results. All ranks keep their answers for them, where
-    `keeps_answers` says so.
-    """
-    results: dict[str, dict[str, float]] = {}
-    for name, held in batches.evaluations(keeps_answers):
-        seen = program.evaluate(held)
-        of_set = results[name] = {"loss": seen.loss}
-        targets = round(seen.targets)  # weighted sums of whole numbers
-        if targets:
-            of_set["accuracy"] = round(seen.correct) / targets
-        if held.answers is not None:
-            answers = held.answers.gathered()
-            of_set |= own.values(*answers) if own is not None else {}
-    return results

@@ -1,0 +1,54 @@
+"""Evaluate every set of a request: its loss, its accuracy and the metrics of the user's own."""
+
+from collections.abc import Callable
+
+from whale_train.runtime.base.answers import AnswerKeeper, AnswerPairs, Answers, Int64s
+from whale_train.runtime.train.batches import EvaluatedSet, RankBatches
+from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
+from whale_train.runtime.train.step_programs import Program
+
+
+class _Both:
+    """Two keepers of the same answers."""
+
+    def __init__(self, first: AnswerKeeper, second: AnswerKeeper) -> None:
+        self._keepers = (first, second)
+        self.predicts = first.predicts or second.predicts
+
+    def clear(self) -> None:
+        for keeper in self._keepers:
+            keeper.clear()
+
+    def add(self, weight: float, samples: Int64s, call: int, answers: Answers) -> None:
+        for keeper in self._keepers:
+            keeper.add(weight, samples, call, answers)
+
+
+def evaluate(
+    program: Program,
+    batches: RankBatches,
+    own: EvaluationMetrics | None,
+    keeps_answers: bool,
+    keeper: Callable[[EvaluatedSet], AnswerKeeper] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Return the results of each set of samples to evaluate, by the set's name: the mean `loss`,
+    the `accuracy` where there are targets, and the metrics of the user's `own`.
+
+    Rank 0 alone has metrics and their results. All ranks keep their answers for them, where
+    `keeps_answers` says so. `keeper` returns what further keeps the answers for a set.
+    """
+    results: dict[str, dict[str, float]] = {}
+    for evaluated in batches.evaluated_sets():
+        pairs = AnswerPairs() if keeps_answers else None
+        further = keeper(evaluated) if keeper is not None else None
+        both = _Both(pairs, further) if pairs is not None and further is not None else None
+        evaluated.answers = both or pairs or further
+        seen = program.evaluate(evaluated)
+        of_set = results[evaluated.name] = {"loss": seen.loss}
+        targets = round(seen.targets)  # weighted sums of whole numbers
+        if targets:
+            of_set["accuracy"] = round(seen.correct) / targets
+        if pairs is not None:
+            answers = pairs.gathered()
+            of_set |= own.values(*answers) if own is not None else {}
+    return results
