@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 
@@ -105,3 +106,28 @@ def stack(samples: list[Any], scale: int = 1) -> dict[str, Any]:
 
 def anything(samples):  # type: ignore[no-untyped-def]
     return samples
+
+
+class Ragged(Dataset[Any]):
+    """Rows of 1 to 9 places, and a class for each."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, number: int) -> Any:
+        row = np.cos(np.arange(1 + number * 7 % 9) + number).astype(np.float32)
+        return {"x": row, "labels": number % 3}
+
+
+class Pooled(nn.Module):
+    """Logits of the mean over all places, those of padding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, 3)
+        nn.init.constant_(self.head.bias, 0.1)
+        self.head.weight.data.copy_(torch.tensor([[1.0], [-2.0], [3.0]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.head(x.mean(1, keepdim=True))
+        return pooled

@@ -10,6 +10,7 @@ import torch
 from tests.distributed.cases import MODELS, TOLERANCE, UNEVEN, Run, hardware
 from tests.distributed.equality import Computed, Jobs, assert_equal, save
 from tests.pairs import some
+from torch.nn import functional
 
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
@@ -72,6 +73,49 @@ def test_what_is_random_in_samples_is_of_their_place_in_the_run(jobs: Jobs, poin
     assert_equal(jittered(jobs, points, "pipeline", 3), expected, TOLERANCE)
     still = [*POINTS, "data=arrays", f"data.path={points}"]
     assert jobs.run(options(tuple(still), "dp")).losses[0] != pytest.approx(expected.losses[0])
+
+
+def padded_loop(steps: int, batch: int) -> list[float]:
+    """Return the losses of a plain loop whose batches are filled up to their longest row."""
+    from tests.distributed.own_datasets import Pooled, Ragged
+
+    model, data, losses = Pooled(), Ragged(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        samples = [data[number % len(data)] for number in range(step * batch, (step + 1) * batch)]
+        longest = max(len(x["x"]) for x in samples)
+        rows = torch.full((batch, longest), 0.5)
+        for row, sample in zip(rows, samples, strict=True):
+            row[: len(sample["x"])] = torch.from_numpy(sample["x"])
+        labels = torch.tensor([x["labels"] for x in samples])
+        loss = functional.cross_entropy(model(rows), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+LONGEST = (
+    *("model._target_=own_datasets.Pooled", "model.loss=cross_entropy"),
+    *("data._target_=own_datasets.Ragged", "data.shuffle=false"),
+    "data.pad={x: {length: 12, value: 0.5, longest: true}}",
+)
+
+
+@pytest.mark.parametrize("plan", some(["dp", "zero3"], ["dp"]))
+def test_rows_are_as_long_as_the_longest_of_the_global_batch(jobs: Jobs, plan: str) -> None:
+    """Batches of three, of which ranks have unequal parts: the longest row is now on one rank, now
+    on the other."""
+    rates = ("optimizer.lr=0.1", "optimizer.schedule=constant", "train.global_batch=3")
+    found = jobs.run(options((), plan, *LONGEST, *rates, "train.steps=6"))
+    np.testing.assert_allclose(found.losses, padded_loop(6, 3), rtol=2e-5)
+
+
+def test_lengths_of_their_own_need_the_model_as_it_is(jobs: Jobs) -> None:
+    remedy = "use false, or a strategy of one replicate, with or without ZeRO"
+    with pytest.raises(AssertionError, match=f"runs a graph of one length; {remedy}"):
+        jobs.run(options((), "split", *LONGEST))
 
 
 def opened(**given: Any) -> Dataset:
@@ -150,6 +194,13 @@ FAULTS = {
         {"arguments": {"kind": "ragged"}, "pad": {"x": {"length": 1}}},
         "data.pad.x.length=1 is less than sample 1 has (2); use a larger one, or cut such rows in "
         "the dataset",
+    ),
+    "pad_and_collate": (
+        {
+            **{"arguments": {"kind": "pair"}, "collate": {"_target_": "own_datasets.stack"}},
+            "pad": {"x": {"length": 9}},
+        },
+        "data.pad has no effect beside data.collate, which makes the batches; leave one of them out",
     ),
     "pad_of_nothing": (
         {"arguments": {"kind": "pair"}, "fields": ["x", "y"], "pad": {"z": {"length": 1}}},

@@ -18,6 +18,7 @@ from whale_train.data.random_bits import stream_key
 from whale_train.strategies.graph.operation_graph import InputField
 
 Indices = NDArray[np.int64]
+LENGTHS = " lengths"  # ends the names of arrays `[n]` in a batch: rows of a field before padding
 Batch = dict[str, NDArray[Any]]
 EvaluationSets = Mapping[
     Annotated[str, StringConstraints(pattern=r"^[A-Za-z]\w*$")], Mapping[str, Any]
@@ -113,6 +114,8 @@ class RowDataset:
         that the project has or makes itself.
     notes: what a plan says of the data.
     workers: processes of each rank that read samples to train on; 0: a thread of the rank does.
+    longest: fields whose batches are cut to their longest row. Beside each of them, batches have
+        the rows' own lengths, int64 `[n]`, under its name and `LENGTHS`.
     """
 
     fields: tuple[InputField, ...]
@@ -121,6 +124,7 @@ class RowDataset:
     read_field: Callable[[InputField, slice], NDArray[Any]] | None = None
     notes: tuple[Note, ...] = ()
     workers: int = 0
+    longest: tuple[str, ...] = ()
 
     @property
     def num_samples(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whale_train.data.dataset import (
+    LENGTHS,
     Dataset,
     EvaluationSets,
     RowDataset,
@@ -45,12 +46,14 @@ class PadOptions(BaseModel):
 
     length: the length to which rows are filled up along their first dimension.
     value: what they are filled up with.
+    longest: whether each batch is then cut to the longest row of the step's global batch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     length: int = Field(ge=1)
     value: float | int = 0
+    longest: bool = False
 
 
 class Callee(BaseModel):
@@ -133,14 +136,19 @@ def open_custom(options: CustomOptions) -> Dataset:
     except Exception as error:
         raise _refused(options, f"raised {said(error)} for sample 0 or 1", "correct it") from error
     samples.fields = tuple(
-        InputField(name, array.shape[1:], array.dtype.name) for name, array in batch.items()
+        InputField(name, array.shape[1:], array.dtype.name)
+        for name, array in batch.items()
+        if not name.endswith(LENGTHS)
     )
     unknown = [x for x in samples.pads if x not in batch]
     if unknown:
         rule = f"is no field of the data, which has {', '.join(batch)}"
         raise ConfigError([Fault(f"data.pad.{unknown[0]}", "", rule, "leave it out")])
     held_back = hold_back(count, options.evaluation_fraction)
-    return RowDataset(samples.fields, held_back, samples.read, workers=options.workers)
+    longest = tuple(samples.longest)
+    return RowDataset(
+        *(samples.fields, held_back, samples.read), workers=options.workers, longest=longest
+    )
 
 
 _NUMBERED = "give it __len__ and __getitem__, so that any plan can go on with any sample"
@@ -167,8 +175,13 @@ def _samples(options: CustomOptions) -> Samples:
             rule = f"cannot be made: it raised {said(error)}"
             raise _refused(options, rule, "correct its arguments or its code") from error
 
-    pads = {name: (pad.length, float(pad.value)) for name, pad in (options.pad or {}).items()}
-    return Samples(options.target, make, options.fields, collate, pads)
+    padded = options.pad or {}
+    pads = {name: (pad.length, float(pad.value)) for name, pad in padded.items()}
+    longest = tuple(name for name, pad in padded.items() if pad.longest)
+    if pads and collate is not None:
+        rule = "has no effect beside data.collate, which makes the batches"
+        raise ConfigError([Fault("data.pad", "", rule, "leave one of them out")])
+    return Samples(options.target, make, options.fields, collate, pads, longest)
 
 
 def _refused(options: CustomOptions, rule: str, remedy: str) -> ConfigError:

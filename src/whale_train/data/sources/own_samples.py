@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whale_train.data.dataset import Batch, Indices
+from whale_train.data.dataset import LENGTHS, Batch, Indices
 from whale_train.data.generators import kept_generators, seed_generators
 from whale_train.data.sources.arrays import HANDED_OVER
 from whale_train.errors import ConfigError, Fault
@@ -28,6 +28,7 @@ class Samples:
         of the model's forward; None takes the keys of a sample that is a dict.
     collate: makes a batch of a list of samples; None stacks them.
     pads: lengths to which fields are filled up, and with what.
+    longest: fields of which batches have the lengths before that, too.
     fields: tensors of a sample; empty until they are known.
     """
 
@@ -36,6 +37,7 @@ class Samples:
     names: tuple[str, ...] | Mapping[str, str] | None
     collate: Callable[..., Any] | None
     pads: Pads
+    longest: tuple[str, ...] = ()
     fields: tuple[InputField, ...] = ()
     _made: Any = None
     _process: int = 0
@@ -70,16 +72,22 @@ class Samples:
     def _stacked(self, samples: Sequence[Any], rows: Indices) -> Batch:
         """Return samples as a batch, each field filled up to its length."""
         columns: dict[str, list[NDArray[Any]]] = {}
+        lengths: dict[str, list[int]] = {name: [] for name in self.longest}
         for row, sample in zip(rows.tolist(), samples, strict=True):
             for name, value in self._named(sample, f"sample {row}").items():
-                columns.setdefault(name, []).append(self._padded(name, _array(value, name), row))
+                array = _array(value, name)
+                columns.setdefault(name, []).append(self._padded(name, array, row))
+                if name in lengths:
+                    lengths[name].append(len(array))
         batch: Batch = {}
         for name, arrays in columns.items():
             shapes = {array.shape for array in arrays}
             if len(shapes) > 1:
                 raise _unequal(name, rows, arrays)
             batch[name] = np.stack(arrays)
-        return self._checked(batch, rows)
+        checked = self._checked(batch, rows)
+        own = {f"{name}{LENGTHS}": np.array(of, np.int64) for name, of in lengths.items()}
+        return {**checked, **own}
 
     def _named(self, sample: Any, what: str) -> dict[str, Any]:
         """Return the parts of a sample by the names of the model's arguments."""

@@ -23,6 +23,7 @@ from whale_train.data.order import evaluation_batches, samples_at
 from whale_train.data.random_bits import random_bits, stream_key
 from whale_train.runtime.base.answers import AnswerKeeper
 from whale_train.runtime.base.step_types import EvaluationBatch
+from whale_train.runtime.train.longest_rows import LongestRows
 from whale_train.runtime.train.prefetch import Prefetch
 from whale_train.runtime.train.worker_reads import WorkerReads
 from whale_train.strategies.plan.plan import Plan
@@ -61,10 +62,12 @@ class _Read:
 
     batches: tensors of each micro-batch, by field.
     copied: event after their copy to a GPU, or None on a CPU.
+    longest: length of this rank's longest row, of each field that is cut to the longest.
     """
 
     batches: list[dict[str, Tensor]]
     copied: torch.cuda.Event | None
+    longest: tuple[int, ...]
 
 
 class RankBatches:
@@ -84,6 +87,8 @@ class RankBatches:
         self._workers: WorkerReads | None = None
         self._reading = Lock()  # a dataset need not know threads
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        cut = dataset.longest if isinstance(dataset, RowDataset) else ()
+        self._longest = LongestRows(cut, request.launcher.timeout_s) if cut else None
 
     def go_on(self, step: int, samples: int) -> None:
         """Continue a run that had seen `samples` samples in `step` steps."""
@@ -117,6 +122,8 @@ class RankBatches:
             here.wait_event(read.copied)
             for tensor in (x for batch in read.batches for x in batch.values()):
                 tensor.record_stream(here)
+        if self._longest is not None:
+            return self._longest.cut(read.batches, read.longest)
         return read.batches
 
     def close(self) -> None:
@@ -147,14 +154,16 @@ class RankBatches:
         else:
             with self._reading:
                 arrays = [self._dataset.samples(*chosen) for chosen in self._chosen(step)]
-            read = [self._named(x) for x in arrays]
+            read = [_tensors_of(x) for x in arrays]
+        longest = () if self._longest is None else self._longest.of(read)
+        read = [self._given(x) for x in read]
         if self._copies is None:
-            return _Read(read, None)
+            return _Read(read, None, longest)
         with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
             batches = [self._there(x) for x in read]
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        return _Read(batches, copied)
+        return _Read(batches, copied, longest)
 
     def evaluated_sets(self) -> Iterator[EvaluatedSet]:
         """Yield the sets of samples to evaluate: those held back, and each named set.
@@ -178,7 +187,10 @@ class RankBatches:
             own = [indices[positions] for positions in self._mine]
             with self._reading:
                 parts = [samples_of(numbers) for numbers in own]
-            tensors = [self._tensors(part) for part in parts]
+            tensors = [_tensors_of(part) for part in parts]
+            if self._longest is not None:
+                tensors = self._longest.cut(tensors, self._longest.of(tensors))
+            tensors = [self._here(self._given(x)) for x in tensors]
             yield EvaluationBatch(weight, tensors, indices, own)
 
     def tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
@@ -190,13 +202,18 @@ class RankBatches:
         per_sample = ids[0].numel() if ids is not None and len(ids) else 1
         return self._plan.global_batch * per_sample
 
-    def _tensors(self, arrays: Arrays) -> dict[str, Tensor]:
-        named = self._named(arrays)
-        return named if self.device.type == "cpu" else self._there(named)
+    def _here(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch on the rank's device."""
+        return batch if self.device.type == "cpu" else self._there(batch)
 
-    def _named(self, arrays: Arrays) -> dict[str, Tensor]:
-        return {k: torch.from_numpy(x) for k, x in arrays.items() if k in self._names}
+    def _given(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the fields of a batch that the model is given."""
+        return {name: x for name, x in batch.items() if name in self._names}
 
     def _there(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch on its way to the rank's GPU."""
         return {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in batch.items()}
+
+
+def _tensors_of(arrays: Arrays) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(x) for name, x in arrays.items()}

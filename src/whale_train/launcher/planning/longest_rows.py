@@ -1,0 +1,24 @@
+"""Refuse plans that cannot run batches of several lengths."""
+
+from whale_train.config import Request
+from whale_train.data.sources.custom import CustomOptions
+from whale_train.errors import Fault
+from whale_train.strategies.plan.plan import Plan
+
+
+def refuse_longest(request: Request, plan: Plan, faults: list[Fault]) -> None:
+    """Add a fault for fields that are cut to the longest row (`data.pad`) where the plan runs the
+    model's graph, which has the lengths it was exported with, or counts targets by it."""
+    pads = request.data.pad if isinstance(request.data, CustomOptions) else None
+    cut = [name for name, pad in (pads or {}).items() if pad.longest]
+    if not cut:
+        return
+    key = f"data.pad.{cut[0]}.longest"
+    if plan.rewrite is not None:
+        rule = "gives batches of several lengths, and this strategy runs a graph of one length"
+        remedy = "use false, or a strategy of one replicate, with or without ZeRO"
+        faults.append(Fault(key, "true", rule, remedy))
+    elif request.train.accumulate > 1:
+        rule = "gives batches of several lengths, and the targets of a step's micro-batches are "
+        rule += f"counted by a graph of one length (train.accumulate={request.train.accumulate})"
+        faults.append(Fault(key, "true", rule, "use false, or train.accumulate=1"))
