@@ -200,7 +200,8 @@ FAULTS = {
             **{"arguments": {"kind": "pair"}, "collate": {"_target_": "own_datasets.stack"}},
             "pad": {"x": {"length": 9}},
         },
-        "data.pad has no effect beside data.collate, which makes the batches; leave one of them out",
+        "data.pad has no effect beside data.collate, which makes the batches; leave one of them "
+        "out",
     ),
     "pad_of_nothing": (
         {"arguments": {"kind": "pair"}, "fields": ["x", "y"], "pad": {"z": {"length": 1}}},
