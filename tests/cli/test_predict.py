@@ -166,3 +166,23 @@ def test_targets_of_other_samples_are_noticed(folder: Path) -> None:
     assert answer.status == 1
     said = "the model's loss does not take the targets of one sample after the other"
     assert said in " ".join(answer.stderr.split())
+
+
+def test_weights_that_a_run_ended_with(folder: Path) -> None:
+    """Of a run without checkpoints, and named themselves."""
+    model = ("model._target_=mine.Net", "model.loss=cross_entropy", "data.path=seen.npz")
+    answer = whale_train([*RUN, *model, "checkpoint.every=null", "hydra.run.dir=alone"], folder)
+    assert answer.status == 0, answer
+    expected = predicted(folder, "of_the_checkpoint", "data.path=bare.npz")
+    for number, path in enumerate(("alone", "alone/model")):
+        lines = predicted(folder, f"alone_{number}", f"path={path}", "data.path=bare.npz")
+        assert lines == expected
+
+
+def test_weights_of_another_model(folder: Path) -> None:
+    (folder / "wider.py").write_text(MODEL.replace("16", "24"))
+    wider = ("model._target_=wider.Net", "model.loss=cross_entropy")
+    answer = whale_train(["mode=predict", "path=run", *wider], folder)
+    assert answer.status == 2
+    said = "has another shape of first.weight (16 x 6, and here 24 x 6)"
+    assert said in " ".join(answer.stderr.split())

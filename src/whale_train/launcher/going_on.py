@@ -265,6 +265,31 @@ def compared_model(
     return tuple(said)
 
 
+def refuse_other_model(folder: Path, options: ModelOptions, *, is_final: bool) -> None:
+    """Raise ConfigError where the weights in `folder` are not those of a model.
+
+    With `is_final` they have the names by which other programs know them.
+    """
+    from whale_train.models.export.export import model_on_meta  # which imports torch
+    from whale_train.models.loss_module import LossModule
+    from whale_train.models.weights.kept_tensors import kept_tensors, other_names, saved_names
+
+    try:
+        saved = stored_tensors(folder)
+    except BrokenCheckpoint as error:
+        raise ConfigError([broken(folder, error)]) from None
+    module = LossModule(model_on_meta(options), options)
+    names = saved_names(module, options)
+    renamed = other_names(module.model) if is_final else {}
+    ours = {
+        renamed.get(name, name): _described(x)
+        for name, x in kept_tensors(module).items()
+        if name in names
+    }
+    if faults := _unlike_tensors(folder, saved, ours):
+        raise ConfigError(faults)
+
+
 def broken(path: Path, error: BrokenCheckpoint) -> Fault:
     """Return the fault of a checkpoint that cannot be read."""
     return Fault(KEY, str(path), f"is no whole checkpoint: {error}", "name another")

@@ -44,8 +44,8 @@ from whale_train.launcher.job_end import (
 from whale_train.launcher.modes.audit import audit_job
 from whale_train.launcher.modes.calibrate import calibrate
 from whale_train.launcher.modes.evaluate import (
-    checkpoint_of,
-    evaluate_checkpoint,
+    evaluate_weights,
+    weights_of,
     with_saved,
 )
 from whale_train.launcher.modes.export import export_checkpoint, export_into
@@ -175,10 +175,10 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
         if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
             early.stop()
         _fetch_model(request)
-        checkpoint = None
+        weights = None
         if request.mode in EVALUATING:
-            checkpoint = checkpoint_of(request)
-            request = with_saved(request, checkpoint, at.arguments)
+            weights = weights_of(request)
+            request = with_saved(request, weights, at.arguments)
         request = _with_data(request, place, console)
         if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
@@ -200,9 +200,9 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
                 return calibrate(request, run_dir, console, place, signals)
             if request.mode == "verify":
                 return verify_job(request, run_dir, console, place, signals)
-            if checkpoint is not None:
-                made = (request, checkpoint, run_dir, console, place, signals)
-                return evaluate_checkpoint(*made)
+            if weights is not None:
+                made = (request, weights, run_dir, console, place, signals)
+                return evaluate_weights(*made)
             with in_use(run_dir):
                 return _train(request, run_dir, console, place, signals, early, at.follower)
     except OSError as error:

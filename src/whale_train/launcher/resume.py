@@ -102,9 +102,12 @@ def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> R
     raise ConfigError(faults)
 
 
-def say_passed_over(checkpoint: Resumed, console: Console) -> None:
-    """Warn of the broken checkpoints that are newer than the checkpoint `checkpoint`."""
-    for why in checkpoint.broken:
+def say_passed_over(broken: Sequence[str], console: Console) -> None:
+    """Warn of broken checkpoints that are newer than the one that is read.
+
+    broken: why each is.
+    """
+    for why in broken:
         said = f"warning: a checkpoint is passed over: {why}"
         console.print(Text(said, style="yellow"), soft_wrap=True)
 
@@ -114,7 +117,7 @@ def say_resumed(checkpoint: Resumed | None, request: Request, console: Console) 
     if checkpoint is None:
         console.print(f"{KEY}={request.train.resume}: there is no checkpoint yet; from step 0")
         return
-    say_passed_over(checkpoint, console)
+    say_passed_over(checkpoint.broken, console)
     ending = ", which is the end" if checkpoint.step >= request.train.steps else ""
     said = f"going on after step {checkpoint.step}, from {checkpoint.path}{ending}"
     console.print(Text(said), soft_wrap=True)

@@ -21,19 +21,15 @@ from whale_train.data.sources.arrays import ArraysOptions
 from whale_train.data.sources.custom import CustomOptions
 from whale_train.data.sources.hf_dataset import HfDatasetOptions
 from whale_train.errors import ConfigError, Fault
+from whale_train.launcher.going_on import refuse_other_model
 from whale_train.launcher.job_end import JobEnd, finish, never_met, summary_of
+from whale_train.launcher.modes.saved_weights import SavedWeights, weights_at
 from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import write_json
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.resume import (
-    Resumed,
-    checkpoint_at,
-    saved_request,
-    saved_state,
-    say_passed_over,
-)
+from whale_train.launcher.resume import say_passed_over
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.validation import validated
@@ -45,14 +41,14 @@ _ALL = 2**62  # samples of an evaluation, at most
 _SECTIONS = ("model", "data", "optimizer", "metrics", "seed")
 
 
-def checkpoint_of(request: Request) -> Resumed:
-    """Return the checkpoint to evaluate. Raises ConfigError where there is none that is whole."""
+def weights_of(request: Request) -> SavedWeights:
+    """Return the weights to evaluate. Raises ConfigError where there are none that are whole."""
     assert request.checkpoint.path is not None
-    return checkpoint_at(request.checkpoint.path, "checkpoint")
+    return weights_at(request.checkpoint.path)
 
 
-def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) -> Request:
-    """Return the request of an evaluation: that of the checkpoint's run, as far as `overrides` do
+def with_saved(request: Request, weights: SavedWeights, overrides: Sequence[str]) -> Request:
+    """Return the request of an evaluation: that of the run of `weights`, as far as `overrides` do
     not say otherwise.
 
     overrides: those of the command line. One of a whole section, as `data=arrays`, takes the
@@ -60,7 +56,7 @@ def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) 
 
     Raises ConfigError where there is nothing to evaluate.
     """
-    saved = saved_request(checkpoint)
+    saved = weights.request
     asked = {"trackers": request.trackers, "callbacks": request.callbacks.listed}
     rule = f"has no effect on mode={request.mode}, which takes no steps"
     faults = [Fault(key, "", rule, "leave it out") for key, value in asked.items() if value]
@@ -91,7 +87,7 @@ def with_saved(request: Request, checkpoint: Resumed, overrides: Sequence[str]) 
     own["checkpoint"] = request.checkpoint.model_copy(update=checkpoint_options)
     own["data"] = _with_sets(own.get("data", request.data), request.mode, keys)
     if request.mode == "predict":
-        own["blank_labels"] = _blank_labels(own["data"], checkpoint)
+        own["blank_labels"] = _blank_labels(own["data"], weights)
     return request.model_copy(update=own)
 
 
@@ -116,19 +112,21 @@ def _with_sets(data: DataOptions, mode: Mode, keys: Collection[str]) -> DataOpti
     return data
 
 
-def _blank_labels(data: DataOptions, checkpoint: Resumed) -> tuple[str, tuple[int, ...]] | None:
-    """Return dtype and shape of the labels of the checkpoint's run where `data` has none.
+def _blank_labels(data: DataOptions, weights: SavedWeights) -> tuple[str, tuple[int, ...]] | None:
+    """Return dtype and shape of the labels that the weights were trained on where `data` has none.
 
     Returns None where it has labels, or needs none. Raises ConfigError where the data cannot be
-    read.
+    read, or lacks labels and those that were trained on cannot be read either.
     """
-    state = saved_state(checkpoint)
-    fields = {} if state.data is None else state.data.fields
-    if "labels" not in fields or not isinstance(data, _MAY_LACK_LABELS):
+    if not isinstance(data, _MAY_LACK_LABELS):
         return None
-    opened = open_data(data)
-    has_labels = any(field.name == "labels" for field in opened.training.fields)
-    return None if has_labels else fields["labels"]
+    if any(field.name == "labels" for field in open_data(data).training.fields):
+        return None
+    if weights.data is not None:
+        return weights.data.fields.get("labels")
+    trained_on = open_data(weights.request.data).training.fields
+    labels = next((field for field in trained_on if field.name == "labels"), None)
+    return None if labels is None else (labels.dtype, labels.shape)
 
 
 def _changed(saved: DataOptions, asked: DataOptions, keys: Sequence[str]) -> DataOptions:
@@ -144,25 +142,31 @@ def _changed(saved: DataOptions, asked: DataOptions, keys: Sequence[str]) -> Dat
     return changed
 
 
-def evaluate_checkpoint(
+def evaluate_weights(
     request: Request,
-    checkpoint: Resumed,
+    weights: SavedWeights,
     run_dir: Path,
     console: Console,
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Evaluate a checkpoint as `request`, made by `with_saved`, says, and show the results."""
-    say_passed_over(checkpoint, console)
+    """Evaluate weights as `request`, made by `with_saved`, says, and show the results.
+
+    Raises ConfigError where they are not those of the request's model.
+    """
+    say_passed_over(weights.broken, console)
     run_dir = make_run_dir(request, run_dir)
     process = JobProcess(run_dir, place)
     try:
         with process.planned(request, signals.poll, console) as resolved:
-            pass
-        start_ranks(run_dir, resolved, request, checkpoint.path)
+            refuse_other_model(weights.folder, request.model, is_final=weights.is_final)
+        if weights.is_final:
+            start_ranks(run_dir, resolved, request, weights=weights.folder)
+        else:
+            start_ranks(run_dir, resolved, request, weights.path)
         show_resolved(resolved, request, console)
         doing = "predicting with" if request.mode == "predict" else "evaluating"
-        said = f"{doing} step {checkpoint.step}, from {checkpoint.path}"
+        said = f"{doing} step {weights.step}, from {weights.path}"
         console.print(Text(said), soft_wrap=True)
         outcome = process.wait(signals.poll)
     except RendezvousTimeout as error:
@@ -173,7 +177,7 @@ def evaluate_checkpoint(
         return finish(outcome, resolved, run_dir, console)
     summary = summary_of(run_dir)
     if results := summary["evaluation"]:
-        write_json(run_dir / RESULTS, {"step": checkpoint.step, "sets": results})
+        write_json(run_dir / RESULTS, {"step": weights.step, "sets": results})
         console.print(Portable(_table(results)))
         console.print(f"the results: {run_dir / RESULTS}", soft_wrap=True, markup=False)
     for name, written in summary.get("predictions", {}).items():

@@ -36,7 +36,7 @@ def export_checkpoint(
     """
     assert request.checkpoint.path is not None
     checkpoint = checkpoint_at(request.checkpoint.path, "checkpoint")
-    say_passed_over(checkpoint, console)
+    say_passed_over(checkpoint.broken, console)
     run_dir = make_run_dir(request, run_dir)
     return export_into(run_dir, checkpoint, console, signals)
 

@@ -83,6 +83,7 @@ def start_ranks(
     data_anew: bool = False,
     samples: int = 0,
     rounding: int | None = None,
+    weights: Path | None = None,
 ) -> None:
     """Write all files that the waiting ranks need, `ready` last.
 
@@ -91,6 +92,8 @@ def start_ranks(
     data_anew: whether the ranks begin with the first sample.
     samples: number of samples that the run has taken, of data that does not begin anew.
     rounding: the seed of the noise by which weights are rounded; None rounds as usual.
+    weights: the folder of the weights of a run's end, which ranks evaluate; None where they are
+        those of the checkpoint.
     """
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
     launch = {
@@ -99,6 +102,7 @@ def start_ranks(
         **{"rounding": rounding, "data": resolved.data and resolved.data.to_plain()},
         **{"samples": samples, "num_samples": resolved.num_samples},
         **{"mixture": resolved.mixture and asdict(resolved.mixture)},
+        **{"weights": None if weights is None else str(weights.absolute())},
     }
     write_json(run_dir / "launch.json", launch)
     write_plan(run_dir, resolved, request)

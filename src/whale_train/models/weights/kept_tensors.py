@@ -1,5 +1,8 @@
 """Tensors of the user's model that a checkpoint keeps, and their names."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
 from whale_train.models.export.export import model_path
@@ -20,6 +23,12 @@ def kept_tensors(module: LossModule) -> dict[str, Tensor]:
     }
     named = (*module.named_parameters(), *module.named_buffers())
     return {model_path(name): tensor for name, tensor in named if id(tensor) not in passing}
+
+
+def other_names(model: Any) -> dict[str, str]:
+    """Return transformers' names of tied tensors, by the name of each here, which is its first."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    return dict(tied) if isinstance(tied, Mapping) else {}
 
 
 def saved_names(module: LossModule, options: ModelOptions) -> frozenset[str]:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import fx
 from torch.distributed.distributed_c10d import Store
 
-from whale_train.checkpoints.checkpoint_files import MANIFEST, folder_of
+from whale_train.checkpoints.checkpoint_files import MANIFEST, MODEL, folder_of
 from whale_train.config import EVALUATING, Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.sources.text_files import tokenizer_of
@@ -26,7 +26,7 @@ from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
 from whale_train.models.fp32_precision import compute_fp32
 from whale_train.models.loss_module import LossModule
-from whale_train.models.weights.kept_tensors import saved_names
+from whale_train.models.weights.kept_tensors import other_names, saved_names
 from whale_train.models.weights.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.assembly.shared_init import build_shared, let_go, seed_python
@@ -65,7 +65,7 @@ from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import SavedPart
 from whale_train.runtime.state.random_states import RandomStates
-from whale_train.runtime.state.restore import restore
+from whale_train.runtime.state.restore import restore, restore_weights
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
 from whale_train.runtime.train.batches import RankBatches
@@ -235,6 +235,7 @@ def train_as_planned(
     names = saved_names(prepared.module, request.model)
     # Places of layers that share weights in the checkpoint, taken while the whole model exists.
     places = shared_places(prepared.module.model) if _delinks(run_dir) else {}
+    final_names = other_names(prepared.module.model)
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
     state = RankState(program.engines, plan, rank, names, prepared.module)
     forget(prepared)
@@ -250,13 +251,14 @@ def train_as_planned(
         carrier.gather(run_dir, SavedPart(rank, files))
     elif request.mode in EVALUATING:
         metrics = Metrics(run_dir, device, *flops) if rank == 0 else None
-        checkpoint = _checkpoint(run_dir)
-        assert checkpoint is not None
-        random = RandomStates(program.shared_random)
-        step = restore(carrier.fetched(checkpoint), state, random, plan, rank, {}).step
-        carrier.forget()
-        summary = {"step": step}
-        summary |= checkpoint_results(run_dir, request, program, batches, carrier, rank)
+        if (weights := _launched(run_dir)["weights"]) is not None:
+            restore_weights(Path(weights), state, final_names)
+        else:
+            checkpoint = _checkpoint(run_dir)
+            assert checkpoint is not None
+            restore_weights(carrier.fetched(checkpoint) / MODEL, state, {})
+            carrier.forget()
+        summary = checkpoint_results(run_dir, request, program, batches, carrier, rank)
     else:
         random = RandomStates(program.shared_random)
         resumed, started = None, time.monotonic()

@@ -21,6 +21,7 @@ from whale_train.models.adapters import adapter_names, describe_adapters, has_ad
 from whale_train.models.build import given_config
 from whale_train.models.export.export import model_on_meta
 from whale_train.models.options import ModelOptions
+from whale_train.models.weights.kept_tensors import other_names
 from whale_train.models.weights.saved_configs import folder_of
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import RankState
@@ -93,7 +94,7 @@ def export_weights(
             _write_adapters(saved, made, model)
         else:
             describe(model, options, made)
-            join(saved, made, _names_of(model))
+            join(saved, made, other_names(model))
         if tokenizer is None and options.pretrained is not None:
             tokenizer = folder_of(options.pretrained)
         if tokenizer is not None:
@@ -170,9 +171,3 @@ def describe(model: Any, options: ModelOptions, folder: Path) -> None:
     for path in (path for pattern in _KEPT for path in came_from.glob(pattern)):
         if path.is_file():
             shutil.copy(path, folder / path.name)
-
-
-def _names_of(model: Any) -> dict[str, str]:
-    """Return transformers' names of tied tensors, by the name of each here, its first."""
-    tied = getattr(model, "all_tied_weights_keys", None)
-    return dict(tied) if isinstance(tied, Mapping) else {}

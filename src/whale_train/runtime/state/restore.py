@@ -64,6 +64,19 @@ def restore(
     return scalars
 
 
+def restore_weights(folder: Path, state: RankState, renamed: Mapping[str, str]) -> None:
+    """Fill the weights that a rank holds from the safetensors files in `folder`.
+
+    Optimizers are as before a first update. `renamed` gives the names that tensors have in the
+    files, where they are others. Raises BrokenCheckpoint where a tensor or file is missing.
+    """
+    reader = TensorReader(folder)
+    for block in state.blocks():
+        if block.folder == "model":
+            reader.read(renamed.get(block.name, block.name), block.block, block.tensor)
+    state.read()
+
+
 def _is_same(text: str, plan: Plan) -> bool:
     """Return True where a saved plan computes what `plan` does; False where it cannot be read."""
     try:

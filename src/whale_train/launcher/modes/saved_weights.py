@@ -1,0 +1,88 @@
+"""Find the weights that `mode=evaluate` and `mode=predict` read.
+
+They are those of a checkpoint, or those that a run ended with.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from whale_train.checkpoints.checkpoint_files import CHECKPOINTS, MODEL, checkpoints_in
+from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_json, read_text
+from whale_train.config import Request
+from whale_train.data.fingerprint import Fingerprint
+from whale_train.errors import ConfigError, Fault
+from whale_train.launcher.resume import (
+    Resumed,
+    checkpoint_at,
+    saved_request,
+    saved_state,
+)
+
+KEY = "checkpoint"
+SUMMARY = "summary.json"  # of a run that has ended
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights that a run has saved.
+
+    path: the checkpoint, or the folder of the weights that the run ended with.
+    request: the request of the run.
+    step: number of steps after which they were saved.
+    is_final: whether they are those of a run's end, which are alone, under the names that other
+        programs know.
+    data: fingerprint of the data that they were trained on; None where it is not known.
+    broken: one message for each newer checkpoint that is not whole.
+    """
+
+    path: Path
+    request: Request
+    step: int
+    is_final: bool
+    data: Fingerprint | None
+    broken: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, checkpoint: Resumed) -> "SavedWeights":
+        """Return the weights of a checkpoint. Raises ConfigError where it cannot be read."""
+        state = saved_state(checkpoint)
+        request = saved_request(checkpoint)
+        saved = (checkpoint.path, request, checkpoint.step)
+        return cls(*saved, False, state.data, checkpoint.broken)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the files of the weights."""
+        return self.path if self.is_final else self.path / MODEL
+
+
+def weights_at(wanted: str) -> SavedWeights:
+    """Return the weights at a path: a checkpoint, a run directory, or a run's `model/`.
+
+    Of a run directory they are those of its newest checkpoint; without one, those that the run
+    ended with. Raises ConfigError where there are none that are whole.
+    """
+    path = Path(wanted)
+    if path.name == MODEL and (path.parent / SUMMARY).exists():
+        return _final(path.parent, wanted)
+    has_checkpoints = any(map(checkpoints_in, (path / CHECKPOINTS, path)))
+    if not has_checkpoints and (path / MODEL).is_dir() and (path / SUMMARY).exists():
+        return _final(path, wanted)
+    return SavedWeights.of(checkpoint_at(wanted, KEY))
+
+
+def _final(run_dir: Path, wanted: str) -> SavedWeights:
+    """Return the weights that a run ended with. Raises ConfigError where the run is not known, and
+    where they are additions alone."""
+    try:
+        request = Request.from_json(read_text(run_dir / "request.json"))
+        summary = read_json(run_dir / SUMMARY)
+        is_best = request.checkpoint.final == "best" and "best" in summary
+        step = int(summary["best"]["step"] if is_best else summary["steps"])
+    except (BrokenCheckpoint, ValueError, TypeError, KeyError) as error:
+        rule = f"has a {MODEL}/ and no record of its run ({str(error).splitlines()[0]})"
+        raise ConfigError([Fault(KEY, wanted, rule, "name another")]) from None
+    if request.model.adapters is not None:
+        rule = f"has a {MODEL}/ of additions alone, and no checkpoint"
+        raise ConfigError([Fault(KEY, wanted, rule, "train with checkpoint.every=STEPS")])
+    return SavedWeights(run_dir / MODEL, request, step, True, None)
