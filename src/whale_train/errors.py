@@ -49,6 +49,9 @@ class LaunchError(Exception):
     """A run that was started and failed (exit status 1)."""
 
 
+_MOST_CHOICES = 40  # that a message names one by one
+
+
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that a mistyped name was probably meant to be, or None where none is close.
 
@@ -61,11 +64,18 @@ def closest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return a remedy for a mistyped name: the closest choice, if there is one, then all
-    choices."""
+    """Return a remedy for a mistyped name: the closest choice, if there is one, then all choices.
+
+    Of more than 40 choices those that begin with the name come first, and 20 are named.
+    """
     ordered = sorted(choices)
     close = closest(name, ordered)
-    listing = ", ".join(ordered)
+    if len(ordered) > _MOST_CHOICES:
+        ordered.sort(key=lambda choice: not choice.lower().startswith(name.lower()))
+        close = close or (ordered[0] if ordered[0].lower().startswith(name.lower()) else None)
+        listing = listed(ordered, _MOST_CHOICES // 2)
+    else:
+        listing = ", ".join(ordered)
     return f"did you mean {close}? One of: {listing}" if close else f"use one of: {listing}"
 
 

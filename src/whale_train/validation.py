@@ -56,31 +56,43 @@ def validated(
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         faults_by_key: dict[str, list[Fault]] = {}
-        for problem in error.errors():
+        problems = error.errors()
+        for problem in problems:
+            if problem["type"] == "too_short" and _has_inside(problem["loc"], problems):
+                continue  # pydantic counts the valid items alone
             if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
-                problem["loc"] = _within(value, problem["loc"], _tagged(kind))
+                absent = problem["type"] == "missing"
+                problem["loc"] = _within(value, problem["loc"], _tagged(kind), absent)
                 fault = _fault(problem, section, kind, without)
                 faults_by_key.setdefault(fault.key, []).append(fault)
         faults += [_either(same) for same in faults_by_key.values()]
         return None
 
 
-def _within(value: Any, location: tuple[Any, ...], tags: Container[Any]) -> tuple[Any, ...]:
-    """Return the part of one of pydantic's paths that leads to something in `value`.
+def _has_inside(location: tuple[Any, ...], problems: Sequence[Any]) -> bool:
+    """Return whether one of `problems` is about something inside the value at `location`."""
+    around = len(location)
+    return any(len(x["loc"]) > around and x["loc"][:around] == location for x in problems)
 
-    The rest of such a path names kinds that the value could be of, where it may be one of several.
-    `tags` are the tags of a tagged union, one of which may begin the path.
+
+def _within(
+    value: Any, location: tuple[Any, ...], tags: Container[Any], absent: bool
+) -> tuple[Any, ...]:
+    """Return the parts of one of pydantic's paths that lead to something in `value`.
+
+    Other parts of such a path name kinds that a value could be of, where it may be one of several.
+    `tags` are the tags of a tagged union, one of which may begin the path. The last part of the
+    path of a value that is `absent` leads to nothing in `value`, and is kept.
     """
     kept = list(location[:1]) if location[:1] and location[0] in tags else []
-    for part in location[len(kept) :]:
-        if isinstance(value, dict):
-            inside = part in value or part == location[-1]
-            value = value.get(part)
-        else:
-            inside = isinstance(value, list | tuple)
-            value = value[part] if inside and part in range(len(value)) else None
-        if not inside:
-            break
+    rest = location[len(kept) :]
+    for place, part in enumerate(rest):
+        if (isinstance(value, dict) and part in value) or (
+            isinstance(value, list | tuple) and part in range(len(value))
+        ):
+            value = value[part]
+        elif not (absent and place == len(rest) - 1):
+            continue
         kept.append(part)
     return tuple(kept)
 
@@ -139,7 +151,8 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         return Fault(key, shown, *_list_wanted(_read_as(model, location), given))
     if kind == "model_type":
         wanted = _read_as(model, location)
-        fields = wanted.model_fields.items() if wanted is not None else ()
+        is_model = isinstance(wanted, type) and issubclass(wanted, BaseModel)
+        fields = wanted.model_fields.items() if is_model else ()
         names = sorted({field.alias or key for key, field in fields} - {*without})
         return Fault(key, shown, "is not a mapping", f"write one, with keys of: {', '.join(names)}")
     rule, remedy = next(

@@ -1,15 +1,20 @@
 """What is said to keys that there are not: real faults alone, and suggestions that can be set."""
 
 import re
+from collections.abc import Mapping
 from itertools import chain
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 from tests.pairs import covering
 
-from whale_train.config import read_request
-from whale_train.errors import ConfigError, Fault
+from whale_train.config import TrainOptions, read_request
+from whale_train.data.open import DataOptions
+from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.launcher.compose import command_line
 from whale_train.other_trainers import INSTEAD, known_elsewhere
 
@@ -129,6 +134,23 @@ def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
         ("+train.lr=1", ["train.lr=1: use optimizer.lr=0.001"]),
         ("strategy.zero_stage=3", ["strategy.zero_stage: use strategy=zero1 (or zero2, zero3)"]),
         ("strategy.balence=even", ["strategy.balence: did you mean balance?*graph"]),
+        (
+            "train.stop_after.evaluations=3 train.stop_after.metrik=loss",
+            ["train.stop_after.metric: write train.stop_after.metric=VALUE", "*metrik=loss: *"],
+        ),
+        (
+            "data=text_files data.path=[1,2] data.tokenizer=x data.pack.mod=concat data.field=3",
+            [
+                "data.path[0]=1: put it in quotes",
+                "data.path[1]=2: put it in quotes",
+                "data.field=3: put it in quotes",
+                "data.pack.mod=concat: did you mean mode?*",
+            ],
+        ),
+        (
+            "data=text_files data.path=x data.tokenizer=x data.field.source=a",
+            ["data.field.target: write data.field.target=VALUE"],
+        ),
     ],
 )
 def test_only_what_is_wrong_is_said(arguments: str, faults: list[str]) -> None:
@@ -235,3 +257,34 @@ def test_no_name_of_the_table_hides_a_key_of_ours() -> None:
     rates = (known_elsewhere(key) for key in ("lr", "--LR", "optimizer.params.lr"))
     assert {rate.remedy for rate in rates if rate} == {"use optimizer.lr=0.001"}
     assert len(set(chain(INSTEAD))) == len(INSTEAD)
+
+
+def test_keys_of_every_empty_mapping_may_be_set_one_by_one() -> None:
+    sections = {"train": [TrainOptions], "data": get_args(get_args(DataOptions)[0])}
+    keys = {
+        f"{section}.{name}"
+        for section, models in sections.items()
+        for model in models
+        for name, field in model.model_fields.items()
+        if name != "arguments" and _may_be_a_mapping(field.annotation)
+    }
+    assert {"train.stop_after", "data.pack", "data.fields"} <= keys
+    for key in sorted(keys):
+        assert command_line.rewritten([f"{key}.x=1"]) == [f"++{key}.x=1"]
+
+
+def _may_be_a_mapping(kind: Any) -> bool:
+    if isinstance(kind, type) and issubclass(kind, BaseModel | Mapping):
+        return True
+    origin = get_origin(kind)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return True
+    inside = origin in (Union, UnionType, Annotated)
+    return inside and any(_may_be_a_mapping(x) for x in get_args(kind))
+
+
+def test_of_many_choices_those_that_begin_so_come_first() -> None:
+    choices = [f"Other{number}" for number in range(60)] + ["F1Score", "F1Mean"]
+    remedy = nearest("F1", choices)
+    assert remedy.startswith("did you mean F1Mean? One of: F1Mean, F1Score, Other0, ")
+    assert remedy.endswith(" and 42 more")

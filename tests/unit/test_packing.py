@@ -1,5 +1,7 @@
 """Documents laid out in samples of one length, and samples of several sources in proportions."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,9 @@ from tests.pairs import examples
 from whale_train.data.dataset import Indices, RowDataset, hold_back
 from whale_train.data.mixture import BLOCK, MixedDataset, shares_of
 from whale_train.data.order import samples_at
+from whale_train.data.tokens import stored_array
 from whale_train.data.tokens.packing import Layout, best_fit, concatenated, one_by_one, packed
+from whale_train.data.tokens.stored_array import StoredArray, differences
 from whale_train.strategies.graph.operation_graph import InputField
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)
@@ -111,3 +115,27 @@ def test_sources_have_their_shares_and_all_their_samples(shuffle: bool) -> None:
     # From any place on, whatever the batch.
     parts = [samples_at(mixture, at, 40, 5, shuffle) for at in range(0, 2 * BLOCK, 40)]
     assert np.concatenate(parts).tolist() == indices.tolist()
+
+
+def test_array_in_a_file_reads_as_the_array_does(tmp_path: Path) -> None:
+    ends = np.cumsum(np.arange(1, 9))
+    np.save(tmp_path / "ends.npy", ends)
+    pairs = np.arange(12).reshape(6, 2)
+    np.save(tmp_path / "pairs.npy", pairs)
+    np.save(tmp_path / "floats.npy", np.zeros(3))
+    stored = StoredArray.of_npy(tmp_path / "ends.npy")
+    assert [int(x) for x in stored] == ends.tolist()
+    assert stored[-1] == ends[-1]
+    np.testing.assert_array_equal(stored[2:5], ends[2:5])
+    np.testing.assert_array_equal(StoredArray.of_npy(tmp_path / "pairs.npy")[1:4], pairs[1:4])
+    with pytest.raises(IndexError):
+        stored[8]
+    with pytest.raises(ValueError, match="float64"):
+        StoredArray.of_npy(tmp_path / "floats.npy")
+
+
+def test_differences_of_an_array_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_array, "_CHUNK", 3)
+    ends = np.array([2, 3, 9, 10, 30, 31, 40])
+    assert np.concatenate([*differences(ends)]).tolist() == [2, 1, 6, 1, 20, 1, 9]
+    assert [*differences(ends[:0])] == []

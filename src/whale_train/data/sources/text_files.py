@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from whale_train.data.dataset import (
     Batch,
@@ -29,6 +29,7 @@ from whale_train.data.tokens.corpus_files import corpus_files
 from whale_train.data.tokens.make_store import StoreRequest, Watch, cache_folder, open_store
 from whale_train.data.tokens.packed_layouts import layout_of
 from whale_train.data.tokens.packing import Layout, PackMode
+from whale_train.data.tokens.stored_array import differences
 from whale_train.data.tokens.token_store import TokenStore
 from whale_train.errors import ConfigError, Fault
 from whale_train.hub import folder_of
@@ -73,6 +74,13 @@ class FieldPair(BaseModel):
     target: _Text
 
 
+# Told apart by what is given, so that complaints are about that one alone.
+_Field = Annotated[
+    Annotated[_Text, Tag("text")] | Annotated[FieldPair, Tag("pair")],
+    Discriminator(lambda value: "pair" if isinstance(value, dict | FieldPair) else "text"),
+]
+
+
 class SourceOptions(BaseModel):
     """Options of a source, an entry of `data.sources`.
 
@@ -85,7 +93,7 @@ class SourceOptions(BaseModel):
 
     path: _Paths
     weight: float = Field(1.0, gt=0)
-    field: _Text | FieldPair | None = None
+    field: _Field | None = None
 
 
 class TextFilesOptions(BaseModel):
@@ -114,7 +122,7 @@ class TextFilesOptions(BaseModel):
     path: _Paths | None = None
     sources: tuple[SourceOptions, ...] = ()
     tokenizer: _Text | None = None
-    field: _Text | FieldPair = "text"
+    field: _Field = "text"
     objective: Literal["causal", "masked", "seq2seq"] = "causal"
     sequence_length: int = Field(1024, ge=2)
     target_length: int | None = Field(None, ge=2)
@@ -413,11 +421,17 @@ def _notes(options: TextFilesOptions, key: str, samples: _Samples) -> tuple[Note
     if described.skipped:
         reason += f"; {described.skipped:,} documents without text are left out"
     notes = [Note(key, value, reason)]
-    longest = int(np.diff(samples.store.ends, prepend=0).max(initial=0))
-    if options.packing.mode == "none" and longest > options.sequence_length:
-        cut = int((np.diff(samples.store.ends, prepend=0) > options.sequence_length).sum())
-        reason = f"{cut:,} documents are longer, and cut; the longest has {longest:,} tokens"
-        notes.append(Note("data.sequence_length", f"{options.sequence_length}", reason))
+    if options.packing.mode == "none":
+        length = options.sequence_length
+        longest, num_cut = 0, 0
+        for lengths in differences(samples.store.ends):
+            longest = max(longest, int(lengths.max()))
+            num_cut += int((lengths > length).sum())
+        if num_cut:
+            reason = (
+                f"{num_cut:,} documents are longer, and cut; the longest has {longest:,} tokens"
+            )
+            notes.append(Note("data.sequence_length", f"{length}", reason))
     if described.special.eos is None and options.objective == "causal":
         reason = "the tokenizer has no eos_token, so that nothing marks the ends of documents"
         notes.append(Note("data.tokenizer", "no end of text", reason))

@@ -2,12 +2,12 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from whale_train.data.tokens.packing import (
-    Int64s,
     Layout,
     PackMode,
     best_fit,
@@ -15,6 +15,7 @@ from whale_train.data.tokens.packing import (
     one_by_one,
     packed,
 )
+from whale_train.data.tokens.stored_array import Int64Rows, Int64s, StoredArray
 from whale_train.data.tokens.token_store import TokenStore
 
 
@@ -33,10 +34,10 @@ def _paths(store: TokenStore, length: int) -> tuple[str, str]:
     return f"{name}.segments.npy", f"{name}.stops.npy"
 
 
-def _kept(store: TokenStore, length: int) -> tuple[Int64s, Int64s] | None:
-    """Return the arrays of an earlier packing, mapped, or None where there are none."""
+def _kept(store: TokenStore, length: int) -> tuple[Int64Rows, Int64Rows] | None:
+    """Return the arrays of an earlier packing, or None where there are none."""
     try:
-        segments, stops = (np.load(path, mmap_mode="r") for path in _paths(store, length))
+        segments, stops = (StoredArray.of_npy(Path(path)) for path in _paths(store, length))
     except (OSError, ValueError):
         return None
     return segments, stops
@@ -44,7 +45,7 @@ def _kept(store: TokenStore, length: int) -> tuple[Int64s, Int64s] | None:
 
 def _made(store: TokenStore, length: int) -> tuple[Int64s, Int64s]:
     """Return the arrays of a new packing, and keep them where that is possible."""
-    arrays = best_fit(np.asarray(store.ends), length)
+    arrays = best_fit(store.ends[:], length)
     with suppress(OSError):
         for path, array in zip(_paths(store, length), arrays, strict=True):
             made = f"{path}.{os.getpid()}"

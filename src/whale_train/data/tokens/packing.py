@@ -3,14 +3,15 @@
 A sample is a list of segments: stretches of tokens that follow each other in one document.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64s = NDArray[np.int64]
+from whale_train.data.tokens.stored_array import Int64Rows, Int64s
+
 PackMode = Literal["concat", "best_fit"]
 
 
@@ -27,7 +28,7 @@ class Layout:
     segments: Callable[[int], Int64s]
 
 
-def concatenated(ends: Int64s, length: int) -> Layout:
+def concatenated(ends: Int64Rows, length: int) -> Layout:
     """Return samples of the next `length` tokens each, across the ends of documents.
 
     `ends` are the ends of the documents in all tokens, int64 `[documents]`, ascending. Tokens that
@@ -37,14 +38,15 @@ def concatenated(ends: Int64s, length: int) -> Layout:
 
     def segments(sample: int) -> Int64s:
         start, stop = sample * length, (sample + 1) * length
-        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+        first = bisect_right(ends, start)
+        last = bisect_right(ends, stop - 1, first)
         starts = np.concatenate([[start], ends[first:last]])
         return np.stack([starts, np.diff([*starts, stop])], axis=1).astype(np.int64)
 
     return Layout(total // length, segments)
 
 
-def one_by_one(ends: Int64s, length: int) -> Layout:
+def one_by_one(ends: Int64Rows, length: int) -> Layout:
     """Return a sample for each document: its first `length` tokens."""
 
     def segments(sample: int) -> Int64s:
@@ -76,7 +78,7 @@ def best_fit(ends: Int64s, length: int) -> tuple[Int64s, Int64s]:
     return segments, np.append(changes, len(segments)) if len(segments) else changes
 
 
-def packed(segments: Int64s, stops: Int64s) -> Layout:
+def packed(segments: Int64Rows, stops: Int64Rows) -> Layout:
     """Return the samples that `best_fit` made."""
 
     def of_sample(sample: int) -> Int64s:

@@ -1,7 +1,6 @@
 """The tokens of a corpus in a folder: written once, then read at any place.
 
-Tokens are read with `pread`, not mapped: pages of a map count as the memory of the rank that
-touched them, which would seem to grow with the corpus.
+Files are read at the places that are asked for, and not mapped (`stored_array.py` says why).
 
     tokens.bin     token numbers of all documents, one after another, uint16 or uint32
     ends.bin       where each document ends in them, int64
@@ -18,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from whale_train.data.tokens.stored_array import StoredArray, read_at
 
 Tokens = NDArray[np.int64]
 _DESCRIPTION = "store.json"
@@ -71,11 +72,7 @@ class TokenStore:
         self.folder = folder
         self._dtype = np.dtype(self.description.dtype)
         self._tokens = os.open(folder / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC)
-        count = self.description.num_documents
-        path = folder / "ends.bin"
-        self.ends: NDArray[np.int64] = (
-            np.memmap(path, np.int64, mode="r", shape=(count,)) if count else np.empty(0, np.int64)
-        )
+        self.ends = StoredArray(folder / "ends.bin", (self.description.num_documents,))
         has_targets = (folder / "targets.bin").exists()
         self._targets = os.open(folder / "targets.bin", os.O_RDONLY) if has_targets else None
 
@@ -87,25 +84,14 @@ class TokenStore:
     def tokens(self, start: int, stop: int) -> Tokens:
         """Return tokens `start` to `stop` - 1 of the whole corpus, int64 `[stop - start]`."""
         size = self._dtype.itemsize
-        read = _read(self._tokens, start * size, (stop - start) * size)
+        read = read_at(self._tokens, start * size, (stop - start) * size)
         return np.frombuffer(read, self._dtype).astype(np.int64)
 
     def targets(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return whether the loss counts tokens `start` to `stop` - 1, bool `[stop - start]`."""
         if self._targets is None:
             return np.ones(stop - start, np.bool_)
-        return np.frombuffer(_read(self._targets, start, stop - start), np.bool_)
-
-
-def _read(file: int, start: int, count: int) -> bytes:
-    pieces = []
-    while count:
-        piece = os.pread(file, count, start)
-        if not piece:
-            raise OSError(f"a store of tokens is shorter than it says (at byte {start})")
-        pieces.append(piece)
-        start, count = start + len(piece), count - len(piece)
-    return b"".join(pieces)
+        return np.frombuffer(read_at(self._targets, start, stop - start), np.bool_)
 
 
 class StoreWriter:

@@ -57,6 +57,12 @@ _SWEEPER = "hydra/sweeper"
 _SWEEPER_KEYS = ("hydra/sweeper/", "hydra.sweeper.")
 # Groups whose option `custom` is a class, and the keys that are not its arguments.
 _OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KEYS}
+# Keys whose values are mappings, which the config files leave empty: {} or null.
+_MAPPINGS = (
+    *("data.collate", "data.columns", "data.evaluation", "data.field", "data.fields", "data.pack"),
+    *("data.pad", "metrics", "model.adapters", "model.config", "model.loss", "optimizer.schedule"),
+    "train.stop_after",
+)
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
@@ -70,9 +76,9 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that Hydra accepts, overrides before flags.
 
     An override of `model._target_` without one of `model` stands for `model=custom`, and likewise
-    of `data._target_` and `optimizer._target_`. Arguments of these classes and of a schedule's,
-    keys of a strategy, callbacks and options of `sbatch` get a `++`, since no config file lists
-    them; their own readers check them.
+    of `data._target_` and `optimizer._target_`. Arguments of these classes, keys of a strategy,
+    callbacks, options of `sbatch` and keys of mappings that are empty in the config files get a
+    `++`, since no config file lists them; their own readers check them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -93,7 +99,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
             first in ("strategy", "callbacks")
             or (on_slurm and override.key_or_group.startswith("launcher.sbatch"))
             or (first in custom and name.split(".")[0] not in _OF_CLASSES.get(first, (name,)))
-            or override.key_or_group.startswith(("optimizer.schedule.", "model.loss."))
+            or override.key_or_group.startswith(tuple(f"{key}." for key in _MAPPINGS))
         )
         if (name or first == "callbacks") and free and not override.is_delete():
             text = "++" + text.lstrip("+")
