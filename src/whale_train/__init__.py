@@ -1,6 +1,7 @@
 """Train any PyTorch model on any mix of devices from one declarative config.
 
-`compose`, `plan`, `train` and `verify` do from Python what the command `whale-train` does.
+`compose`, `plan`, `train`, `verify`, `evaluate` and `predict` do from Python what the command
+`whale-train` does.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,13 @@ if TYPE_CHECKING:
     from whale_train.errors import LaunchError as LaunchError
     from whale_train.errors import PlanError as PlanError
     from whale_train.launcher.python.from_python import compose as compose
+    from whale_train.launcher.python.from_python import evaluate as evaluate
     from whale_train.launcher.python.from_python import plan as plan
+    from whale_train.launcher.python.from_python import predict as predict
     from whale_train.launcher.python.from_python import train as train
     from whale_train.launcher.python.from_python import verify as verify
 
-_FUNCTIONS = ("compose", "plan", "train", "verify")
+_FUNCTIONS = ("compose", "evaluate", "plan", "predict", "train", "verify")
 _ERRORS = ("ConfigError", "LaunchError", "PlanError")
 
 

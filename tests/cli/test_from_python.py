@@ -1,4 +1,4 @@
-"""`from whale_train import compose, plan, train, verify`: the command's road in another program."""
+"""`from whale_train import compose, plan, train, ...`: the command's road in another program."""
 
 import logging
 import os
@@ -23,7 +23,17 @@ from rich.console import Console
 from tests.cli.command import MARK, environment_for, processes_of, whale_train
 
 import whale_train as package
-from whale_train import ConfigError, LaunchError, PlanError, compose, plan, train, verify
+from whale_train import (
+    ConfigError,
+    LaunchError,
+    PlanError,
+    compose,
+    evaluate,
+    plan,
+    predict,
+    train,
+    verify,
+)
 from whale_train.config import Request
 
 NETS = """
@@ -183,6 +193,7 @@ def test_a_plan_shows_what_the_terminal_shows(folder: Path) -> None:
 def test_a_run_leaves_all_as_it_was(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Called with Hydra initialised, another default dtype and device, in a mode, in a thread."""
     results = []
+    plan(compose(**ASKED, model=NET))  # torch and scikit-learn set variables as they are imported
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -266,3 +277,24 @@ def test_a_plan_is_verified(folder: Path) -> None:
     assert (result.run_dir / "verify.json").exists()
     assert "equal: 1 step" in result._repr_html_()
     assert processes_of(folder) == ()
+
+
+def test_a_run_is_evaluated_and_predicts(folder: Path) -> None:
+    held_back = {"data.evaluation_fraction": 0.02}
+    result = train(ASKED, held_back, model=NET, train={"steps": 2}, run_dir=folder / "a run, b=1")
+    uneven = {"hardware": "cpu", "hardware.devices": 3, "strategy": "dp"}
+    evaluated = evaluate(result.run_dir, uneven, run_dir=folder / "evaluated")
+    predicted = predict(result.run_dir, uneven, run_dir=folder / "predicted")
+    assert (evaluated.run_dir, predicted.run_dir) == (folder / "evaluated", folder / "predicted")
+    rows = predicted.rows("evaluation")
+    assert [row["sample"] for row in rows] == list(range(len(rows)))
+    right = sum(row["predicted"] == row["target"] for row in rows)
+    assert evaluated.sets["evaluation"]["accuracy"] == pytest.approx(right / len(rows))
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(evaluated)
+    assert captured.get().split()[:2] == ["set", "loss"]
+    with pytest.raises(ConfigError, match="mode=predict is not what evaluate"):
+        evaluate(result.run_dir, mode="predict")
+    with pytest.raises(ConfigError, match="path="):
+        predict(folder / "nothing")

@@ -178,7 +178,7 @@ def evaluate_weights(
     summary = summary_of(run_dir)
     if results := summary["evaluation"]:
         write_json(run_dir / RESULTS, {"step": weights.step, "sets": results})
-        console.print(Portable(_table(results)))
+        console.print(Portable(results_table(results)))
         console.print(f"the results: {run_dir / RESULTS}", soft_wrap=True, markup=False)
     for name, written in summary.get("predictions", {}).items():
         said = f"{written['samples']:,} predictions of {name}: {written['file']}"
@@ -187,7 +187,7 @@ def evaluate_weights(
     return JobEnd("done", run_dir, summary)
 
 
-def _table(results: Mapping[str, Mapping[str, float | None]]) -> Table:
+def results_table(results: Mapping[str, Mapping[str, float | None]]) -> Table:
     """Return the results as a table of a row a set."""
     table = Table(box=None, pad_edge=False)
     names = list(dict.fromkeys(name for of_set in results.values() for name in of_set))

@@ -18,7 +18,7 @@ from whale_train.launcher.resume import (
     saved_state,
 )
 
-KEY = "checkpoint"
+KEY = "path"
 SUMMARY = "summary.json"  # of a run that has ended
 
 

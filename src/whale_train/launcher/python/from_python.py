@@ -26,7 +26,13 @@ from whale_train.launcher.job import ELSEWHERE, JobPlace, carry_out, discard, wi
 from whale_train.launcher.job_end import JobEnd, summary_of
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.launcher.python.overrides import overrides_of
-from whale_train.launcher.python.results import ShownPlan, TrainResult, VerifyResult
+from whale_train.launcher.python.results import (
+    EvaluateResult,
+    PredictResult,
+    ShownPlan,
+    TrainResult,
+    VerifyResult,
+)
 from whale_train.launcher.ranks.rank_env import place_from_environment
 from whale_train.launcher.ui.show_error import error_text
 from whale_train.launcher.ui.terminal import open_console
@@ -130,6 +136,48 @@ def verify(
     return VerifyResult(end.run_dir.absolute(), end.verification)
 
 
+def evaluate(
+    path: Folder,
+    *asked: Asked,
+    run_dir: Folder | None = None,
+    verbose: bool = False,
+    config_dir: Folder | None = None,
+    config_name: str | None = None,
+    **nested: Any,
+) -> EvaluateResult:
+    """Evaluate a trained model on named sets of samples, under any plan.
+
+    path: a run directory, a checkpoint's folder, or the `model/` that a run ended with.
+    asked: overrides as `compose` takes them; model, data and metrics that they do not name are
+        those of the run.
+
+    The other arguments, and the exceptions, are those of `train`.
+    """
+    arguments = _arguments([{"path": path}, *asked], nested, config_dir, config_name)
+    end = _carried_out("evaluate", arguments, run_dir, verbose)
+    return EvaluateResult(end.run_dir.absolute(), end.summary["evaluation"])
+
+
+def predict(
+    path: Folder,
+    *asked: Asked,
+    run_dir: Folder | None = None,
+    verbose: bool = False,
+    config_dir: Folder | None = None,
+    config_name: str | None = None,
+    **nested: Any,
+) -> PredictResult:
+    """Write what a trained model predicts for every sample of named sets, under any plan.
+
+    The arguments and exceptions are those of `evaluate`.
+    """
+    arguments = _arguments([{"path": path}, *asked], nested, config_dir, config_name)
+    end = _carried_out("predict", arguments, run_dir, verbose)
+    folder = end.run_dir.absolute()
+    written = end.summary["predictions"]
+    return PredictResult(folder, {name: folder / x["file"] for name, x in written.items()})
+
+
 def _given(
     asked: tuple[Request | Asked, ...],
     nested: Mapping[str, Any],
@@ -185,7 +233,7 @@ def _request(
 
 def _other_mode(mode: Mode, given: Mode) -> Fault:
     """Return the fault of a request in the mode `given`, which is not that of the function."""
-    there = given in ("train", "plan", "verify")
+    there = given in ("train", "plan", "verify", "evaluate", "predict")
     remedy = f"leave it out, or call {given}()" if there else f"use whale-train mode={given}"
     return Fault("mode", given, f"is not what {mode}() does", remedy)
 
@@ -197,7 +245,8 @@ def _carried_out(
     with _TURN:
         request, folder = _request(mode, given, run_dir)
         _refuse_other_starters(request)
-        place = JobPlace(_console(verbose))
+        arguments = () if isinstance(given, Request) else given
+        place = JobPlace(_console(verbose), arguments)
         with _here():
             folder.mkdir(parents=True, exist_ok=True)
             try:

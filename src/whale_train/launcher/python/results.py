@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from whale_train.checkpoints.checkpoint_files import MODEL
+from whale_train.launcher.modes.evaluate import results_table
 from whale_train.launcher.modes.verification import Verification
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.run_dir import METRICS
@@ -74,6 +75,42 @@ class TrainResult:
 
     def _repr_html_(self) -> str:
         return as_html(self.__rich__())
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """The results of an evaluation.
+
+    run_dir: the run directory, absolute.
+    sets: the results of each set by their names, by the set's name: `sets["test"]["loss"]`.
+    """
+
+    run_dir: Path
+    sets: Mapping[str, Mapping[str, float | None]]
+
+    def __rich__(self) -> RenderableType:
+        return Portable(results_table(self.sets))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.__rich__())
+
+
+@dataclass(frozen=True)
+class PredictResult:
+    """The predictions for all samples of named sets.
+
+    run_dir: the run directory, absolute.
+    files: the file of each set's predictions, by the set's name; a line a sample, in order.
+    """
+
+    run_dir: Path
+    files: Mapping[str, Path]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the predictions of a set: `sample`, `predicted`, and `target` and `probability`
+        where there are any."""
+        with self.files[name].open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from whale_train.config import Request
 from whale_train.runtime.record.predictions import PredictionPart, part_path, write_predictions
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.train.batches import EvaluatedSet, RankBatches
-from whale_train.runtime.train.evaluate_sets import evaluate
+from whale_train.runtime.train.evaluate_sets import evaluate_sets
 from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
 from whale_train.runtime.train.step_programs import Program
 
@@ -39,7 +39,7 @@ def checkpoint_results(
 
     started = time.monotonic()
     keeper = predicted if request.mode == "predict" else None
-    sets = evaluate(program, batches, own, keeps_answers, keeper)
+    sets = evaluate_sets(program, batches, own, keeps_answers, keeper)
     finite = {
         name: {key: value if isfinite(value) else None for key, value in of_set.items()}
         for name, of_set in (sets if has_targets else {}).items()

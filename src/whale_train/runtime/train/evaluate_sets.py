@@ -24,7 +24,7 @@ class _Both:
             keeper.add(weight, samples, call, answers)
 
 
-def evaluate(
+def evaluate_sets(
     program: Program,
     batches: RankBatches,
     own: EvaluationMetrics | None,

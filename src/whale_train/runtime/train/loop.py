@@ -32,7 +32,7 @@ from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import CheckpointRequest
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.best_values import EvaluationWatch
-from whale_train.runtime.train.evaluate_sets import evaluate
+from whale_train.runtime.train.evaluate_sets import evaluate_sets
 from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
@@ -111,7 +111,7 @@ class Loop:
         self.is_best = False
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             keeps_answers = bool(self._request.metrics)
-            sets = evaluate(program, batches, self._evaluation_metrics, keeps_answers)
+            sets = evaluate_sets(program, batches, self._evaluation_metrics, keeps_answers)
             evaluation = {f"{name}_{x}": value for name in sets for x, value in sets[name].items()}
             if self.watch:
                 self.is_best = self.watch.add(number + 1, of_rank_0(evaluation))
