@@ -1,7 +1,9 @@
-"""Images under plans of every kind: the losses of a plain loop, and another plan goes on."""
+"""Images in folders and in shards: the losses of a plain loop, and another plan goes on."""
 
+import io
 import json
 import random
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 from PIL import Image
 from tests.distributed.cases import TOLERANCE, UNEVEN, hardware
 from tests.distributed.equality import run_job
-from tests.distributed.own_kinds import CLASSES, SAMPLES, Pixels, label, pixels
+from tests.distributed.own_kinds import SAMPLES, Pixels, label, pixels
 from tests.distributed.served import Served
 from tests.pairs import some
 
@@ -42,7 +44,26 @@ def image_folder(folder: Path) -> tuple[str, ...]:
     return ("data=image_folder", f"data.path={folder}", sets, *IMAGES)
 
 
-KINDS: dict[str, Callable[[Path], tuple[str, ...]]] = {"image_folder": image_folder}
+def webdataset(folder: Path) -> tuple[str, ...]:
+    folder.mkdir()
+    for shard, numbers in enumerate((range(6), range(6, 7), range(7, SAMPLES))):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in numbers:
+                image = io.BytesIO()
+                Image.fromarray(pixels(number)).save(image, "png")
+                for name, content in (("png", image.getvalue()), ("cls", b"%d" % label(number))):
+                    info = tarfile.TarInfo(f"{number}.{name}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    sets = f"data.evaluation={{again: {{path: {folder}/*.tar}}}}"
+    path = f'data.path="{folder}/{{0..2}}.tar"'
+    return ("data=webdataset", path, f"data.cache={folder}/cache", sets, *IMAGES)
+
+
+KINDS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "image_folder": image_folder,
+    "webdataset": webdataset,
+}
 
 
 def plain_loop(seed: int = 0) -> tuple[list[float], float]:
@@ -76,7 +97,7 @@ def plain_loop(seed: int = 0) -> tuple[list[float], float]:
     ("kind", "plan", "then"),
     some(
         [(kind, a, b) for kind in KINDS for a in PLANS for b in PLANS if a != b],
-        [("image_folder", "dp", "pipeline"), ("image_folder", "zero3", "dp")],
+        [("image_folder", "dp", "pipeline"), ("webdataset", "zero3", "dp")],
     ),
 )
 def test_losses_are_a_plain_loops_under_a_plan_and_the_next(
@@ -95,7 +116,6 @@ def test_losses_are_a_plain_loops_under_a_plan_and_the_next(
         *hardware(2, UNEVEN),
     )
     expected, evaluated = plain_loop()
-    assert CLASSES == 3
     for name, graph, more in (
         ("first", PLANS[plan], (f"checkpoint.every={SAVED}",)),
         ("second", PLANS[then], (f"train.resume={tmp_path}/first/checkpoints/step_{SAVED}",)),

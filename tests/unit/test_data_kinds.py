@@ -181,6 +181,7 @@ def test_there_is_a_config_file_for_each_kind() -> None:
         "images",
         "text",
         "text_files",
+        "webdataset",
     ]
 
 

@@ -89,7 +89,7 @@ def _changed(options: DataOptions, name: str, changes: Mapping[str, Any]) -> Dat
         **options.model_dump(mode="json", by_alias=True),
         **{"evaluation": None, "evaluation_fraction": 0.0, "shuffle": False},
     }
-    if isinstance(options, ImageOptions):
+    if isinstance(options, ImageOptions) and options.has_images:
         own = given["evaluation_transform"]
         given["transform"] = ["center_crop"] if own is None else own
     if "sources" in given and "path" in changes:

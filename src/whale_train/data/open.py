@@ -14,6 +14,7 @@ from whale_train.data.sources.image_folder import ImageFolderOptions, open_image
 from whale_train.data.sources.images import ImagesOptions, open_images
 from whale_train.data.sources.text import TextOptions, open_text
 from whale_train.data.sources.text_files import TextFilesOptions, open_text_files
+from whale_train.data.sources.webdataset import WebdatasetOptions, open_webdataset
 from whale_train.data.tokens.make_store import Watch
 
 DataOptions = Annotated[
@@ -24,6 +25,7 @@ DataOptions = Annotated[
     | ClassesOptions
     | ImagesOptions
     | ImageFolderOptions
+    | WebdatasetOptions
     | HfDatasetOptions
     | CustomOptions,
     Field(discriminator="kind"),
@@ -50,6 +52,8 @@ def open_dataset(options: DataOptions, watch: Watch | None = None) -> Dataset:
             return open_images(options)
         case ImageFolderOptions():
             return open_image_folder(options)
+        case WebdatasetOptions():
+            return open_webdataset(options)
         case HfDatasetOptions():
             return open_hf_dataset(options)
         case CustomOptions():

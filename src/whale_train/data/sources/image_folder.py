@@ -135,7 +135,7 @@ class _Read:
                 encoded = opened.read()
         except OSError as error:
             raise unreadable(error, file) from error
-        return self._reader.read(encoded, file), self._images.labels[number]
+        return self._reader.read(encoded, lambda: file), self._images.labels[number]
 
 
 def _maker(images: _Images, reader: ImageReader) -> Any:

@@ -67,6 +67,11 @@ class ImageOptions(BaseModel):
     std: tuple[float, ...] | None = None
 
     @property
+    def has_images(self) -> bool:
+        """Return whether samples have an image."""
+        return True
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """Return the steps of training samples."""
         given = self.transform
@@ -117,8 +122,8 @@ class ImageReader:
     mean: NDArray[np.float32]
     std: NDArray[np.float32]
 
-    def read(self, encoded: bytes, what: str) -> NDArray[Any]:
-        """Return an image as `[channels, height, width]`; `what` names it in messages.
+    def read(self, encoded: bytes, what: Callable[[], str]) -> NDArray[Any]:
+        """Return an image as `[channels, height, width]`; `what` gives its name for messages.
 
         An image of 8 bits that the steps leave becomes float32, normalised. Anything else that they
         make is left as it is. Raises ConfigError where it cannot be decoded, or a step raises.
@@ -128,7 +133,7 @@ class ImageReader:
             try:
                 value = step(value)
             except Exception as error:
-                rule = f"raised {said(error)} for {what}"
+                rule = f"raised {said(error)} for {what()}"
                 raise ConfigError([Fault(key, "", rule, "correct it")]) from error
         if hasattr(value, "detach"):  # a tensor of torch
             value = value.detach().cpu().numpy()
@@ -160,7 +165,7 @@ def image_reader(options: ImageOptions, evaluates: bool) -> ImageReader:
     return ImageReader(steps, options.channels, *scale)
 
 
-def decoded(encoded: bytes, channels: int, what: str) -> Any:
+def decoded(encoded: bytes, channels: int, what: Callable[[], str]) -> Any:
     """Return an image as a PIL image, in RGB or grey. Raises ConfigError where it is none."""
     image = _pil()
     try:
@@ -169,10 +174,10 @@ def decoded(encoded: bytes, channels: int, what: str) -> Any:
             if not mode.startswith(_DEEP):
                 return read.convert("RGB" if channels == 3 else "L")
     except Exception as error:
-        rule = f"holds {what}, which is no image that PIL reads ({said(error)})"
+        rule = f"holds {what()}, which is no image that PIL reads ({said(error)})"
         remedy = "write the file again, copy it whole, or leave it out"
         raise ConfigError([Fault("data.path", "", rule, remedy)]) from error
-    rule = f"holds {what}, with pixels of more than 8 bits (PIL's mode {mode})"
+    rule = f"holds {what()}, with pixels of more than 8 bits (PIL's mode {mode})"
     raise ConfigError([Fault("data.path", "", rule, "save it with 8 bits a channel")])
 
 
@@ -195,10 +200,19 @@ def _step(step: Step, key: str, size: int) -> Transform:
             "flip": _flipped,
         }
         return own[step]
+    return own_function(key, step, _IMAGE)
+
+
+def own_function(key: str, step: OwnStep, returns: TargetKind) -> Transform:
+    """Return the function or object of the user's own that `step` names under the config's `key`.
+
+    Raises ConfigError where it cannot be had, or is a function that does not say that it returns
+    something of the kind `returns`.
+    """
     with importable(os.getcwd()):
         given = step.model_extra or {}
         arguments = {name: called(f"{key}.{name}", value) for name, value in given.items()}
-        return named_function(key, step.target, arguments, _IMAGE)
+        return named_function(key, step.target, arguments, returns)
 
 
 def _random_crop(image: Any, size: int) -> Any:
