@@ -97,7 +97,7 @@ _WORKERS = Instead(
 _SHUFFLE = Instead(("data.shuffle=false",), "true without it")
 _DATA = Instead(
     ("data=text_files", "data.path=corpus/*.jsonl"),
-    "or data=arrays, hf_dataset, or data._target_=my.module.MyDataset",
+    "or data=image_folder, webdataset, arrays, hf_dataset, or data._target_=my.module.MyDataset",
 )
 _TOKENIZER = Instead(("data=text_files", "data.tokenizer=DIR"), "or owner/name of the hub")
 _PACKING = Instead(("data=text_files", "data.pack={mode: best_fit, documents: isolated}"))

@@ -10,11 +10,14 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
+from itertools import product
 from pathlib import Path
 
 import pytest
 import tokenizers
 import yaml
+from PIL import Image
 from tests.cli.command import ROOT, environment_for, whale_train
 
 from whale_train.rehearsal import Rehearsal
@@ -92,7 +95,23 @@ def folder(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     features, labels = rng.normal(size=(256, 6)).astype("float32"), rng.integers(0, 4, 256)
     np.savez(tmp_path / "samples.npz", features=features, labels=labels)
+    write_images(tmp_path)
     return tmp_path
+
+
+def write_images(folder: Path) -> None:
+    """Write images of two classes into folders, and into a shard."""
+    for part, name in product(("train", "val"), ("cat", "dog")):
+        (folder / "imagenet" / part / name).mkdir(parents=True)
+        for number in range(2):
+            image = Image.new("RGB", (32, 24), (number, 20, 30))
+            image.save(folder / "imagenet" / part / name / f"{number}.png")
+    (folder / "shards").mkdir()
+    with tarfile.open(folder / "shards/train-000.tar", "w") as tar:
+        (folder / "label").write_text("1")
+        for number in range(2):
+            tar.add(folder / f"imagenet/train/cat/{number}.png", f"{number}.png")
+            tar.add(folder / "label", f"{number}.cls")
 
 
 def write_llama(folder: Path) -> None:

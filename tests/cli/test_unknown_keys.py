@@ -100,7 +100,7 @@ def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
         ),
         (
             "data=images data.path=x",
-            ["data.path=x: data=arrays, hf_dataset, text, text_files have it"],
+            ["data.path=x: data=arrays, hf_dataset, image_folder, text and 2 more have it"],
         ),
         pytest.param(
             "launcher.sbatch.partition=gpu",

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from tests.distributed.served import Served
 from torch import Tensor, nn
 
+from whale_train.checkpoints.checkpoint_state import CheckpointState
 from whale_train.config import Request, read_request
 from whale_train.data.sources.arrays import ArraysOptions
 from whale_train.launcher.compose.command_line import composed, rewritten
@@ -238,7 +239,9 @@ def run_job_as(entry: Entry, overrides: list[str], run_dir: str) -> str:
     write_text(folder / "request.json", request.to_json())
     resolved = resolve_request(request)
     resumed = request.train.resume and find_checkpoint(request.train.resume, folder)
-    start_ranks(folder, resolved, request, resumed.path if resumed else None)
+    path = resumed.path if resumed else None
+    samples = CheckpointState.read(path).samples if path else 0
+    start_ranks(folder, resolved, request, path, samples=samples)
     generators.rewind()
     forget_own(request)
     return run_host(folder, entry)

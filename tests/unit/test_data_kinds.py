@@ -177,9 +177,11 @@ def test_there_is_a_config_file_for_each_kind() -> None:
         "custom",
         "digits",
         "hf_dataset",
+        "image_folder",
         "images",
         "text",
         "text_files",
+        "webdataset",
     ]
 
 

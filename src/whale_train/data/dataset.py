@@ -116,6 +116,7 @@ class RowDataset:
     workers: processes of each rank that read samples to train on; 0: a thread of the rank does.
     longest: fields whose batches are cut to their longest row. Beside each of them, batches have
         the rows' own lengths, int64 `[n]`, under its name and `LENGTHS`.
+    read_held_back: as `read_rows`, of rows that are held back; None: `read_rows` does.
     """
 
     fields: tuple[InputField, ...]
@@ -125,6 +126,7 @@ class RowDataset:
     notes: tuple[Note, ...] = ()
     workers: int = 0
     longest: tuple[str, ...] = ()
+    read_held_back: Callable[[Indices, Indices], Batch] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -139,7 +141,8 @@ class RowDataset:
         return self.read_rows(self.held_back.training_rows(indices), draws)
 
     def evaluation_samples(self, indices: Indices) -> Batch:
-        return self.read_rows(self.held_back.rows[indices], indices)
+        read = self.read_held_back or self.read_rows
+        return read(self.held_back.rows[indices], indices)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from whale_train.data.dataset import Dataset
 from whale_train.data.open import DataOptions, open_dataset
 from whale_train.data.sources.classes import ClassesOptions
 from whale_train.data.sources.digits import DigitsOptions
+from whale_train.data.sources.image_folder import ImageFolderOptions, with_classes
+from whale_train.data.sources.image_steps import ImageOptions
 from whale_train.data.sources.images import ImagesOptions
 from whale_train.data.tokens.make_store import Watch
 from whale_train.errors import ConfigError, Fault, nearest
@@ -81,10 +83,15 @@ def _changed(options: DataOptions, name: str, changes: Mapping[str, Any]) -> Dat
         if option in _OWN:
             remedy = nearest(option, taken)
             faults.append(Fault(f"{key}.{option}", "", "is not an option of a set", remedy))
+    if isinstance(options, ImageFolderOptions):  # a set may lack a class
+        options = with_classes(options)
     given = {
         **options.model_dump(mode="json", by_alias=True),
         **{"evaluation": None, "evaluation_fraction": 0.0, "shuffle": False},
     }
+    if isinstance(options, ImageOptions) and options.has_images:
+        own = given["evaluation_transform"]
+        given["transform"] = ["center_crop"] if own is None else own
     if "sources" in given and "path" in changes:
         given["sources"] = []
     elif "sources" in changes:

@@ -10,9 +10,11 @@ from whale_train.data.sources.classes import ClassesOptions, open_classes
 from whale_train.data.sources.custom import CustomOptions, open_custom
 from whale_train.data.sources.digits import DigitsOptions, open_digits
 from whale_train.data.sources.hf_dataset import HfDatasetOptions, open_hf_dataset
+from whale_train.data.sources.image_folder import ImageFolderOptions, open_image_folder
 from whale_train.data.sources.images import ImagesOptions, open_images
 from whale_train.data.sources.text import TextOptions, open_text
 from whale_train.data.sources.text_files import TextFilesOptions, open_text_files
+from whale_train.data.sources.webdataset import WebdatasetOptions, open_webdataset
 from whale_train.data.tokens.make_store import Watch
 
 DataOptions = Annotated[
@@ -22,6 +24,8 @@ DataOptions = Annotated[
     | DigitsOptions
     | ClassesOptions
     | ImagesOptions
+    | ImageFolderOptions
+    | WebdatasetOptions
     | HfDatasetOptions
     | CustomOptions,
     Field(discriminator="kind"),
@@ -46,6 +50,10 @@ def open_dataset(options: DataOptions, watch: Watch | None = None) -> Dataset:
             return open_classes(options)
         case ImagesOptions():
             return open_images(options)
+        case ImageFolderOptions():
+            return open_image_folder(options)
+        case WebdatasetOptions():
+            return open_webdataset(options)
         case HfDatasetOptions():
             return open_hf_dataset(options)
         case CustomOptions():

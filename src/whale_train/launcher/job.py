@@ -19,6 +19,7 @@ from whale_train.callbacks.make import refuse_callbacks
 from whale_train.checkpoints.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, EVALUATING, Request, in_steps, read_request
 from whale_train.data.evaluation_sets import open_data
+from whale_train.data.sources.image_folder import ImageFolderOptions, with_classes
 from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.disk import is_full
 from whale_train.errors import ConfigError, Fault, RequestError
@@ -232,7 +233,8 @@ def _fetch_model(request: Request) -> None:
 
 
 def _with_data(request: Request, place: LaunchPlace | None, console: Console) -> Request:
-    """Return the request with the steps of `train.epochs`, and its texts tokenised.
+    """Return the request with the steps of `train.epochs`, its texts tokenised, its images' classes
+    named.
 
     Nothing happens for ranks on other hosts, which have data of their own, and for modes that read
     none. Raises ConfigError.
@@ -240,6 +242,8 @@ def _with_data(request: Request, place: LaunchPlace | None, console: Console) ->
     elsewhere = place is None and request.launcher.kind == "ssh"
     if elsewhere or request.mode in ("calibrate", "export", "audit"):
         return request
+    if isinstance(request.data, ImageFolderOptions):
+        request = request.model_copy(update={"data": with_classes(request.data)})
     if not isinstance(request.data, TextFilesOptions) and request.train.epochs is None:
         return request
     with tokenising_shown(console) as watch:

@@ -30,6 +30,7 @@ class Samples:
     pads: lengths to which fields are filled up, and with what.
     longest: fields of which batches have the lengths before that, too.
     fields: tensors of a sample; empty until they are known.
+    alike: the remedy for samples of several shapes; '' for the usual one.
     """
 
     target: str
@@ -39,6 +40,7 @@ class Samples:
     pads: Pads
     longest: tuple[str, ...] = ()
     fields: tuple[InputField, ...] = ()
+    alike: str = ""
     _made: Any = None
     _process: int = 0
     _keeps_files: bool = field(default=False)
@@ -83,7 +85,7 @@ class Samples:
         for name, arrays in columns.items():
             shapes = {array.shape for array in arrays}
             if len(shapes) > 1:
-                raise _unequal(name, rows, arrays)
+                raise _unequal(name, rows, arrays, remedy=self.alike)
             batch[name] = np.stack(arrays)
         checked = self._checked(batch, rows)
         own = {f"{name}{LENGTHS}": np.array(of, np.int64) for name, of in lengths.items()}
@@ -143,7 +145,7 @@ class Samples:
         for known in self.fields:
             array = batch[known.name]
             if array.shape[1:] != known.shape:
-                raise _unequal(known.name, rows, list(array), known.shape)
+                raise _unequal(known.name, rows, list(array), known.shape, self.alike)
             batch[known.name] = np.ascontiguousarray(array, known.dtype)
         return batch
 
@@ -163,14 +165,18 @@ def _array(value: Any, name: str) -> NDArray[Any]:
 
 
 def _unequal(
-    name: str, rows: Indices, arrays: Sequence[NDArray[Any]], first: tuple[int, ...] | None = None
+    name: str,
+    rows: Indices,
+    arrays: Sequence[NDArray[Any]],
+    first: tuple[int, ...] | None = None,
+    remedy: str = "",
 ) -> ConfigError:
-    """Return the error of rows of several shapes."""
+    """Return the error of rows of several shapes; `remedy` '' is the usual one."""
     first = arrays[0].shape if first is None else first
     number = next(i for i, array in enumerate(arrays) if array.shape != first)
     rule = f"has samples of several shapes: {list(arrays[number].shape)} (sample {rows[number]}), "
     rule += f"elsewhere {list(first)}"
-    remedy = (
+    remedy = remedy or (
         f"use 'data.pad={{{name}: {{length: N, value: 0}}}}', or make them alike in the dataset"
     )
     return ConfigError([Fault(f"data.{name}", "", rule, remedy)])

@@ -53,13 +53,13 @@ class StoreRequest:
         return sum(os.path.getsize(file) for file in self.files)
 
 
-def cache_folder(given: str | None) -> Path:
-    """Return the folder of stores: `given`, or one in the user's cache."""
+def cache_folder(given: str | None, kind: str = "tokens") -> Path:
+    """Return the folder of stores: `given`, or that of a `kind` in the user's cache."""
     if given is not None:
         return Path(given)
     own = os.environ.get("WHALE_TRAIN_CACHE")
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whale-train"
-    return (Path(own) if own else root) / "tokens"
+    return (Path(own) if own else root) / kind
 
 
 def open_store(request: StoreRequest, cache: Path, watch: Watch | None = None) -> TokenStore:

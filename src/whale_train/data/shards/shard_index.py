@@ -1,0 +1,215 @@
+"""The index of a shard: where each member of each sample lies, made once and kept in a cache.
+
+A shard is a tar file by WebDataset's rules. The name of a member is KEY.EXTENSION, where KEY goes
+up to the first dot of the file's name, and members of one key that follow each other are a sample.
+Whole numbers (`cls`) are in the index itself.
+
+An index depends on the headers of the tar alone. Its name in the cache is a digest of the shard's
+size, the time of its last change, its beginning and its end. Whoever reads a member compares the
+header before it with the checksum that is kept here.
+"""
+
+import fcntl
+import os
+import re
+import tarfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale_train.data.paths import path_error, unreadable
+from whale_train.errors import ConfigError, Fault
+
+FORMAT = 1  # of indexes; another format is another name
+NUMBERS = ("cls", "cls2", "class", "count", "id", "index", "inx")  # extensions of whole numbers
+NO_NUMBER = np.iinfo(np.int64).min  # in place of what is no whole number of 64 bits
+HEADER_BYTES = 512
+_ENDS_BYTES = 1 << 16
+_MOST_DIGITS = 64
+_AFTER_BYTES = 1 << 20  # looked at behind the end
+_MEMBER = re.compile(r"^((?:.*/)?[^./]+)\.([^/]+)$", re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")
+_WHOLE = "write it again, or copy it whole"
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """Members of the samples of a shard.
+
+    keys: keys of the samples, in UTF-8, with zero bytes between them.
+    extensions: extensions that any sample has, in lower case.
+    starts: places of members' contents in bytes, int64 `[samples, extensions]`; -1: there is none.
+    sizes: their sizes in bytes, int64 `[samples, extensions]`.
+    checks: CRC-32 of their headers, uint32 `[samples, extensions]`.
+    numbers: whole numbers that members hold, int64 `[samples, extensions]`; `NO_NUMBER` elsewhere.
+    """
+
+    keys: bytes
+    extensions: tuple[str, ...]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    checks: NDArray[np.uint32]
+    numbers: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def key(self, row: int) -> str:
+        """Return the key of a sample."""
+        return self.keys.split(b"\0")[row].decode("utf-8", "backslashreplace")
+
+
+def indexed(file: str, cache: Path) -> ShardIndex:
+    """Return the index of a shard, made first where the folder `cache` has none.
+
+    Raises ConfigError where the shard is no whole tar, has no samples, has a member twice, or
+    cannot be read, and where the index cannot be written.
+    """
+    try:
+        name = _name(file)
+    except OSError as error:
+        raise unreadable(error, file) from error
+    path = cache / f"{name}.npz"
+    kept = _kept(path)
+    if kept is not None:
+        return kept
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with open(cache / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of those on one host, one makes it
+            kept = _kept(path)
+            if kept is None:
+                kept = _made(file)
+                _keep(kept, path)
+            return kept
+    except OSError as error:
+        rule = f"cannot keep the index of a shard ({error.strerror or error})"
+        remedy = "name another folder with data.cache, or make room"
+        fault = Fault("data.cache", str(error.filename or cache), rule, remedy)
+        raise ConfigError([fault]) from error
+
+
+def _name(file: str) -> str:
+    with open(file, "rb") as opened:
+        stat = os.fstat(opened.fileno())
+        digest = blake2b(f"{FORMAT} {stat.st_size} {stat.st_mtime_ns}\n".encode(), digest_size=16)
+        digest.update(opened.read(_ENDS_BYTES))
+        opened.seek(max(0, stat.st_size - _ENDS_BYTES))
+        digest.update(opened.read())
+    return digest.hexdigest()
+
+
+def _kept(path: Path) -> ShardIndex | None:
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            extensions = tuple(saved["extensions"].tobytes().decode().split("\0"))
+            starts, sizes = saved["starts"], saved["sizes"]
+            checks, numbers = saved["checks"], saved["numbers"]
+            keys = saved["keys"].tobytes()
+    except (OSError, ValueError, KeyError, EOFError):
+        return None
+    shape = (keys.count(b"\0") + 1, len(extensions))
+    if any(table.shape != shape for table in (starts, sizes, checks, numbers)):
+        return None
+    return ShardIndex(keys, extensions, starts, sizes, checks, numbers)
+
+
+def _keep(index: ShardIndex, path: Path) -> None:
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            np.savez(
+                file,
+                keys=np.frombuffer(index.keys, np.uint8),
+                extensions=np.frombuffer("\0".join(index.extensions).encode(), np.uint8),
+                starts=index.starts,
+                sizes=index.sizes,
+                checks=index.checks,
+                numbers=index.numbers,
+            )
+        unfinished.replace(path)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+@dataclass
+class _Rows:
+    """Samples of a shard as they are found: for each its key, and its members by extension as
+    place, size, checksum and number."""
+
+    keys: list[str] = field(default_factory=list)
+    members: list[dict[str, tuple[int, int, int, int]]] = field(default_factory=list)
+
+    def index(self) -> ShardIndex:
+        """Return the samples as an index."""
+        extensions = tuple(sorted({x for row in self.members for x in row}))
+        absent = (-1, 0, 0, int(NO_NUMBER))
+        table = np.array([[row.get(x, absent) for x in extensions] for row in self.members])
+        table = table.reshape(len(self.keys), len(extensions), 4).astype(np.int64)
+        starts, sizes, checks, numbers = (np.ascontiguousarray(table[..., i]) for i in range(4))
+        keys = "\0".join(self.keys).encode("utf-8", "surrogateescape")
+        return ShardIndex(keys, extensions, starts, sizes, checks.astype(np.uint32), numbers)
+
+
+def _made(file: str) -> ShardIndex:
+    """Return the index of a shard, from its headers. Raises ConfigError."""
+    rows = _Rows()
+    size = os.path.getsize(file)
+    try:
+        with tarfile.open(file, "r:") as tar, open(file, "rb") as opened:
+            reader = opened.fileno()
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # it keeps all of them
+                if member.offset_data + member.size > size:
+                    raise tarfile.ReadError(f"{member.name} ends behind the file's end")
+                _add(rows, member, reader, file)
+            _refuse_open_end(file, reader, tar.offset)
+    except tarfile.TarError as error:
+        raise path_error(file, f"is no whole tar ({error})", _WHOLE) from error
+    if not rows.keys:
+        remedy = "name its files KEY.EXTENSION, as 000001.jpg and 000001.cls"
+        raise path_error(file, "has no samples", remedy)
+    return rows.index()
+
+
+def _add(rows: _Rows, member: tarfile.TarInfo, reader: int, file: str) -> None:
+    """Add a member of a tar to the samples. Members of other names than WebDataset's are left
+    out, and so are folders and links."""
+    parts = _MEMBER.match(member.name)
+    if not member.isreg() or parts is None or _META.match(member.name):
+        return
+    if member.issparse():
+        remedy = "write the tar without --sparse"
+        raise path_error(file, f"keeps {member.name} as a sparse file", remedy)
+    key, extension = parts[1], parts[2].lower()
+    if not rows.keys or rows.keys[-1] != key:
+        rows.keys.append(key)
+        rows.members.append({})
+    if extension in rows.members[-1]:
+        remedy = "give every member a name of its own, and samples of one key other keys"
+        raise path_error(file, f"has {key}.{extension} twice in a sample", remedy)
+    header = os.pread(reader, HEADER_BYTES, member.offset_data - HEADER_BYTES)
+    number = int(NO_NUMBER)
+    if extension.rpartition(".")[2] in NUMBERS and member.size <= _MOST_DIGITS:
+        with suppress(ValueError):
+            read = int(os.pread(reader, member.size, member.offset_data))
+            number = read if -(2**63) < read < 2**63 else number
+    rows.members[-1][extension] = (member.offset_data, member.size, crc32(header), number)
+
+
+def _refuse_open_end(file: str, reader: int, end: int) -> None:
+    """Raise ConfigError where a tar has no mark of its end at `end`, or something behind it."""
+    after = os.pread(reader, _AFTER_BYTES, end)
+    if len(after) < HEADER_BYTES:
+        raise path_error(file, "is cut off: it has no mark of a tar's end", _WHOLE)
+    if any(after[:HEADER_BYTES]):  # at which tarfile stops, and says nothing
+        raise path_error(file, f"is no whole tar (at byte {end:,} is no header)", _WHOLE)
+    if any(after):
+        rule = f"goes on behind its end (at byte {end:,}), as tars do that were joined by cat"
+        raise path_error(file, rule, "keep them as shards of their own")
