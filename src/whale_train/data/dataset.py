@@ -43,9 +43,10 @@ class Dataset(Protocol):
     def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
         """Return the training samples `indices`, in the order asked for.
 
-        `indices` are int64 `[n]`, each in 0..num_samples-1. `draws`, int64 `[n]`, are the samples'
-        places in the whole run, which choose all that is random in them; None: the indices. The
-        result has, per field, an array `[n, *field.shape]` of the field's dtype.
+        `indices` are int64 `[n]`, each in 0..num_samples-1. `draws`, int64 `[n]`, choose all that
+        is random in the samples; those of a run follow from its seed and the samples' places in
+        it. None: the indices. The result has, per field, an array `[n, *field.shape]` of the
+        field's dtype.
         """
 
     def evaluation_samples(self, indices: Indices) -> Batch:

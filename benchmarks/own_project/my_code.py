@@ -1,0 +1,71 @@
+"""The code that a user brings to `every_plan.py`: a model, a dataset and an optimizer.
+
+It knows nothing of whale-train.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+
+class Layers(nn.Module):
+    """Residual layers over the numbers of a sample, and a head of 10 classes without a loss."""
+
+    def __init__(self, inputs: int = 64, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Return the logits, [batch, 10], of `pixel_values`, [batch, ...]."""
+        hidden = self.enter(pixel_values.flatten(1))
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Counting(Dataset[dict[str, list[int]]]):
+    """Twenty rows of 2 to 10 numbers, which count up by a step of their own."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, number: int) -> dict[str, list[int]]:
+        row = [(number + place * (1 + number % 5)) % 30 for place in range(2 + number * 7 % 9)]
+        return {"input_ids": row, "labels": row}
+
+
+class Lars(Optimizer):
+    """Layer-wise rates with momentum (You, Gitman and Ginsburg 2017, arXiv 1708.03888)."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.02,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                direction = parameter.grad + group["weight_decay"] * parameter
+                weight, length = parameter.norm(), direction.norm()
+                if weight > 0 and length > 0:
+                    direction *= group["trust"] * weight / length
+                velocity = self.state[parameter].setdefault("velocity", torch.zeros_like(parameter))
+                velocity.mul_(group["momentum"]).add_(direction, alpha=group["lr"])
+                parameter.sub_(velocity)
