@@ -7,6 +7,7 @@ all faults of all sections are raised at once.
 
 from collections.abc import Mapping
 from math import ceil
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from whale_train.callbacks.options import CallbacksOptions, read_callbacks
+from whale_train.checkpoints.url_path import is_url
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.metrics_options import MetricOptions, read_metrics
@@ -101,8 +103,8 @@ class TrainOptions(_Section):
     on_nan: what becomes of a run whose loss or gradient norm is not finite; None goes on. A step
         that it skips leaves everything as it was, the learning rate's schedule too, and a hundred
         of them in a row end the run.
-    resume: the checkpoint that training goes on from, a run directory (its newest), or `auto` (the
-        newest of this run's own directory).
+    resume: the path or URL of the checkpoint that training goes on from, or of a run (its newest),
+        or `auto` (the newest of this run's own directory, or of `checkpoint.to`).
     resume_data: whether a run goes on with the `same` data alone, or with `any`, which begins with
         its first sample where it is other data.
     delink_at: the step after which layers that shared their weights (`model.share_layers`) go on by
@@ -175,7 +177,7 @@ class LauncherOptions(_Section):
 class CheckpointOptions(_Section):
     """Options of checkpoints, under `checkpoint`.
 
-    path: the checkpoint, or the run directory (its newest), that a mode of `READING` reads.
+    path: the checkpoint, or the run (its newest), that a mode of `READING` reads: a path or a URL.
     every: number of optimizer steps between checkpoints, or a time such as "30min"; None writes
         none.
     grace_s: seconds that a run has to save once more when it is told to end.
@@ -185,6 +187,8 @@ class CheckpointOptions(_Section):
     final: whether the run ends with the trained weights in its directory: the last ones, or those
         of the `best` checkpoint.
     best: the metric whose best value makes a checkpoint, which is kept; None: there is none.
+    to: the URL of a folder to which checkpoints and the trained weights are copied; None: they are
+        on this machine alone.
     """
 
     path: str | None = Field(None, min_length=1)
@@ -197,6 +201,7 @@ class CheckpointOptions(_Section):
         WatchedMetric | None,
         BeforeValidator(lambda value: {"metric": value} if isinstance(value, str) else value),
     ] = None
+    to: str | None = Field(None, min_length=1)
 
     @property
     def saves(self) -> bool:
@@ -537,6 +542,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
             rule = "is the best checkpoint's, and none is kept (checkpoint.best=null)"
             remedy = "use checkpoint.best=evaluation_loss or the like, or true"
             faults.append(Fault("checkpoint.final", "best", rule, remedy))
+        _refuse_to(checkpoint, sections, faults)
     if isinstance(launcher, LauncherOptions) and isinstance(checkpoint, CheckpointOptions):
         if launcher.kind == "ssh" and not launcher.hosts:
             remedy = "name them, as launcher.hosts=[gpu1,gpu2]"
@@ -589,6 +595,29 @@ def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault
     if mode not in READING and mode is not None and checkpoint.path is not None:
         rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
         faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
+
+
+def _refuse_to(
+    checkpoint: CheckpointOptions, sections: Mapping[str, Any], faults: list[Fault]
+) -> None:
+    """Add a fault for copies into a store where nothing is there to copy, or that are not named by
+    a URL."""
+    to, mode, rule = checkpoint.to, sections.get("mode"), ""
+    if to is None:
+        return
+    callbacks = sections.get("callbacks")
+    asks = isinstance(callbacks, CallbacksOptions) and bool(callbacks.listed)
+    remedy = "leave it out"
+    if mode in (*READING, "calibrate", "audit"):
+        rule = f"has no effect on mode={mode}"
+    elif not is_url(to):
+        rule = "is no URL"
+        remedy = f"write file://{Path(to).absolute()}, or s3://BUCKET/FOLDER or the like"
+    elif not (checkpoint.saves or checkpoint.final or asks):
+        rule = "has nothing to copy (checkpoint.every=null, checkpoint.final=false)"
+        remedy = "set checkpoint.every, as checkpoint.every=10min"
+    if rule:
+        faults.append(Fault("checkpoint.to", to, rule, remedy))
 
 
 def _refuse_run(run: object, audit: object, mode: object, faults: list[Fault]) -> None:

@@ -191,7 +191,7 @@ COMMAND_LINE = (
         "run_dir_is_a_url",
         "hydra.run.dir=s3://bucket/run",
         "hydra.run.dir=s3://bucket/run is a URL, and a run writes into a folder; name a folder of "
-        "this machine",
+        "this machine, and have the checkpoints copied there by checkpoint.to=s3://bucket/run",
     ),
     Case(
         "unwritable_run_dir",

@@ -16,10 +16,11 @@ checks them: neither torch nor hydra is imported here.
 import json
 import math
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from whale_train.checkpoints.safetensors_files import (
     BrokenCheckpoint,
@@ -29,6 +30,7 @@ from whale_train.checkpoints.safetensors_files import (
     read_json,
     size_of,
 )
+from whale_train.checkpoints.url_path import Place, UrlPath
 
 CHECKPOINTS = "checkpoints"  # in the run directory
 MODEL = "model"  # in the run directory too: the trained weights
@@ -41,6 +43,7 @@ MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished_"
 _CRC = "crc32"  # the key of a manifest's own checksum
 _CHUNK_BYTES = 2**22
+_Folder = TypeVar("_Folder", Path, UrlPath)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Manifest:
         return json.dumps({**content, _CRC: _checksum_of(content)}, indent=1) + "\n"
 
     @classmethod
-    def read(cls, checkpoint: Path) -> "Manifest":
+    def read(cls, checkpoint: Place) -> "Manifest":
         """Return the manifest of a checkpoint. Raises BrokenCheckpoint where it is missing, damaged
         or not valid."""
         path = checkpoint / MANIFEST
@@ -152,7 +155,7 @@ def unfinished_before(run_dir: Path, step: int) -> list[Path]:
     return [path for number, path in numbered if number < step]
 
 
-def best_step(folder: Path) -> int | None:
+def best_step(folder: Place) -> int | None:
     """Return the step of the best checkpoint in a folder of checkpoints; None where there is
     none."""
     try:
@@ -161,38 +164,52 @@ def best_step(folder: Path) -> int | None:
         return None
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def checkpoints_in(folder: _Folder) -> list[_Folder]:
     """Return the checkpoints in a folder, the newest first, including those that are not whole."""
     return [path for _, path in sorted(_numbered(folder, "step_"), reverse=True)]
 
 
-def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+def _numbered(folder: _Folder, prefix: str) -> list[tuple[int, _Folder]]:
     """Return the number and the path of every entry of a folder whose name is `prefix` and a
     number."""
     candidates = [(path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*")]
     return [(int(number), path) for number, path in candidates if number.isdecimal()]
 
 
-def check(checkpoint: Path) -> Manifest:
-    """Read every byte of a checkpoint, and return its manifest.
+def check(checkpoint: Place) -> Manifest:
+    """Read every byte of a checkpoint, and return its manifest. Of the tensors in a store only the
+    sizes of their files are looked at, since ranks read parts of them.
 
     Raises BrokenCheckpoint, which names the file that is not as it was written.
     """
     manifest = Manifest.read(checkpoint)
+    sizes: Mapping[str, int] | None = None
+    if isinstance(checkpoint, UrlPath):
+        try:
+            sizes = checkpoint.sizes()
+        except OSError as error:
+            raise BrokenCheckpoint(f"{checkpoint} cannot be listed ({error})") from None
     with ThreadPoolExecutor() as pool:  # zlib computes without the GIL
-        for fault in pool.map(lambda file: _fault(checkpoint, file), manifest.files):
+        for fault in pool.map(lambda file: _fault(checkpoint, file, sizes), manifest.files):
             if fault:
                 raise BrokenCheckpoint(fault)
     return manifest
 
 
-def _fault(checkpoint: Path, record: FileRecord) -> str:
-    """Return the fault of a file of a checkpoint, or '' where it is as it was written."""
+def _fault(checkpoint: Place, record: FileRecord, sizes: Mapping[str, int] | None) -> str:
+    """Return the fault of a file of a checkpoint, or '' where it is as it was written.
+
+    sizes: the bytes of the files in a store, by path; None for a checkpoint on a disk.
+    """
     path = checkpoint / record.path
     try:
-        size = size_of(path)
+        if sizes is not None and record.path not in sizes:
+            return f"{path} is missing"
+        size = size_of(path) if sizes is None else sizes[record.path]
         if size != record.bytes:
             return f"{path} has {size:,} of {record.bytes:,} bytes"
+        if sizes is not None and path.suffix == ".safetensors":
+            return ""
         if checksum(path) != record.crc32:
             return f"{path} is damaged: its checksum is not the manifest's"
     except FileNotFoundError:
@@ -202,8 +219,10 @@ def _fault(checkpoint: Path, record: FileRecord) -> str:
     return ""
 
 
-def checksum(path: Path) -> int:
+def checksum(path: Place) -> int:
     """Return the CRC-32 of a file's content."""
+    if isinstance(path, UrlPath):
+        return zlib.crc32(path.read_bytes())
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -211,7 +230,7 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def tensor_files(folder: Path) -> list[Path]:
+def tensor_files(folder: Place) -> list[Place]:
     """Return the safetensors files in a folder of a checkpoint.
 
     Only files in the manifest are returned: others in the folder do not belong to the checkpoint.
@@ -219,11 +238,12 @@ def tensor_files(folder: Path) -> list[Path]:
     """
     if not (folder.parent / MANIFEST).exists():
         return sorted(folder.glob("*.safetensors"))
-    paths = (folder.parent / file.path for file in Manifest.read(folder.parent).files)
-    return sorted(x for x in paths if x.parent == folder and x.suffix == ".safetensors")
+    paths = [file.path for file in Manifest.read(folder.parent).files]
+    inside = sorted(x for x in paths if PurePosixPath(x).parent == PurePosixPath(folder.name))
+    return [folder.parent / x for x in inside if x.endswith(".safetensors")]
 
 
-def stored_tensors(folder: Path) -> dict[str, list[StoredBlock]]:
+def stored_tensors(folder: Place) -> dict[str, list[StoredBlock]]:
     """Return the blocks of every tensor in a folder of a checkpoint, by name. Raises
     BrokenCheckpoint where a file is broken, or blocks do not make up a tensor."""
     return join_blocks(tensor_files(folder))

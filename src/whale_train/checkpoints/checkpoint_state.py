@@ -1,11 +1,11 @@
 """Read `state.json` of a checkpoint: all state of a run that is in no tensor."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_json
+from whale_train.checkpoints.url_path import Place
 from whale_train.data.fingerprint import Fingerprint
 
 STATE = "state.json"
@@ -52,7 +52,7 @@ class CheckpointState(BaseModel):
     watched: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @classmethod
-    def read(cls, checkpoint: Path) -> "CheckpointState":
+    def read(cls, checkpoint: Place) -> "CheckpointState":
         """Return the state of a checkpoint. Raises BrokenCheckpoint where it is missing or not
         valid."""
         path = checkpoint / STATE

@@ -7,18 +7,21 @@ torch nor the safetensors library is imported.
 """
 
 import json
-import os
 import stat
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
+
+from whale_train.checkpoints.url_path import Place, UrlPath
 
 # Bytes of the longest header that the safetensors library reads, and of the longest JSON file that
 # is read here.
 MOST_JSON_BYTES = 100_000_000
+_HEAD_BYTES = 2**15  # read of a file at first, where most headers end
+_AT_ONCE = 16  # files of a store whose headers are read at the same time
 _LARGEST = 2**63 - 1  # the largest int64, which all sizes of a tensor must fit in
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's key of the offsets in a header, and the key below it
 _OF_TENSOR = "saved_offsets"
@@ -76,7 +79,7 @@ class StoredBlock:
     start: the byte of the file at which they begin.
     """
 
-    file: Path
+    file: Place
     dtype: str
     block: Block
     start: int = 0
@@ -106,7 +109,7 @@ def header(
     return struct.pack("<Q", len(text)) + text
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Place) -> Any:
     """Return the content of a JSON file of a checkpoint.
 
     Raises BrokenCheckpoint where the file is missing, has more than MOST_JSON_BYTES, or is not
@@ -118,7 +121,7 @@ def read_json(path: Path) -> Any:
         raise BrokenCheckpoint(f"{path} cannot be read as JSON ({error})") from None
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Place) -> str:
     """Return the text of a file of a checkpoint, in UTF-8.
 
     Raises BrokenCheckpoint where the file is missing, has more than MOST_JSON_BYTES, or cannot be
@@ -136,13 +139,25 @@ def read_text(path: Path) -> str:
         raise BrokenCheckpoint(f"{path} cannot be read ({why})") from None
 
 
-def size_of(path: Path) -> int:
+def size_of(path: Place) -> int:
     """Return the bytes of a file. Raises OSError where it is not a regular file: a reader of a pipe
     would wait for ever."""
+    if isinstance(path, UrlPath):
+        return path.size()
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "not a file")
     return status.st_size
+
+
+def read_range(path: Place, start: int, stop: int) -> bytes:
+    """Return the bytes of a file from `start` up to and without `stop`; fewer where a local file
+    ends before. Raises OSError."""
+    if isinstance(path, UrlPath):
+        return path.read_bytes(start, stop)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
 
 
 def is_whole_number(value: object) -> bool:
@@ -150,7 +165,7 @@ def is_whole_number(value: object) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def stored_blocks(path: Path) -> list[tuple[str, StoredBlock]]:
+def stored_blocks(path: Place) -> list[tuple[str, StoredBlock]]:
     """Return the blocks in a safetensors file, each with the name of its tensor.
 
     A tensor without an offset is whole. Raises BrokenCheckpoint where the file cannot be read, or
@@ -163,17 +178,19 @@ def stored_blocks(path: Path) -> list[tuple[str, StoredBlock]]:
         raise BrokenCheckpoint(f"{path} cannot be read as safetensors ({why})") from None
 
 
-def _blocks_in(path: Path) -> list[tuple[str, StoredBlock]]:
+def _blocks_in(path: Place) -> list[tuple[str, StoredBlock]]:
     """Return the blocks of a file, as `stored_blocks` does. Raises ValueError and other exceptions
     for a header that is not valid."""
     size = size_of(path)
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > MOST_JSON_BYTES:
-            raise ValueError(f"its header has {length:,} bytes, more than {MOST_JSON_BYTES:,}")
-        if length > size - 8:
-            raise ValueError(f"its header has {length:,} bytes, and the file {size:,}")
-        content = json.loads(file.read(length))
+    head = read_range(path, 0, min(size, _HEAD_BYTES))
+    (length,) = struct.unpack("<Q", head[:8])
+    if length > MOST_JSON_BYTES:
+        raise ValueError(f"its header has {length:,} bytes, more than {MOST_JSON_BYTES:,}")
+    if length > size - 8:
+        raise ValueError(f"its header has {length:,} bytes, and the file {size:,}")
+    if len(head) < 8 + length:
+        head += read_range(path, len(head), 8 + length)
+    content = json.loads(head[8 : 8 + length])
     if not isinstance(content, dict):
         raise ValueError("its header is no mapping")
     metadata = content.pop("__metadata__", None) or {}
@@ -218,25 +235,25 @@ def read_number(stored: StoredBlock) -> float:
     """Return the value of a scalar in fp32. Raises BrokenCheckpoint for any other block."""
     if stored.dtype != "F32" or stored.block.shape:
         raise BrokenCheckpoint(f"{stored.file} has no scalar in fp32 where one is wanted")
-    with stored.file.open("rb") as file:
-        file.seek(stored.start)
-        (value,) = struct.unpack("<f", file.read(4))
+    (value,) = struct.unpack("<f", read_range(stored.file, stored.start, stored.start + 4))
     return float(value)
 
 
-def join_blocks(files: Sequence[Path]) -> dict[str, list[StoredBlock]]:
+def join_blocks(files: Sequence[Place]) -> dict[str, list[StoredBlock]]:
     """Return the blocks of every tensor in the safetensors files, by name.
 
     Raises BrokenCheckpoint where the blocks of a name do not make up one tensor: they have several
     dtypes, leave a hole, or have elements twice.
     """
     blocks_by_name: dict[str, list[StoredBlock]] = {}
-    for path in files:
-        for name, block in stored_blocks(path):
-            blocks_by_name.setdefault(name, []).append(block)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        is_remote = any(isinstance(path, UrlPath) for path in files)
+        for blocks_of_file in (pool.map if is_remote else map)(stored_blocks, files):
+            for name, block in blocks_of_file:
+                blocks_by_name.setdefault(name, []).append(block)
     for name, blocks in blocks_by_name.items():
         if why := _unlike_a_tensor([x.block for x in blocks], {x.dtype for x in blocks}):
-            raise BrokenCheckpoint(f"{os.path.dirname(blocks[0].file)} {why} {name}")
+            raise BrokenCheckpoint(f"{blocks[0].file.parent} {why} {name}")
     return blocks_by_name
 
 

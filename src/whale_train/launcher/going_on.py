@@ -7,7 +7,6 @@ or to differ in a way that is known to be right. The user is told of such a diff
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from whale_train.checkpoints.checkpoint_files import stored_tensors
@@ -19,6 +18,7 @@ from whale_train.checkpoints.safetensors_files import (
     read_number,
     whole_shape,
 )
+from whale_train.checkpoints.url_path import Place
 from whale_train.config import Request
 from whale_train.data.fingerprint import Fingerprint
 from whale_train.errors import ConfigError, Fault, listed
@@ -124,7 +124,7 @@ class GoingOn:
 
 
 def compared_data(
-    path: Path,
+    path: Place,
     state: CheckpointState,
     saved: Request,
     request: Request,
@@ -179,7 +179,7 @@ def _moved(saved: Request, request: Request) -> str:
 
 
 def compared_model(
-    path: Path,
+    path: Place,
     options: ModelOptions,
     plan: Plan,
     optimizer: OptimizerOptions,
@@ -265,7 +265,7 @@ def compared_model(
     return tuple(said)
 
 
-def refuse_other_model(folder: Path, options: ModelOptions, *, is_final: bool) -> None:
+def refuse_other_model(folder: Place, options: ModelOptions, *, is_final: bool) -> None:
     """Raise ConfigError where the weights in `folder` are not those of a model.
 
     With `is_final` they have the names by which other programs know them.
@@ -290,7 +290,7 @@ def refuse_other_model(folder: Path, options: ModelOptions, *, is_final: bool) -
         raise ConfigError(faults)
 
 
-def broken(path: Path, error: BrokenCheckpoint) -> Fault:
+def broken(path: Place, error: BrokenCheckpoint) -> Fault:
     """Return the fault of a checkpoint that cannot be read."""
     return Fault(KEY, str(path), f"is no whole checkpoint: {error}", "name another")
 
@@ -301,7 +301,7 @@ def _described(tensor: Any) -> tuple[Shape, str]:
 
 
 def _unlike_tensors(
-    path: Path, saved: Mapping[str, Sequence[StoredBlock]], ours: Mapping[str, tuple[Shape, str]]
+    path: Place, saved: Mapping[str, Sequence[StoredBlock]], ours: Mapping[str, tuple[Shape, str]]
 ) -> list[Fault]:
     """Return the faults of a checkpoint whose tensors differ from the model's.
 
@@ -393,7 +393,7 @@ def _is_whole(kept: Mapping[str, Shape] | None, slots: Mapping[str, Shape]) -> b
     return kept is None or all(kept.get(slot) == shape for slot, shape in slots.items())
 
 
-def _counted_together(path: Path, new: Sequence[str], plan: Plan) -> list[Fault]:
+def _counted_together(path: Place, new: Sequence[str], plan: Plan) -> list[Fault]:
     """Return the fault of a plan whose engines keep one count of updates for all their parameters.
 
     Such an engine would correct the bias of the `new` moments by a count that is not theirs. The
@@ -411,7 +411,7 @@ def _counted_together(path: Path, new: Sequence[str], plan: Plan) -> list[Fault]
 
 
 def _unlike_counts(
-    path: Path, moments: Mapping[str, Sequence[StoredBlock]], plan: Plan
+    path: Place, moments: Mapping[str, Sequence[StoredBlock]], plan: Plan
 ) -> tuple[float, float] | None:
     """Return the smallest and the largest number of updates among parameters that ZeRO counts
     together.

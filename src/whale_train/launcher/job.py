@@ -17,6 +17,7 @@ from rich.text import Text
 
 from whale_train.callbacks.make import refuse_callbacks
 from whale_train.checkpoints.checkpoint_files import MODEL, STOP
+from whale_train.checkpoints.url_path import UrlPath
 from whale_train.config import AUTO, EVALUATING, Request, in_steps, read_request
 from whale_train.data.evaluation_sets import open_data
 from whale_train.data.sources.image_folder import ImageFolderOptions, with_classes
@@ -88,6 +89,8 @@ from whale_train.launcher.resume import (
     saved_state,
     say_resumed,
 )
+from whale_train.launcher.store.copies import StoreCopies
+from whale_train.launcher.store.refuse_url import refuse_store, refuse_urls
 from whale_train.launcher.ui.progress import Progress
 from whale_train.launcher.ui.show_comparison import comparison_view, refuse_all
 from whale_train.launcher.ui.show_error import error_text, terminal_width
@@ -175,6 +178,8 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
         _refuse_mode(request, place)
         if early is not None and (request.mode != "train" or request.launcher.kind in ELSEWHERE):
             early.stop()
+        is_elsewhere = place is None and request.launcher.kind in ELSEWHERE
+        refuse_urls(request, is_elsewhere=is_elsewhere)
         _fetch_model(request)
         weights = None
         if request.mode in EVALUATING:
@@ -307,13 +312,33 @@ def _train(
     early: EarlyHost | None,
     follower: Follower | None,
 ) -> JobEnd:
+    """Train, and copy what the run saves to `checkpoint.to`."""
+    refuse_trackers(request.trackers)
+    refuse_callbacks(request.callbacks)
+    if request.checkpoint.to is None:
+        return _train_attempts(request, run_dir, console, place, signals, early, follower, None)
+    to = UrlPath.of(request.checkpoint.to)
+    refuse_store(to, run_dir, request.train.resume)
+    copies = StoreCopies(to, request.checkpoint.keep, console)
+    end = _train_attempts(request, run_dir, console, place, signals, early, follower, copies)
+    return copies.finished(end, signals.poll)
+
+
+def _train_attempts(
+    request: Request,
+    run_dir: Path,
+    console: Console,
+    place: LaunchPlace | None,
+    signals: StopSignals,
+    early: EarlyHost | None,
+    follower: Follower | None,
+    copies: StoreCopies | None,
+) -> JobEnd:
     """Train, in as many attempts as `launcher.max_restarts` allows.
 
     After a failed attempt, the next goes on from the newest checkpoint, on the devices that are
     there then. Attempts end early where the last two failed in the same way at the same step.
     """
-    refuse_trackers(request.trackers)
-    refuse_callbacks(request.callbacks)
     attempts: list[Attempt] = []
     wanted, refusal = request, None
     # torchrun and srun start their ranks again themselves.
@@ -324,14 +349,21 @@ def _train(
             if resumed is None and wanted is not request:  # the attempts have saved nothing
                 resumed = _resumed(request, run_dir, console)
             if resumed is not None and resumed.step >= request.train.steps:
-                if request.checkpoint.final and not (run_dir / MODEL).exists():
-                    return export_into(make_run_dir(wanted, run_dir), resumed, console, signals)
+                has_model = not request.checkpoint.final or (run_dir / MODEL).exists()
+                if not has_model:
+                    run_dir = make_run_dir(wanted, run_dir)
+                if copies is not None:
+                    copies.begin(run_dir, resumed.step)
+                if not has_model:
+                    return export_into(run_dir, resumed, console, signals)
                 return JobEnd("done", run_dir)
             began, started = 0 if resumed is None else resumed.step, time.monotonic()
             phase = phase_of(wanted, resumed)
             run_dir = make_run_dir(phase, run_dir)
+            if copies is not None:
+                copies.begin(run_dir, began)
             outcome, resolved = _attempt(
-                phase, run_dir, console, place, signals, resumed, early, follower
+                phase, run_dir, console, place, signals, resumed, early, follower, copies
             )
         except RequestError as error:
             if not attempts:
@@ -379,7 +411,8 @@ def _resumed(request: Request, run_dir: Path, console: Console) -> Resumed | Non
     """
     if request.train.resume is None:
         return None
-    resumed = find_checkpoint(request.train.resume, run_dir)
+    to = None if request.checkpoint.to is None else UrlPath.of(request.checkpoint.to)
+    resumed = find_checkpoint(request.train.resume, run_dir, to)
     if resumed is not None:
         refuse_unlike(resumed, phase_of(request, resumed))
     say_resumed(resumed, request, console)
@@ -395,6 +428,7 @@ def _attempt(
     resumed: Resumed | None,
     early: EarlyHost | None,
     follower: Follower | None,
+    copies: StoreCopies | None,
 ) -> tuple[HostOutcome, Resolved]:
     """Resolve the request and run its ranks to their end. Returns the outcome and the resolved
     plan."""
@@ -431,6 +465,8 @@ def _attempt(
         def poll() -> None:
             signals.poll()
             progress.poll()
+            if copies is not None:
+                copies.poll(at_once=False)
             if follower is not None and follower.ends and not signals.count:
                 signals.end()
 

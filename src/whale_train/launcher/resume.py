@@ -11,9 +11,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.checkpoints.checkpoint_files import CHECKPOINTS, Manifest, check, checkpoints_in
+from whale_train.checkpoints.checkpoint_files import (
+    CHECKPOINTS,
+    MANIFEST,
+    Manifest,
+    check,
+    checkpoints_in,
+)
 from whale_train.checkpoints.checkpoint_state import STATE, CheckpointState
 from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_text
+from whale_train.checkpoints.url_path import Place, StoreError, UrlPath, place_of
 from whale_train.config import AUTO, Request
 from whale_train.data.fingerprint import Fingerprint
 from whale_train.errors import ConfigError, Fault
@@ -32,12 +39,12 @@ from whale_train.strategies.plan.plan import Plan
 class Resumed:
     """A whole checkpoint from which a run goes on.
 
-    path: the folder of the checkpoint.
+    path: the folder of the checkpoint, here or in a store.
     manifest: the manifest of its files.
     broken: one message for each newer checkpoint that is not whole, to be shown to the user.
     """
 
-    path: Path
+    path: Place
     manifest: Manifest
     broken: tuple[str, ...] = ()
 
@@ -47,24 +54,39 @@ class Resumed:
         return self.manifest.step
 
 
-def find_checkpoint(wanted: str, run_dir: Path) -> Resumed | None:
+def find_checkpoint(wanted: str, run_dir: Path, to: UrlPath | None = None) -> Resumed | None:
     """Return the checkpoint that `train.resume` asks for.
 
-    wanted: the value of `train.resume`. `auto` asks for the newest whole checkpoint of `run_dir`;
-        any other value is a path, as in `checkpoint_at`.
+    wanted: the value of `train.resume`. `auto` asks for the newest whole checkpoint of `run_dir`,
+        or of `to` where that has a newer one; any other value is a path or a URL, as in
+        `checkpoint_at`.
     run_dir: the run directory of this run.
+    to: the folder of a store that the run's checkpoints are copied to; None: there is none.
 
     Returns None where `auto` finds no checkpoint. Raises ConfigError where all checkpoints are
     broken, or the path has none.
     """
     if wanted != AUTO:
         return checkpoint_at(wanted, KEY)
-    there = checkpoints_in(run_dir / CHECKPOINTS)
-    return _newest(there, "this run's directory", wanted, KEY) if there else None
+    broken: list[str] = []
+    local = _newest(checkpoints_in(run_dir / CHECKPOINTS), broken)
+    remote = None
+    if to is not None:
+        try:
+            copies = checkpoints_in(to)
+        except StoreError as error:
+            rule = f"cannot be read ({error})"
+            remedy = "see that it can, or leave it out to go on from this machine's checkpoints"
+            raise ConfigError([Fault("checkpoint.to", str(to), rule, remedy)]) from None
+        step = -1 if local is None else local.step
+        remote = _newest([x for x in copies if _step_of(x) > step], broken)
+    if local is None and remote is None and broken:
+        raise ConfigError(_all_broken("this run's directory", wanted, KEY, broken))
+    return remote or local
 
 
 def checkpoint_at(wanted: str, key: str) -> Resumed:
-    """Return the checkpoint at a path.
+    """Return the checkpoint at a path or a URL.
 
     wanted: a checkpoint, or a run directory or a folder of checkpoints, of which the newest whole
         checkpoint is taken.
@@ -72,13 +94,20 @@ def checkpoint_at(wanted: str, key: str) -> Resumed:
 
     Raises ConfigError where there is no whole checkpoint.
     """
-    path = Path(wanted)
-    if not path.is_dir():
-        remedy = "name a run directory or a checkpoint in one, as runs/MY_RUN/checkpoints/step_100"
-        raise ConfigError([Fault(key, wanted, "is not a folder", remedy)])
-    within = [*checkpoints_in(path / CHECKPOINTS), *checkpoints_in(path)]
-    if within:
-        return _newest(within, wanted, wanted, key)
+    path = place_of(wanted)
+    try:
+        if not path.is_dir():
+            remedy = "name a run directory or a checkpoint in one, as "
+            remedy += "runs/MY_RUN/checkpoints/step_100"
+            raise ConfigError([Fault(key, wanted, "is not a folder", remedy)])
+        if within := checkpoints_within(path):
+            broken: list[str] = []
+            if (newest := _newest(within, broken)) is not None:
+                return newest
+            raise ConfigError(_all_broken(wanted, wanted, key, broken))
+    except StoreError as error:
+        rule, remedy = f"cannot be read ({error})", "see that it can"
+        raise ConfigError([Fault(key, wanted, rule, remedy)]) from None
     try:
         return Resumed(path, check(path))
     except BrokenCheckpoint as error:
@@ -86,20 +115,46 @@ def checkpoint_at(wanted: str, key: str) -> Resumed:
         raise ConfigError([Fault(key, wanted, rule, "name another")]) from None
 
 
-def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> Resumed:
-    """Return the first whole checkpoint among `checkpoints`, which are not empty and ordered newest
-    first. Raises ConfigError where none is whole."""
-    broken: list[str] = []
+def checkpoints_within(path: Place) -> Sequence[Place]:
+    """Return the checkpoints in a run directory or a folder of checkpoints, the newest first."""
+    if isinstance(path, UrlPath):
+        return checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)
+    return [*checkpoints_in(path / CHECKPOINTS), *checkpoints_in(path)]
+
+
+def _step_of(checkpoint: Place) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def _newest(checkpoints: Sequence[Place], broken: list[str]) -> Resumed | None:
+    """Return the first whole checkpoint among `checkpoints`, which are ordered newest first, or
+    None where none is whole.
+
+    broken: gets a message for each that is not. A folder of a store without a manifest gets none:
+        it is a copy that was cut off, or is being made.
+    """
     for path in checkpoints:
         try:
+            if isinstance(path, UrlPath) and not (path / MANIFEST).is_file():
+                continue
             return Resumed(path, check(path), tuple(broken))
         except BrokenCheckpoint as error:
             broken.append(str(error))
-    faults = [
-        Fault(key, wanted, f"finds no whole checkpoint in {where}: {said}", "remove it")
-        for said in broken
-    ]
-    raise ConfigError(faults)
+    return None
+
+
+def _all_broken(where: str, wanted: str, key: str, broken: Sequence[str]) -> list[Fault]:
+    """Return the faults of a place without a whole checkpoint.
+
+    where: the place.
+    wanted: the value of `key` that has named it.
+    broken: why each of the checkpoints is not whole.
+    """
+    if not broken:
+        return [Fault(key, wanted, f"finds no whole checkpoint in {where}", "name another")]
+    rule = f"finds no whole checkpoint in {where}"
+    return [Fault(key, wanted, f"{rule}: {said}", "remove it") for said in broken]
 
 
 def say_passed_over(broken: Sequence[str], console: Console) -> None:

@@ -40,7 +40,9 @@ def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
         return [Fault(key, "", f"cannot be resolved ({reason})", "correct its ${...}")]
     if "://" in shown:
         rule = "is a URL, and a run writes into a folder"
-        return [Fault(key, shortened(shown), rule, "name a folder of this machine")]
+        remedy = "name a folder of this machine, and have the checkpoints copied there by "
+        remedy += f"checkpoint.to={shortened(shown)}"
+        return [Fault(key, shortened(shown), rule, remedy)]
     path = Path(shown).absolute()
     faults = _path_faults(path, key, shown)
     if not faults and (taken := taken_by(path, key, shown)) is not None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from whale_train.checkpoints.checkpoint_files import CHECKPOINTS, checkpoints_in
 from whale_train.checkpoints.checkpoint_state import STATE, CheckpointState
 from whale_train.checkpoints.safetensors_files import BrokenCheckpoint
+from whale_train.checkpoints.url_path import Place, StoreError, UrlPath, place_of
 from whale_train.config import AUTO, Request
 from whale_train.data.coverage import Places, SampleOrder
 from whale_train.data.mixture import MixedOrder
@@ -106,9 +107,12 @@ def _history(run_dir: Path, until: int | None, known: tuple[Path, ...]) -> RunHi
     for number, files in enumerate(started):
         launch = _read(files / "launch.json", json.loads)
         request = _read(files / "request.json", Request.from_json)
-        checkpoint = Path(launch["checkpoint"]) if launch.get("checkpoint") else None
+        checkpoint = place_of(launch["checkpoint"]) if launch.get("checkpoint") else None
         began = 0 if checkpoint is None else _step_of(checkpoint)
-        if checkpoint is None or request.train.resume == AUTO or _is_in(checkpoint, run_dir):
+        is_auto = request.train.resume == AUTO
+        if isinstance(checkpoint, UrlPath):  # of this run, or of one that ran on another machine
+            is_auto = is_auto and any(x.ended >= began for x in segments)
+        if checkpoint is None or is_auto or _is_in(checkpoint, run_dir):
             segments = _up_to(segments, began)
         else:
             before = _before(checkpoint, began, (*known, run_dir.resolve()))
@@ -176,7 +180,7 @@ def _lines(path: Path) -> list[_Line]:
     return lines
 
 
-def _step_of(checkpoint: Path) -> int:
+def _step_of(checkpoint: Place) -> int:
     """Return the step of a checkpoint, from its state or its name. Raises ConfigError."""
     state = _state(checkpoint)
     if state is not None:
@@ -188,11 +192,11 @@ def _step_of(checkpoint: Path) -> int:
     return int(number)
 
 
-def _state(checkpoint: Path) -> CheckpointState | None:
+def _state(checkpoint: Place) -> CheckpointState | None:
     """Return the state of a checkpoint, or None where it cannot be read."""
     try:
         return CheckpointState.read(checkpoint) if (checkpoint / STATE).exists() else None
-    except BrokenCheckpoint:
+    except (BrokenCheckpoint, StoreError):
         return None
 
 
@@ -205,14 +209,16 @@ def _up_to(segments: Sequence[StepRange], step: int) -> list[StepRange]:
     return kept
 
 
-def _before(checkpoint: Path, step: int, known: tuple[Path, ...]) -> RunHistory:
+def _before(checkpoint: Place, step: int, known: tuple[Path, ...]) -> RunHistory:
     """Return the history of the run that wrote a checkpoint, up to the checkpoint's step.
 
     Where its directory is not to be had, the history has no segments and says so.
     """
-    run_dir = checkpoint.parent.parent
     try:
-        if checkpoint.parent.name != CHECKPOINTS or run_dir.resolve() in known:
+        if isinstance(checkpoint, UrlPath) or checkpoint.parent.name != CHECKPOINTS:
+            raise ConfigError([])
+        run_dir = checkpoint.parent.parent
+        if run_dir.resolve() in known:
             raise ConfigError([])
         return _history(run_dir, step, known)
     except ConfigError:
@@ -220,8 +226,10 @@ def _before(checkpoint: Path, step: int, known: tuple[Path, ...]) -> RunHistory:
         return RunHistory((), frozenset(), (f"{said}{checkpoint}",))
 
 
-def _is_in(checkpoint: Path, run_dir: Path) -> bool:
+def _is_in(checkpoint: Place, run_dir: Path) -> bool:
     """Return whether a checkpoint is one of a run directory's own."""
+    if isinstance(checkpoint, UrlPath):
+        return False
     return checkpoint.resolve().parent.parent == run_dir.resolve()
 
 

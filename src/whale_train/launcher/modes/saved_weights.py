@@ -4,16 +4,17 @@ They are those of a checkpoint, or those that a run ended with.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from whale_train.checkpoints.checkpoint_files import CHECKPOINTS, MODEL, checkpoints_in
+from whale_train.checkpoints.checkpoint_files import MODEL
 from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_json, read_text
+from whale_train.checkpoints.url_path import Place, StoreError, place_of
 from whale_train.config import Request
 from whale_train.data.fingerprint import Fingerprint
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.resume import (
     Resumed,
     checkpoint_at,
+    checkpoints_within,
     saved_request,
     saved_state,
 )
@@ -35,7 +36,7 @@ class SavedWeights:
     broken: one message for each newer checkpoint that is not whole.
     """
 
-    path: Path
+    path: Place
     request: Request
     step: int
     is_final: bool
@@ -51,27 +52,30 @@ class SavedWeights:
         return cls(*saved, False, state.data, checkpoint.broken)
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Place:
         """Return the folder of the files of the weights."""
         return self.path if self.is_final else self.path / MODEL
 
 
 def weights_at(wanted: str) -> SavedWeights:
-    """Return the weights at a path: a checkpoint, a run directory, or a run's `model/`.
+    """Return the weights at a path or a URL: a checkpoint, a run, or a run's `model/`.
 
     Of a run directory they are those of its newest checkpoint; without one, those that the run
     ended with. Raises ConfigError where there are none that are whole.
     """
-    path = Path(wanted)
-    if path.name == MODEL and (path.parent / SUMMARY).exists():
-        return _final(path.parent, wanted)
-    has_checkpoints = any(map(checkpoints_in, (path / CHECKPOINTS, path)))
-    if not has_checkpoints and (path / MODEL).is_dir() and (path / SUMMARY).exists():
-        return _final(path, wanted)
+    path = place_of(wanted)
+    try:
+        if path.name == MODEL and (path.parent / SUMMARY).exists():
+            return _final(path.parent, wanted)
+        if not checkpoints_within(path) and (path / MODEL).is_dir() and (path / SUMMARY).exists():
+            return _final(path, wanted)
+    except StoreError as error:
+        rule, remedy = f"cannot be read ({error})", "see that it can"
+        raise ConfigError([Fault(KEY, wanted, rule, remedy)]) from None
     return SavedWeights.of(checkpoint_at(wanted, KEY))
 
 
-def _final(run_dir: Path, wanted: str) -> SavedWeights:
+def _final(run_dir: Place, wanted: str) -> SavedWeights:
     """Return the weights that a run ended with. Raises ConfigError where the run is not known, and
     where they are additions alone."""
     try:

@@ -1,4 +1,5 @@
-"""Account for the memory of checkpoints that are written beside the steps: a copy of the state."""
+"""Account for the memory of checkpoints that are written beside the steps, a copy of the state, and
+say where checkpoints are copied to."""
 
 from whale_train.config import CheckpointOptions
 from whale_train.errors import Fault
@@ -51,3 +52,17 @@ def explain_checkpoint_copies(
         "checkpoint.async=false takes none"
     )
     return [Decision(KEY, f"a copy of {in_bytes(copied)} of state", "", reason)]
+
+
+def explain_store(options: CheckpointOptions) -> tuple[Decision, ...]:
+    """Return the plan's note about the store that checkpoints are copied to, if there is one."""
+    if options.to is None:
+        return ()
+    saved = "each checkpoint, once it is whole" if options.saves else ""
+    kept = "" if options.keep is None else f", of which the newest {options.keep} stay"
+    weights = "the trained weights" if options.final else ""
+    copied = f"{saved}{kept if saved else ''}{' and ' if saved and weights else ''}{weights}"
+    reason = (
+        f"{copied}; the launcher of rank 0's host copies beside the steps, and waits at the end"
+    )
+    return (Decision("checkpoint.to", f"copies go to {options.to}", "", reason),)

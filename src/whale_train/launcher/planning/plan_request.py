@@ -20,7 +20,10 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.planning.additions import explain_additions
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.check_data import check_data, explain_data
-from whale_train.launcher.planning.checkpoint_memory import explain_checkpoint_copies
+from whale_train.launcher.planning.checkpoint_memory import (
+    explain_checkpoint_copies,
+    explain_store,
+)
 from whale_train.launcher.planning.compare_samples import compared, must_compare
 from whale_train.launcher.planning.devices.calibrations import with_kept_calibrations
 from whale_train.launcher.planning.devices.devices_here import (
@@ -218,6 +221,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     said = (
         *(*request.files, *additions, *of_precision, *of_loss, *of_data),
         *(*of_groups, *weights, *evaluations, *figures, *holes, *copies),
+        *explain_store(request.checkpoint),
     )
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import yaml
 
+from whale_train.checkpoints.url_path import Place
 from whale_train.config import AUTO, Request
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.run_dir import (
@@ -77,13 +78,13 @@ def start_ranks(
     run_dir: Path,
     resolved: Resolved,
     request: Request,
-    checkpoint: Path | None = None,
+    checkpoint: Place | None = None,
     *,
     delinks: bool = False,
     data_anew: bool = False,
     samples: int = 0,
     rounding: int | None = None,
-    weights: Path | None = None,
+    weights: Place | None = None,
 ) -> None:
     """Write all files that the waiting ranks need, `ready` last.
 

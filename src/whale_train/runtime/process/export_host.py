@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from whale_train.checkpoints.url_path import Place, place_of
 from whale_train.config import Request
 from whale_train.data.sources.text_files import tokenizer_of
 from whale_train.disk import failing_when_full
@@ -25,12 +26,12 @@ from whale_train.runtime.state.final_model import export_weights
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of this module; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.export_host")
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=place_of, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True, help="end with this process")
     options = parser.parse_args(arguments)
     end_with_parent(options.parent, signal.SIGTERM)
-    checkpoint: Path = options.checkpoint
+    checkpoint: Place = options.checkpoint
     try:
         request = Request.from_json((checkpoint / "request.json").read_text(encoding="utf-8"))
         model = model_on_meta(request.model)

@@ -16,6 +16,7 @@ from torch import fx
 from torch.distributed.distributed_c10d import Store
 
 from whale_train.checkpoints.checkpoint_files import MANIFEST, MODEL, folder_of
+from whale_train.checkpoints.url_path import Place, place_of
 from whale_train.config import EVALUATING, Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.sources.text_files import tokenizer_of
@@ -252,7 +253,7 @@ def train_as_planned(
     elif request.mode in EVALUATING:
         metrics = Metrics(run_dir, device, *flops) if rank == 0 else None
         if (weights := _launched(run_dir)["weights"]) is not None:
-            restore_weights(Path(weights), state, final_names)
+            restore_weights(place_of(weights), state, final_names)
         else:
             checkpoint = _checkpoint(run_dir)
             assert checkpoint is not None
@@ -303,7 +304,7 @@ def train_as_planned(
                 if rank == 0:
                     merge(run_dir, timelines)
             if request.checkpoint.final and summary["stopped_after"] is None:
-                last = None if saver is None else saver.last
+                last: Place | None = None if saver is None else saver.last
                 if request.checkpoint.final == "best":
                     last = _best(run_dir, summary) or last
                 made = (prepared.module.model, request.model, tokenizer_of(request.data))
@@ -332,17 +333,17 @@ def train_as_planned(
     return program
 
 
-def _best(run_dir: Path, summary: dict[str, Any]) -> Path | None:
+def _best(run_dir: Path, summary: dict[str, Any]) -> Place | None:
     """Return the best checkpoint of a run; None where it is not there, which a warning says.
 
     It is in the run directory, or beside the checkpoint that the run has gone on from. A
     collective, as rank 0 alone has whole checkpoints.
     """
     best = summary.get("best")
-    place: list[Path | None] = [None]
+    place: list[Place | None] = [None]
     if best is not None:
         resumed = _checkpoint(run_dir)
-        folders = [folder_of(run_dir, best["step"])]
+        folders: list[Place] = [folder_of(run_dir, best["step"])]
         folders += [] if resumed is None else [resumed.parent / folders[0].name]
         place = [next((x for x in folders if (x / MANIFEST).exists()), None)]
     dist.broadcast_object_list(place, src=0)
@@ -386,10 +387,10 @@ def _rounding(run_dir: Path) -> int | None:
     return seed
 
 
-def _checkpoint(run_dir: Path) -> Path | None:
+def _checkpoint(run_dir: Path) -> Place | None:
     """Return the checkpoint that the run continues from, or None for a new run."""
     path = _launched(run_dir)["checkpoint"]
-    return None if path is None else Path(path)
+    return None if path is None else place_of(path)
 
 
 def _links(run_dir: Path) -> EmulatedLinks | None:

@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from whale_train.checkpoints.checkpoint_files import MANIFEST, FileRecord, Manifest
+from whale_train.checkpoints.url_path import Place, UrlPath
 from whale_train.disk import writing
 from whale_train.machine.hosts import Host
 from whale_train.runtime.state.parts import SavedPart, gathered, hand_over
@@ -83,12 +84,15 @@ class Carrier:
         self.hand_over(folder, own)
         return []
 
-    def fetched(self, checkpoint: Path) -> Path:
+    def fetched(self, checkpoint: Place) -> Place:
         """Return the folder in which this rank reads the `checkpoint` that rank 0 continues from.
 
         It is that folder, or a copy on the rank's host where one of the host's ranks does not see
-        it. A collective. Raises OSError where the copy cannot be written.
+        it. Every host reads a store by itself. A collective. Raises OSError where the copy cannot
+        be written.
         """
+        if isinstance(checkpoint, UrlPath):
+            return checkpoint
         if self._group is None or not (self._rank == 0 or self.is_apart):
             return checkpoint
         text = [(checkpoint / MANIFEST).read_text(encoding="utf-8") if self._rank == 0 else ""]

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from whale_train.checkpoints.checkpoint_files import MODEL, PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.checkpoints.url_path import Place
 from whale_train.data.tokens.tokenizer_files import copy_tokenizer
 from whale_train.errors import LaunchError
 from whale_train.models.adapters import WEIGHTS_FILE as ADAPTERS
@@ -39,7 +40,7 @@ def write_final(
     model: nn.Module,
     options: ModelOptions,
     tokenizer: Path | None,
-    checkpoint: Path | None,
+    checkpoint: Place | None,
     rank: int,
     carrier: Carrier,
 ) -> Path | None:
@@ -52,6 +53,7 @@ def write_final(
     """
     parts = run_dir / PARTS_OF_MODEL
     try:
+        saved: Place
         if checkpoint is not None:
             saved = checkpoint / "model"
         else:
@@ -73,7 +75,7 @@ def write_final(
 
 
 def export_weights(
-    saved: Path,
+    saved: Place,
     run_dir: Path,
     model: nn.Module,
     options: ModelOptions,
@@ -108,7 +110,7 @@ def export_weights(
     return target
 
 
-def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
+def join(parts: Place, folder: Path, renamed: Mapping[str, str]) -> None:
     """Write the tensors whose blocks are in `parts` as whole tensors into `folder`.
 
     `renamed` gives the new names of tensors that change theirs. Several files get an index, as in
@@ -140,7 +142,7 @@ def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
         record_json(folder, "model.safetensors.index.json", index)
 
 
-def _write_adapters(parts: Path, folder: Path, model: nn.Module) -> None:
+def _write_adapters(parts: Place, folder: Path, model: nn.Module) -> None:
     """Write the low-rank additions of `model`, whose blocks are in `parts`, into `folder`."""
     reader = TensorReader(parts)
     shapes = reader.shapes()

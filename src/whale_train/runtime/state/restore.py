@@ -6,22 +6,22 @@ The launcher has checked the files (`launcher/resume.py`): files missing here br
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from whale_train.checkpoints.checkpoint_state import CheckpointState
 from whale_train.checkpoints.safetensors_files import read_json, read_text
+from whale_train.checkpoints.url_path import Place
 from whale_train.runtime.state.delinking import Delinking
-from whale_train.runtime.state.held import RankState
+from whale_train.runtime.state.held import LocalBlock, RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import TensorReader
 from whale_train.strategies.plan.plan import Plan
 
 
 def restore(
-    checkpoint: Path,
+    checkpoint: Place,
     state: RankState,
     random: RandomStates,
     plan: Plan,
@@ -43,11 +43,15 @@ def restore(
     delinking = Delinking(places)
     state.make(lambda path: readers["optimizer"].has_moments(f"state.{path}.step"))
     numbers: dict[tuple[int, str], float] = {}
+    blocks: list[tuple[LocalBlock, str, float]] = []
     for block in state.blocks():
         name, factor = delinking.source(block.folder, block.name)
-        if block.folder == "optimizer" and not readers[block.folder].has_moments(name):
-            continue
-        readers[block.folder].read(name, block.block, block.tensor)
+        if block.folder != "optimizer" or readers[block.folder].has_moments(name):
+            blocks.append((block, name, factor))
+    for folder, reader in readers.items():
+        of_folder = [(name, x.block, x.tensor) for x, name, _ in blocks if x.folder == folder]
+        reader.read_all(of_folder)
+    for block, _, factor in blocks:
         if factor != 1.0:
             block.tensor.mul_(factor)
         if block.number is not None:  # ZeRO's one count of all parameters gets the largest
@@ -64,16 +68,15 @@ def restore(
     return scalars
 
 
-def restore_weights(folder: Path, state: RankState, renamed: Mapping[str, str]) -> None:
+def restore_weights(folder: Place, state: RankState, renamed: Mapping[str, str]) -> None:
     """Fill the weights that a rank holds from the safetensors files in `folder`.
 
     Optimizers are as before a first update. `renamed` gives the names that tensors have in the
     files, where they are others. Raises BrokenCheckpoint where a tensor or file is missing.
     """
     reader = TensorReader(folder)
-    for block in state.blocks():
-        if block.folder == "model":
-            reader.read(renamed.get(block.name, block.name), block.block, block.tensor)
+    blocks = [block for block in state.blocks() if block.folder == "model"]
+    reader.read_all([(renamed.get(x.name, x.name), x.block, x.tensor) for x in blocks])
     state.read()
 
 

@@ -2,13 +2,14 @@
 
 Files are written through Python's own functions; the library's function holds the interpreter while
 it writes, where steps must go on, and computes no checksum. Files are read by the library, which
-maps a file and reads the slices that are asked for.
+maps a file and reads the slices that are asked for; those in a store by ranges of bytes.
 """
 
 import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
@@ -26,7 +27,9 @@ from whale_train.checkpoints.safetensors_files import (
     header,
     whole_shape,
 )
+from whale_train.checkpoints.url_path import Place, UrlPath
 from whale_train.disk import writing
+from whale_train.runtime.state.ranged_reads import read_slice
 
 # Safetensors' codes of dtypes.
 CODES = {
@@ -43,6 +46,7 @@ CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _WRITE_BYTES = 2**24  # at a time
+_AT_ONCE = 16  # reads from a store at the same time
 
 
 class _Counted:
@@ -142,7 +146,7 @@ def _bytes_of(tensor: Tensor) -> "memoryview[Any]":
 class TensorReader:
     """Reader of the tensors in a folder of safetensors files, however they are cut in blocks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._stored = stored_tensors(folder)
         self._parameters = {name.rpartition(".")[0] for name in self._stored}
@@ -166,6 +170,16 @@ class TensorReader:
             self.read(name, Block((0,) * len(shape), shape), tensor)
             yield name, tensor
 
+    def read_all(self, wanted: Sequence[tuple[str, Block, Tensor]]) -> None:
+        """Fill the tensor of each name and block as `read` does; those in a store several at
+        once."""
+        if isinstance(self._folder, UrlPath):
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(lambda x: self.read(*x), wanted))
+            return
+        for name, block, into in wanted:
+            self.read(name, block, into)
+
     def read(self, name: str, wanted: Block, into: Tensor) -> None:
         """Fill `into` with the elements `wanted` of tensor `name`, converted to its dtype.
 
@@ -184,6 +198,8 @@ class TensorReader:
             raise BrokenCheckpoint(f"{self._folder} {rule}")
 
     def _slice(self, stored: StoredBlock, name: str, index: tuple[slice, ...]) -> Tensor:
+        if isinstance(stored.file, UrlPath):
+            return read_slice(stored, index, _DTYPES[stored.dtype])
         if stored.file not in self._open:
             self._open[stored.file] = safe_open(stored.file, framework="pt")
         file = self._open[stored.file]
