@@ -220,5 +220,5 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert refused() == (
         "data needs the package pillow to read images, which is not installed; "
-        "pip install 'whale-train[images]'"
+        "pip install 'pillow>=10'"
     )

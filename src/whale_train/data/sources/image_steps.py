@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.errors import ConfigError, Fault
+from whale_train.extras import how_to_install
 from whale_train.own_code import PATH, TargetKind, called, importable, named_function, said
 
 EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
@@ -186,8 +187,7 @@ def _pil() -> Any:
         from PIL import Image
     except ImportError as error:
         rule = "needs the package pillow to read images, which is not installed"
-        remedy = "pip install 'whale-train[images]'"
-        raise ConfigError([Fault("data", "", rule, remedy)]) from error
+        raise ConfigError([Fault("data", "", rule, how_to_install("pillow"))]) from error
     return Image
 
 
