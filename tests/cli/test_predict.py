@@ -186,3 +186,13 @@ def test_weights_of_another_model(folder: Path) -> None:
     assert answer.status == 2
     said = "has another shape of first.weight (16 x 6, and here 24 x 6)"
     assert said in " ".join(answer.stderr.split())
+
+
+def test_another_loss_of_the_runs_model(folder: Path) -> None:
+    loss = ("model.loss._target_=torch.nn.CrossEntropyLoss", "model.loss.label_smoothing=0.2")
+    predicted(folder, "smoothed", "data.path=new.npz", *loss)
+    data = np.load(folder / "new.npz")
+    results = json.loads((folder / "smoothed" / "evaluation.json").read_text())["sets"]["all"]
+    logits, labels = logits_by_hand(folder / "run", data["points"]), torch.tensor(data["labels"])
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2)
+    assert results["loss"] == pytest.approx(expected.item(), rel=1e-5)

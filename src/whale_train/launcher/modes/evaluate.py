@@ -38,6 +38,11 @@ RESULTS = "evaluation.json"  # in the run directory: the results of each set, by
 WHOLE = "all"  # the name of a set of all samples
 _MAY_LACK_LABELS = (ArraysOptions, HfDatasetOptions, CustomOptions)  # others make them
 _ALL = 2**62  # samples of an evaluation, at most
+# Keys of a model that all models have, by which its other options stay: the fields of each.
+_OF_ANY_MODEL = {
+    "loss": ("loss", "own_loss"),
+    **{key: (key,) for key in ("class_dim", "loss_over", "sync_batchnorm")},
+}
 _SECTIONS = ("model", "data", "optimizer", "metrics", "seed")
 
 
@@ -52,7 +57,8 @@ def with_saved(request: Request, weights: SavedWeights, overrides: Sequence[str]
     not say otherwise.
 
     overrides: those of the command line. One of a whole section, as `data=arrays`, takes the
-        section of `request`; one of a key in it takes that key alone.
+        section of `request`; one of a key in it takes that key alone, where it is of the data, or
+        one that all models have.
 
     Raises ConfigError where there is nothing to evaluate.
     """
@@ -71,6 +77,10 @@ def with_saved(request: Request, weights: SavedWeights, overrides: Sequence[str]
         inside = [key.partition(".")[2] for key in keys if key.startswith(f"{section}.")]
         if inside and section == "data":
             own[section] = _changed(saved.data, request.data, inside)
+        elif section == "model" and {key.partition(".")[0] for key in inside} <= {*_OF_ANY_MODEL}:
+            fields = {field for key in inside for field in _OF_ANY_MODEL[key.partition(".")[0]]}
+            values = {field: getattr(request.model, field) for field in fields}
+            own[section] = saved.model.model_copy(update=values)
         elif inside:
             own[section] = getattr(request, section)
     train: dict[str, Any] = {
