@@ -61,11 +61,13 @@ FIRST, *_, RESUMED = DATA_PLANS
 THREE_D = "strategy.graph.replicate.of.pipeline.micro_batches=2"
 OPTIMIZER_PLANS = {
     "dp": ("strategy=dp", *cpus(2)),
+    "pipeline": (*PIPELINE, MICRO_BATCHES.format(2)),
     "zero1": ("strategy=zero1", *cpus(2)),
     "zero3": ("strategy=zero3", *cpus(2)),
     "split": ("strategy=split", *cpus(2)),
     "3d": ("strategy=3d", THREE_D, *cpus(8)),  # two copies of two stages on two ranks each
 }
+WHOLE = ("dp", "pipeline")  # whose ranks hold whole parameters
 METRIC_PLANS = {
     "one process": ("strategy=single", *cpus(1)),
     "dp, 5:3": UNEVEN,
@@ -74,8 +76,8 @@ METRIC_PLANS = {
     "pipeline": (*PIPELINE, MICRO_BATCHES.format(2)),
 }
 METRICS = {
-    "micro": ("MulticlassAccuracy", {"num_classes": 10, "average": "micro"}),
-    "f1": ("MulticlassF1Score", {"num_classes": 10, "average": "macro"}),
+    "accuracy_micro": ("MulticlassAccuracy", {"num_classes": 10, "average": "micro"}),
+    "f1_macro": ("MulticlassF1Score", {"num_classes": 10, "average": "macro"}),
 }
 
 
@@ -186,7 +188,7 @@ def _optimizer_cell(
         is_refusal = str(failure).startswith("exit status 2: ") and reason is not None
         if not is_refusal or f".{updates.name} " not in str(failure):
             raise
-        may_refuse = updates.needs_whole and plan != "dp"
+        may_refuse = updates.needs_whole and plan not in WHOLE
         return Cell(f"refused: {reason[1]} of an update, if cut", may_refuse)
     losses = loss_difference(lines, plain.losses)
     weights = load_file(Path(run) / "model" / "model.safetensors")

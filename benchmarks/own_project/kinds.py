@@ -1,8 +1,8 @@
 """Kinds of data for `every_plan.py`: what is written, what is asked for, and how a plain loop reads
 the same samples and computes their loss.
 
-Arrays, rows of a Hugging Face dataset and the user's own dataset are read without whale-train; of
-the others, samples are those that its datasets give by number.
+Arrays, rows of a Hugging Face dataset and of the user's own are read without whale-train. Of the
+others, and where a user's samples are random, they are those that its datasets give by number.
 """
 
 import json
@@ -144,6 +144,7 @@ TEXT = (
 )
 ISOLATED = "documents: isolated"
 PADDED = f"{{input_ids: {{length: {LENGTH}}}, labels: {{length: {LENGTH}, value: -100}}}}"
+FIELDS = "[pixel_values, labels]"
 _PAIRS = ("data.objective=seq2seq", "data.field={source: question, target: answer}")
 _IMAGES = ("data=images", "data.num_classes=10", "data.channels=1", "data.size=8")
 
@@ -168,6 +169,10 @@ KINDS = {
     "own dataset, padded": Kind(
         (*GPT2, "data._target_=my_code.Counting", f"data.pad={PADDED}"),
         *(make_gpt2, model_loss, of_own),
+    ),
+    "own dataset, random": Kind(
+        (*LAYERS, "data._target_=my_code.Noisy", f"data.fields={FIELDS}", "data.workers=2"),
+        *(Layers, logits_loss),
     ),
     "arrays": Kind(
         (*LAYERS, "data=arrays", "data.path=arrays.npz"), *(Layers, logits_loss, of_arrays)

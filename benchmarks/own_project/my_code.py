@@ -3,6 +3,7 @@
 It knows nothing of whale-train.
 """
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,17 @@ class Counting(Dataset[dict[str, list[int]]]):
     def __getitem__(self, number: int) -> dict[str, list[int]]:
         row = [(number + place * (1 + number % 5)) % 30 for place in range(2 + number * 7 % 9)]
         return {"input_ids": row, "labels": row}
+
+
+class Noisy(Dataset[tuple[Tensor, int]]):
+    """Twenty rows of 64 numbers with noise that is drawn whenever a row is read, and a class."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        row = torch.cos(torch.arange(64.0) * (1 + number))
+        return row * (1 + random.random()) + 0.3 * torch.randn(64), number % 10
 
 
 class Lars(Optimizer):
