@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_a_long_text_is_read_in_pieces(folder: Path) -> None:
     expected = [*numbers_of(text), END]
     assert found.tolist() == expected[: len(found)]
     assert len(expected) - len(found) < 64
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_tokenizer_that_was_saved_cutting_texts_cuts_none(folder: Path, tmp_path: Path) -> None:
+    cutting = tmp_path / "cutting"
+    shutil.copytree(folder / "tokenizer", cutting)
+    words = tokenizers.Tokenizer.from_file(str(cutting / "tokenizer.json"))
+    words.enable_truncation(3)
+    words.enable_padding(length=3)
+    words.save(str(cutting / "tokenizer.json"))
+    whole = opened(folder, sequence_length=8)
+    same = opened(folder, sequence_length=8, tokenizer=str(cutting), cache=str(tmp_path / "cache"))
+    np.testing.assert_array_equal(all_samples(same)["input_ids"], all_samples(whole)["input_ids"])
 
 
 @pytest.mark.usefixtures("in_this_process")

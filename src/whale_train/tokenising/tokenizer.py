@@ -55,6 +55,11 @@ class Tokenizer:
             self._after = [own.eos_token_id]
         self.special = Special(own.eos_token_id, own.pad_token_id, own.mask_token_id, ids)
         self._fast: Any = getattr(own, "backend_tokenizer", None) if own.is_fast else None
+        if self._fast is not None:
+            # A tokenizer.json may say so of all texts that do not come by transformers' own calls
+            # (findings/transformers_calls_undo_truncation_of_the_file.sh).
+            self._fast.no_truncation()
+            self._fast.no_padding()
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token numbers of texts, without what the tokenizer puts around a text."""
