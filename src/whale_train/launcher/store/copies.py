@@ -182,10 +182,8 @@ class StoreCopies:
             said = f"warning: {copied.name} is not copied to {self._to}: {copied.error}"
             self._console.print(Text(said, style="yellow"), soft_wrap=True)
 
-    # --- In the thread ---------------------------------------------------------------------------
-
     def _work(self, step: int) -> None:
-        """Copy what is asked for, until nothing more is. `step` is the one that the run goes on
+        """Copy what is asked for, until nothing more is, in the thread. `step` is the one that the run goes on
         after: what the store has of later ones is of no use."""
         shutil.rmtree(self._run_dir / CHECKPOINTS / HELD, ignore_errors=True)
         begun = False

@@ -96,7 +96,8 @@ def refuse_store(to: UrlPath, run_dir: Path, resume: str | None) -> None:
     try:
         has_files = any(map(_is_whole, checkpoints_in(to))) or (to / MODEL).exists()
     except StoreError as error:
-        raise ConfigError([Fault(KEY, str(to), f"cannot be read ({error})", "")]) from None
+        rule, remedy = f"cannot be read ({error})", "see that it can, or name another folder"
+        raise ConfigError([Fault(KEY, str(to), rule, remedy)]) from None
     begins = not own and not checkpoints_in(run_dir / CHECKPOINTS)
     if not has_files or (there and there == own) or (resume == AUTO and begins):
         return
