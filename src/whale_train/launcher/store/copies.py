@@ -183,8 +183,10 @@ class StoreCopies:
             self._console.print(Text(said, style="yellow"), soft_wrap=True)
 
     def _work(self, step: int) -> None:
-        """Copy what is asked for, until nothing more is, in the thread. `step` is the one that the run goes on
-        after: what the store has of later ones is of no use."""
+        """Copy what is asked for, until nothing more is, in the thread.
+
+        step: the one that the run goes on after; what the store has of later ones is of no use.
+        """
         shutil.rmtree(self._run_dir / CHECKPOINTS / HELD, ignore_errors=True)
         begun = False
         while (path := self._wanted.get()) is not None:
