@@ -166,6 +166,25 @@ def compared_data(
     return GoingOn(False, ())
 
 
+def refuse_lost_place(
+    path: Path, state: CheckpointState, request: Request, lost_place: str
+) -> None:
+    """Raise ConfigError where a run cannot take up a stream where the checkpoint's run left it.
+
+    lost_place: why the stream's state does not do, as the end of a sentence; '' where it does.
+    """
+    if not lost_place and state.stream is not None:
+        return
+    target = getattr(request.data, "target", "")
+    rule = f"is of a run on a stream, data._target_={target}, which {lost_place}"
+    remedy = "give its class both, so that it goes on from what JSON holds"
+    if not lost_place:
+        rule = f"holds no place of the stream data._target_={target}"
+        remedy = "use a checkpoint of a run on this stream"
+    remedy += f", or begin it anew with {DATA_KEY}=any"
+    raise ConfigError([Fault(KEY, str(path), rule, remedy)])
+
+
 def _moved(saved: Request, request: Request) -> str:
     """Return the end of a remedy that names the options under which the data was found before, or
     '' where none of them has changed."""
