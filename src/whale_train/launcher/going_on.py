@@ -34,6 +34,7 @@ _ORDER = ("seed", "data.shuffle", "data.evaluation_fraction")
 _PLACES = (
     *("data.path", "data.split", "data.columns", "data.max_bytes"),
     *("data.tokenizer", "data.cache", "data.field", "data.evaluation"),
+    "data.evaluation_transform",
     *("data.target", "data.arguments", "data.fields", "data.collate", "data.pad", "data.workers"),
 )
 _FLOATS = ("F64", "F32", "F16", "BF16")
