@@ -226,8 +226,8 @@ FAULTS = {
     ),
     "iterable": (
         {"_target_": "own_datasets.Endless"},
-        "data._target_=own_datasets.Endless has no length (object of type 'Endless' has no len()); "
-        "give it __len__ and __getitem__, so that any plan can go on with any sample",
+        "data.fields is not given, and sample 0 is a int of 1 without names; use "
+        "data.fields=[input_ids, labels] or the like, a name for each part",
     ),
     "not_one": (
         {"_target_": "os.system"},

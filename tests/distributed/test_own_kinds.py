@@ -1,4 +1,4 @@
-"""Images in folders and in shards: the losses of a plain loop, and another plan goes on."""
+"""Folders of images, shards and streams: losses of a plain loop, and another plan goes on."""
 
 import io
 import json
@@ -60,9 +60,16 @@ def webdataset(folder: Path) -> tuple[str, ...]:
     return ("data=webdataset", path, f"data.cache={folder}/cache", sets, *IMAGES)
 
 
+def stream(folder: Path) -> tuple[str, ...]:
+    fields = "data.fields=[pixel_values, labels]"
+    sets = "data.evaluation={again: {rolls: false}}"
+    return ("data._target_=own_streams.streamed", fields, sets)
+
+
 KINDS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "image_folder": image_folder,
     "webdataset": webdataset,
+    "stream": stream,
 }
 
 
@@ -97,7 +104,11 @@ def plain_loop(seed: int = 0) -> tuple[list[float], float]:
     ("kind", "plan", "then"),
     some(
         [(kind, a, b) for kind in KINDS for a in PLANS for b in PLANS if a != b],
-        [("image_folder", "dp", "pipeline"), ("webdataset", "zero3", "dp")],
+        [
+            ("image_folder", "dp", "pipeline"),
+            ("webdataset", "zero3", "dp"),
+            ("stream", "dp", "pipeline"),
+        ],
     ),
 )
 def test_losses_are_a_plain_loops_under_a_plan_and_the_next(

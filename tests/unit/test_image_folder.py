@@ -188,6 +188,10 @@ FAULTS = {
         "data.mean=[0.5] has 1 numbers for data.channels=3; give one for each",
     ),
     "std": ({"std": (1, 0, 1)}, "data.std=[1.0, 0.0, 1.0] divides by what is not above 0; use"),
+    "fields": (
+        {"fields": ("x", "x")},
+        "data.fields=x, x names image and class alike; give them two names",
+    ),
     "unequal": (
         {"transform": {"_target_": "own_steps.halved"}},
         "data.pixel_values has samples of several shapes: [3, 3, 5] (sample 1), elsewhere [3, 4, "

@@ -37,6 +37,8 @@ class CheckpointState(BaseModel):
     data: the fingerprint of the data; None in checkpoints without one.
     trackers: where trackers keep the run's curves, by tracker.
     watched: the best values of evaluations so far, by the option that watches them.
+    stream: the pass over a stream of the user's own, and what its `state_dict` returned; None for
+        other data.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
@@ -50,6 +52,7 @@ class CheckpointState(BaseModel):
     data: Fingerprint | None = None
     trackers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     watched: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    stream: Any = None
 
     @classmethod
     def read(cls, checkpoint: Place) -> "CheckpointState":

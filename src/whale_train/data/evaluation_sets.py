@@ -12,6 +12,7 @@ from whale_train.data.sources.digits import DigitsOptions
 from whale_train.data.sources.image_folder import ImageFolderOptions, with_classes
 from whale_train.data.sources.image_steps import ImageOptions
 from whale_train.data.sources.images import ImagesOptions
+from whale_train.data.stream import ENDLESS
 from whale_train.data.tokens.make_store import Watch
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.strategies.graph.operation_graph import InputField
@@ -64,6 +65,7 @@ def _sets(options: DataOptions, like: Dataset, watch: Watch | None) -> dict[str,
         try:
             sets[name] = open_dataset(_changed(options, name, changes), watch)
             faults += _unlike(name, sets[name], like)
+            faults += _without_end(name, sets[name])
         except ConfigError as error:
             faults += [_of_set(name, fault) for fault in error.faults]
     if faults:
@@ -101,6 +103,14 @@ def _changed(options: DataOptions, name: str, changes: Mapping[str, Any]) -> Dat
         raise ConfigError(faults)
     assert isinstance(changed, type(options))
     return changed
+
+
+def _without_end(name: str, dataset: Dataset) -> list[Fault]:
+    """Return a fault where a set is a stream that does not say how many samples it has."""
+    if dataset.num_samples != ENDLESS:
+        return []
+    rule = "is a stream without a length, and an evaluation goes through all of it"
+    return [Fault(f"{KEY}.{name}", "", rule, "give its class a __len__")]
 
 
 def _of_set(name: str, fault: Fault) -> Fault:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from whale_train.data.dataset import Dataset, Indices
+from whale_train.data.stream import looked_at
 
 _MOST_BYTES = 2**24  # of all samples that are read, at most
 _MOST_WHOLE = 2**16  # samples up to which all are read
@@ -68,7 +69,7 @@ def fingerprint(dataset: Dataset) -> Fingerprint:
     """Return the fingerprint of a dataset. Raises ConfigError where a sample cannot be read."""
     fields = sorted(dataset.fields, key=lambda field: field.name)
     per_sample = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in fields)
-    read = _read(dataset.num_samples, per_sample)
+    read = _read(dataset, per_sample)
     digest = hashlib.sha256()
     step = max(1, min(_CHUNK, _MOST_BYTES // max(1, per_sample) // 8))
     for start in range(0, len(read), step):
@@ -81,17 +82,14 @@ def fingerprint(dataset: Dataset) -> Fingerprint:
     return Fingerprint(described, dataset.num_samples, digest.hexdigest())
 
 
-def _read(num_samples: int, per_sample: int) -> Indices:
+def _read(dataset: Dataset, per_sample: int) -> Indices:
     """Return the indices of the samples that are read, int64, ascending.
 
-    They are all samples, or evenly spread ones, the first and the last among them. `per_sample` are
-    the bytes of a sample.
+    They are all samples, or some that stand for them. `per_sample` are the bytes of a sample.
     """
     within = max(2, _MOST_BYTES // max(1, per_sample))
-    if num_samples <= min(_MOST_WHOLE, within):
-        return np.arange(num_samples)
-    count = min(_CHOSEN, within)
-    return np.arange(count) * (num_samples - 1) // (count - 1)
+    whole = min(_MOST_WHOLE, within)
+    return looked_at(dataset, whole if dataset.num_samples <= whole else min(_CHOSEN, within))
 
 
 def _described(field: tuple[str, tuple[int, ...]]) -> str:

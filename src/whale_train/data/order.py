@@ -10,6 +10,7 @@ from whale_train.data.dataset import Dataset, Indices
 from whale_train.data.mixture import MixedDataset
 from whale_train.data.permutation import permute
 from whale_train.data.random_bits import random_bits, stream_key
+from whale_train.data.stream import StreamDataset
 
 
 def step_indices(
@@ -43,6 +44,8 @@ def samples_at(dataset: Dataset, position: int, count: int, seed: int, shuffle: 
     on, int64 `[count]`."""
     if isinstance(dataset, MixedDataset):
         return dataset.order.indices_at(position + np.arange(count, dtype=np.int64), seed, shuffle)
+    if isinstance(dataset, StreamDataset):
+        shuffle = False
     return indices_from(position, dataset.num_samples, count, seed, shuffle)
 
 

@@ -34,6 +34,7 @@ _ORDER = ("seed", "data.shuffle", "data.evaluation_fraction")
 _PLACES = (
     *("data.path", "data.split", "data.columns", "data.max_bytes"),
     *("data.tokenizer", "data.cache", "data.field", "data.evaluation"),
+    "data.evaluation_transform",
     *("data.target", "data.arguments", "data.fields", "data.collate", "data.pad", "data.workers"),
 )
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -164,6 +165,25 @@ def compared_data(
         why = f"{path} says how many samples it had, and nothing of what is in them"
         return GoingOn(False, (Decision(KEY, "the data is taken to be the same", "", why),))
     return GoingOn(False, ())
+
+
+def refuse_lost_place(
+    path: Path, state: CheckpointState, request: Request, lost_place: str
+) -> None:
+    """Raise ConfigError where a run cannot take up a stream where the checkpoint's run left it.
+
+    lost_place: why the stream's state does not do, as the end of a sentence; '' where it does.
+    """
+    if not lost_place and state.stream is not None:
+        return
+    target = getattr(request.data, "target", "")
+    rule = f"is of a run on a stream, data._target_={target}, which {lost_place}"
+    remedy = "give its class both, so that it goes on from what JSON holds"
+    if not lost_place:
+        rule = f"holds no place of the stream data._target_={target}"
+        remedy = "use a checkpoint of a run on this stream"
+    remedy += f", or begin it anew with {DATA_KEY}=any"
+    raise ConfigError([Fault(KEY, str(path), rule, remedy)])
 
 
 def _moved(saved: Request, request: Request) -> str:

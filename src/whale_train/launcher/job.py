@@ -22,6 +22,7 @@ from whale_train.config import AUTO, EVALUATING, Request, in_steps, read_request
 from whale_train.data.evaluation_sets import open_data
 from whale_train.data.sources.image_folder import ImageFolderOptions, with_classes
 from whale_train.data.sources.text_files import TextFilesOptions
+from whale_train.data.stream import ENDLESS
 from whale_train.disk import is_full
 from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.hub import fetch
@@ -253,6 +254,11 @@ def _with_data(request: Request, place: LaunchPlace | None, console: Console) ->
         return request
     with tokenising_shown(console) as watch:
         data = open_data(request.data, watch, request.blank_labels)
+    if request.train.epochs is not None and data.training.num_samples == ENDLESS:
+        rule = "counts samples, and the data is a stream that does not say how many it has"
+        remedy = "use train.steps, or give its class a __len__"
+        given = f"{request.train.epochs:g}"
+        raise ConfigError([Fault("train.epochs", given, rule, remedy)])
     return in_steps(request, data.training.num_samples)
 
 
@@ -443,7 +449,8 @@ def _attempt(
             going_on = None
             if resumed is not None:
                 made = (resolved.plan, resolved.num_samples, resolved.data)
-                going_on = go_on(resumed, request, *made, parts=parts)
+                lost = resolved.lost_place
+                going_on = go_on(resumed, request, *made, parts=parts, lost_place=lost)
         if going_on is not None:
             said = (*resolved.plan.decisions, *going_on.decisions)
             resolved = replace(resolved, plan=replace(resolved.plan, decisions=said))

@@ -30,6 +30,7 @@ from whale_train.launcher.going_on import (
     broken,
     compared_data,
     compared_model,
+    refuse_lost_place,
     refuse_other_run,
 )
 from whale_train.strategies.plan.plan import Plan
@@ -193,6 +194,7 @@ def go_on(
     data: Fingerprint | None,
     *,
     parts: bool = False,
+    lost_place: str | None = None,
 ) -> GoingOn:
     """Compare a checkpoint with the model and the data of a run, and return how the run goes on.
 
@@ -202,12 +204,16 @@ def go_on(
     num_samples: number of training samples in the run's data.
     data: fingerprint of the run's data.
     parts: whether layers that shared their weights part here.
+    lost_place: why a run cannot go on in a stream, as the end of a sentence; '' where it can, and
+        None for data with numbered samples.
 
     Raises ConfigError where the run cannot go on.
     """
     said = compared_model(checkpoint.path, request.model, plan, request.optimizer, parts)
     state, saved = saved_state(checkpoint), saved_request(checkpoint)
     of_data = compared_data(checkpoint.path, state, saved, request, num_samples, data)
+    if lost_place is not None and not of_data.data_anew:
+        refuse_lost_place(checkpoint.path, state, request, lost_place)
     return replace(of_data, decisions=(*said, *of_data.decisions))
 
 

@@ -1,7 +1,8 @@
-"""`data._target_=...`: a dataset of the user's own, whose samples have numbers.
+"""`data._target_=...`: a dataset of the user's own.
 
-It is a map-style `torch.utils.data.Dataset`, or anything else with `__len__` and `__getitem__`. It
-is imported and called here, and nothing of torch is needed for that.
+It is a map-style `torch.utils.data.Dataset`, or anything else with `__len__` and `__getitem__`, or
+a stream: a `torch.utils.data.IterableDataset`. It is imported and called here, and nothing of torch
+is needed for that.
 
 What is random in a sample is drawn from Python's, NumPy's and torch's own generators, which are
 seeded by the sample's place in the run: a run that goes on sees the same samples under any plan.
@@ -16,12 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whale_train.data.dataset import (
     LENGTHS,
+    Batch,
     Dataset,
     EvaluationSets,
     RowDataset,
     hold_back,
 )
 from whale_train.data.sources.own_samples import TARGET, Samples
+from whale_train.data.stream import StreamDataset, state_fault_of
 from whale_train.errors import ConfigError, Fault
 from whale_train.own_code import (
     PATH,
@@ -111,8 +114,21 @@ DATA_KEYS = frozenset(
 
 def _has_numbers(made: type) -> bool:
     """Return whether a class is one of torch's datasets, or has numbered samples."""
+    if _is_stream(made):
+        return True
     is_torchs = any(f"{x.__module__}.{x.__name__}" == _TORCHS for x in made.__mro__)
     return is_torchs or (hasattr(made, "__getitem__") and hasattr(made, "__len__"))
+
+
+_STREAMS = (
+    "torch.utils.data.dataset.IterableDataset",
+    "datasets.iterable_dataset.IterableDataset",
+)
+
+
+def _is_stream(made: type) -> bool:
+    """Return whether the objects of a class give one sample after another, without numbers."""
+    return any(f"{x.__module__}.{x.__name__}" in _STREAMS for x in made.__mro__)
 
 
 def open_custom(options: CustomOptions) -> Dataset:
@@ -122,6 +138,8 @@ def open_custom(options: CustomOptions) -> Dataset:
     that are no numbers of one shape.
     """
     samples = _samples(options)
+    if _is_stream(type(samples.dataset)):
+        return _opened_stream(options, samples)
     try:
         count = len(samples.dataset)
     except TypeError as error:
@@ -135,6 +153,17 @@ def open_custom(options: CustomOptions) -> Dataset:
         raise
     except Exception as error:
         raise _refused(options, f"raised {said(error)} for sample 0 or 1", "correct it") from error
+    _set_fields(samples, batch)
+    held_back = hold_back(count, options.evaluation_fraction)
+    longest = tuple(samples.longest)
+    return RowDataset(
+        *(samples.fields, held_back, samples.read), workers=options.workers, longest=longest
+    )
+
+
+def _set_fields(samples: Samples, batch: Batch) -> None:
+    """Make the fields of all samples those of `batch`. Raises ConfigError where `data.pad` has
+    another."""
     samples.fields = tuple(
         InputField(name, array.shape[1:], array.dtype.name)
         for name, array in batch.items()
@@ -144,11 +173,41 @@ def open_custom(options: CustomOptions) -> Dataset:
     if unknown:
         rule = f"is no field of the data, which has {', '.join(batch)}"
         raise ConfigError([Fault(f"data.pad.{unknown[0]}", "", rule, "leave it out")])
-    held_back = hold_back(count, options.evaluation_fraction)
-    longest = tuple(samples.longest)
-    return RowDataset(
-        *(samples.fields, held_back, samples.read), workers=options.workers, longest=longest
-    )
+
+
+def _opened_stream(options: CustomOptions, samples: Samples) -> StreamDataset:
+    """Return the user's stream. Raises ConfigError for options that need samples with numbers, and
+    where its first samples cannot be used."""
+    faults = []
+    if options.workers > 1:
+        rule = f"is more than one, and {options.target} is a stream, which one process of each "
+        faults.append(Fault("data.workers", str(options.workers), rule + "rank reads", "use 1"))
+    if options.evaluation_fraction:
+        rule = f"holds samples back by their numbers, and {options.target} is a stream"
+        remedy = "use 0, and name a set in data.evaluation"
+        key = "data.evaluation_fraction"
+        faults.append(Fault(key, str(options.evaluation_fraction), rule, remedy))
+    if faults:
+        raise ConfigError(faults)
+    made = samples.dataset
+    try:
+        length = len(made)
+    except TypeError:
+        length = None
+    if length == 0:
+        raise _refused(options, "has no samples", "give it at least one")
+    has_state = all(callable(getattr(made, x, None)) for x in ("state_dict", "load_state_dict"))
+    stream = StreamDataset(samples, (), length, has_state)
+    first = np.arange(2 if length is None else min(2, length))
+    try:
+        _set_fields(samples, stream.samples(first))
+        stream.fields = samples.fields
+        stream.state_fault = state_fault_of(stream) if has_state else ""
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refused(options, f"raised {said(error)} at its beginning", "correct it") from error
+    return stream
 
 
 _NUMBERED = "give it __len__ and __getitem__, so that any plan can go on with any sample"

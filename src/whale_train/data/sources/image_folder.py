@@ -49,6 +49,14 @@ class ImageFolderOptions(ImageOptions):
     evaluation_fraction: float = Field(0.0, ge=0, lt=1)
     evaluation: EvaluationSets | None = None
 
+    def faults(self) -> list[Fault]:
+        """Return the faults of options that do not go together."""
+        faults = super().faults()
+        if self.fields[0] == self.fields[1]:
+            rule, remedy = "names image and class alike", "give them two names"
+            faults.append(Fault("data.fields", ", ".join(self.fields), rule, remedy))
+        return faults
+
 
 def with_classes(options: ImageFolderOptions) -> ImageFolderOptions:
     """Return options that name the classes, so that other folders of images are numbered alike.

@@ -65,11 +65,14 @@ class Samples:
             for row, draw in zip(rows.tolist(), draws.tolist(), strict=True):
                 seed_generators(draw)
                 samples.append(self.dataset[row])
-            if self.collate is not None:
-                collated = self._named(self.collate(samples), f"{self.target}'s batch")
-                arrays = {x: _array(value, x) for x, value in collated.items()}
-                return self._checked(arrays, rows)
-        return self._stacked(samples, rows)
+            return self.batch(samples, rows)
+
+    def batch(self, samples: Sequence[Any], rows: Indices) -> Batch:
+        """Return samples that were read as a batch; `rows`, int64 `[n]`, are their numbers."""
+        if self.collate is None:
+            return self._stacked(samples, rows)
+        collated = self._named(self.collate(samples), f"{self.target}'s batch")
+        return self._checked({x: _array(value, x) for x, value in collated.items()}, rows)
 
     def _stacked(self, samples: Sequence[Any], rows: Indices) -> Batch:
         """Return samples as a batch, each field filled up to its length."""

@@ -259,7 +259,8 @@ def _segment(
         raise ConfigError([Fault(KEY, str(run_dir), rule, "name a run that saved a checkpoint")])
     mixture = launch.get("mixture")
     mixed = mixture and MixedOrder(tuple(mixture["sizes"]), tuple(mixture["shares"]))
-    order = SampleOrder(num_samples, request.seed, request.data.shuffle, mixed)
+    shuffle = request.data.shuffle and not launch.get("is_stream")
+    order = SampleOrder(num_samples, request.seed, shuffle, mixed)
     digest = launch.get("data") and launch["data"]["digest"]
     return StepRange(files, began, ended, samples, plan.global_batch, order, anew, digest)
 

@@ -12,6 +12,7 @@ from whale_train.data.dataset import Dataset, RowDataset, can_be_searched, first
 from whale_train.data.evaluation_sets import OpenedData
 from whale_train.data.mixture import MixedDataset
 from whale_train.data.sources.text import IGNORED_LABEL
+from whale_train.data.stream import StreamDataset
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import (
     InputField,
@@ -42,6 +43,10 @@ def check_data(
         rule = "is never evaluated (train.evaluate_every=null)"
         remedy = "use train.evaluate_every=100 or the like, or leave it out"
         faults.append(Fault("data.evaluation", ", ".join(data.sets), rule, remedy))
+    if isinstance(dataset, StreamDataset) and dataset.state_fault and request.may_save:
+        remedy = "correct it, or write no checkpoints"
+        target = getattr(request.data, "target", "")
+        faults.append(Fault("data._target_", target, dataset.state_fault, remedy))
     if not profile.parameters:
         rule, remedy = "has no parameter to train", "give it one with requires_grad"
         faults.append(Fault("model", request.names.get("model", ""), rule, remedy))
@@ -65,6 +70,9 @@ def explain_data(request: Request, dataset: Dataset) -> tuple[Decision, ...]:
     notes = dataset.notes if isinstance(dataset, RowDataset | MixedDataset) else ()
     said = [Decision(note.key, note.value, "", note.reason) for note in notes]
     said += padded_labels(dataset)
+    if isinstance(dataset, StreamDataset):
+        reason = "the data is a stream; every rank goes through all of it, for its own samples"
+        said.append(Decision("data.shuffle", "as the stream comes", "", reason))
     train = request.train
     if train.epochs is not None:
         reason = f"train.epochs={train.epochs:g} of {dataset.num_samples:,} samples, "

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
+from whale_train.data.stream import looked_at
 from whale_train.errors import Fault, PlanError
 from whale_train.machine.limits import cores, memory_bytes
 from whale_train.quantities import in_bytes, in_seconds
@@ -63,9 +64,8 @@ def compared(
     from whale_train.launcher.planning.profile_cache import quiet_exports
     from whale_train.models.batch_parts.compare_parts import TOGETHER, compare_parts
 
-    places = np.linspace(0, dataset.num_samples - 1, min(_POOL, dataset.num_samples))
     fields = {field.name for field in profile.inputs} | {"labels"}
-    pool = dataset.samples(places.round().astype(np.int64))
+    pool = dataset.samples(looked_at(dataset, _POOL))
     batches = list(_batches({k: x for k, x in pool.items() if k in fields}, parts))
     one_copy = any(rank.micro_batches > 1 for rank in plan.ranks)
     with quiet_exports():

@@ -16,6 +16,7 @@ from whale_train.config import Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.fingerprint import Fingerprint, fingerprint
 from whale_train.data.mixture import MixedDataset, MixedOrder
+from whale_train.data.stream import StreamDataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.planning.additions import explain_additions
 from whale_train.launcher.planning.architectures import refused_architectures
@@ -89,6 +90,8 @@ class Resolved:
     timeline: the predicted step's events; those of the stand-ins where these were measured.
     found: the strategy that `graph: auto` came to, in the form of a file; None for any other.
     mixture: the order of the samples of several sources; None where there is one source.
+    lost_place: why a run cannot go on in a stream, as the end of a sentence; '' where it can, and
+        None for data with numbered samples.
     """
 
     plan: Plan
@@ -103,6 +106,7 @@ class Resolved:
     timeline: tuple[Event, ...] = ()
     found: Mapping[str, Any] | None = None
     mixture: MixedOrder | None = None
+    lost_place: str | None = None
 
 
 def training_of(request: Request) -> Training:
@@ -232,7 +236,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     print_of_data = fingerprint(dataset) if _has_checkpoints(request) else None
     mixture = dataset.order if isinstance(dataset, MixedDataset) else None
     made_of = (plan, used, profile, device, emulated, dataset.num_samples, print_of_data)
-    return Resolved(*made_of, paces, links, timeline, made.written, mixture)
+    lost_place = dataset.lost_place if isinstance(dataset, StreamDataset) else None
+    return Resolved(*made_of, paces, links, timeline, made.written, mixture, lost_place)
 
 
 def _has_checkpoints(request: Request) -> bool:

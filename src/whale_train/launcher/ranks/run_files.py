@@ -103,6 +103,7 @@ def start_ranks(
         **{"rounding": rounding, "data": resolved.data and resolved.data.to_plain()},
         **{"samples": samples, "num_samples": resolved.num_samples},
         **{"mixture": resolved.mixture and asdict(resolved.mixture)},
+        **({} if resolved.lost_place is None else {"is_stream": True}),
         **{"weights": None if weights is None else str(weights.absolute())},
     }
     write_json(run_dir / "launch.json", launch)

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from whale_train.data.stream import ENDLESS
 from whale_train.launcher.modes.run_history import StepRange
 from whale_train.launcher.modes.sample_audit import Audit, Epochs, TakenSamples
 from whale_train.launcher.ui.terminal import Portable
@@ -65,6 +66,9 @@ def _epochs(epochs: Epochs, named: bool) -> Iterator[str]:
     `named`."""
     of = f"steps {epochs.steps[0]:,}-{epochs.steps[1]:,}, " if named else ""
     of += "" if epochs.source is None else f"source {epochs.source}, "
+    if epochs.num_samples == ENDLESS:
+        yield f"{of}{epochs.begun:,} samples of a stream, one after another"
+        return
     over = f"{epochs.whole:,} epochs of {epochs.num_samples:,} samples are over"
     if epochs.whole == 1:
         over = f"1 epoch of {epochs.num_samples:,} samples is over"

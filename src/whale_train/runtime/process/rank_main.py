@@ -266,7 +266,7 @@ def train_as_planned(
         if (checkpoint := _checkpoint(run_dir)) is not None:
             resumed = restore(carrier.fetched(checkpoint), state, random, plan, rank, places)
             if _launched(run_dir)["data_anew"]:
-                resumed = resumed.model_copy(update={"samples": 0})
+                resumed = resumed.model_copy(update={"samples": 0, "stream": None})
             carrier.forget()
         resumed_s = time.monotonic() - started
         if rank == 0:

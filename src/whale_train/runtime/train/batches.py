@@ -4,6 +4,7 @@ A thread reads training batches ahead. To a GPU they go through pinned memory, o
 own.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +22,16 @@ from whale_train.data.dataset import Indices, RowDataset
 from whale_train.data.evaluation_sets import HELD_BACK, OpenedData
 from whale_train.data.order import evaluation_batches, samples_at
 from whale_train.data.random_bits import random_bits, stream_key
+from whale_train.data.stream import StreamDataset
 from whale_train.runtime.base.answers import AnswerKeeper
 from whale_train.runtime.base.step_types import EvaluationBatch
 from whale_train.runtime.train.longest_rows import LongestRows
 from whale_train.runtime.train.prefetch import Prefetch
+from whale_train.runtime.train.stream_reads import StreamReads, StreamShare
 from whale_train.runtime.train.worker_reads import WorkerReads
 from whale_train.strategies.plan.plan import Plan
+
+_STATES = 8  # steps whose states of a stream are kept: more than are read ahead
 
 
 @dataclass
@@ -83,16 +88,27 @@ class RankBatches:
         self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
         self._names = {field.name for field in dataset.fields}
         self._first_step = self._first_sample = 0
+        self._stream: StreamReads | None = None
+        self._states = {0: ""}  # of a stream, as JSON, by the steps done before
         self._ahead: Prefetch[_Read] | None = None
         self._workers: WorkerReads | None = None
         self._reading = Lock()  # a dataset need not know threads
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        cut = dataset.longest if isinstance(dataset, RowDataset) else ()
+        cut = dataset.longest if isinstance(dataset, RowDataset | StreamDataset) else ()
         self._longest = LongestRows(cut, request.launcher.timeout_s) if cut else None
 
-    def go_on(self, step: int, samples: int) -> None:
-        """Continue a run that had seen `samples` samples in `step` steps."""
+    def go_on(self, step: int, samples: int, stream: Any = None) -> None:
+        """Continue a run that had seen `samples` samples in `step` steps.
+
+        stream: the state of a stream there, or None.
+        """
         self._first_step, self._first_sample = step, samples
+        self._states = {step: "" if stream is None else json.dumps(stream)}
+
+    def stream_state(self, step: int) -> Any:
+        """Return the state of a stream after `step` steps, or None where there is none."""
+        state = self._states.get(step, "")
+        return json.loads(state) if state else None
 
     def seen(self, step: int) -> int:
         """Return the number of samples the run has seen after `step` steps.
@@ -134,19 +150,44 @@ class RankBatches:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _draws(self, places: Indices) -> Indices:
+        """Return the draws of places of the run, which are random numbers, int64 `[n]`."""
+        bits = random_bits(stream_key("draws", self._request.seed), places)
+        return (bits >> np.uint64(1)).astype(np.int64)
+
+    def _streamed(self, dataset: StreamDataset, step: int) -> list[dict[str, Tensor]]:
+        """Return this rank's micro-batches of a step of a stream."""
+        first = self._first_step
+        if self._stream is None:
+            keeps = dataset.has_state and not dataset.state_fault and self._request.may_save
+            share = (dataset, self._mine, self._plan.global_batch, self._draw_of, keeps)
+            start = step if step in self._states else first
+            state, skipped = self._states[start], self.seen(step) - self.seen(start)
+            self._stream = StreamReads(StreamShare(*share), self.seen(start), state, skipped)
+        read, self._states[step + 1] = self._stream.read()
+        for old in [x for x in self._states if first < x < step - _STATES]:
+            del self._states[old]
+        return read
+
+    def _draw_of(self, place: int) -> int:
+        return int(self._draws(np.array([place]))[0])
 
     def _chosen(self, step: int) -> list[tuple[Indices, Indices]]:
         """Return the samples of each of this rank's micro-batches in a step, and their draws, which
         are random numbers of the places of the run."""
         indices, seen = self._indices(step), self.seen(step)
-        places = seen + np.arange(len(indices), dtype=np.int64)
-        bits = random_bits(stream_key("draws", self._request.seed), places)
-        draws = (bits >> np.uint64(1)).astype(np.int64)
+        draws = self._draws(seen + np.arange(len(indices), dtype=np.int64))
         return [(indices[own], draws[own]) for own in self._mine]
 
     def _read(self, step: int) -> "_Read":
         workers = self._dataset.workers if isinstance(self._dataset, RowDataset) else 0
-        if workers:
+        if isinstance(self._dataset, StreamDataset):
+            read = self._streamed(self._dataset, step)
+        elif workers:
             if self._workers is None:
                 reads = (self._dataset.samples, self._chosen, workers, step)
                 self._workers = WorkerReads(*reads)
@@ -176,6 +217,9 @@ class RankBatches:
             held_back = (dataset.num_evaluation_samples, dataset.evaluation_samples)
             sets.append((HELD_BACK, *held_back))
         sets += [(name, x.num_samples, x.samples) for name, x in self._data.sets.items()]
+        for of_set in self._data.sets.values():
+            if isinstance(of_set, StreamDataset):  # which metrics ask again for a batch's labels
+                of_set.keeps = 2 * self._plan.global_batch
         for name, count, samples_of in sets:
             read = partial(self._evaluated, min(wanted, count), samples_of)
             yield EvaluatedSet(name, min(wanted, count), samples_of, read)

@@ -298,7 +298,7 @@ def train_steps(
     first = 0
     if resumed is not None:
         first = resumed.step
-        batches.go_on(first, resumed.samples)
+        batches.go_on(first, resumed.samples, resumed.stream)
         if loop.loss_scale is not None and resumed.loss_scale is not None:
             kept = resumed.loss_scale
             loop.loss_scale = LossScale(kept.value, kept.good_steps, batches.device)
@@ -338,6 +338,7 @@ def train_steps(
             delinks = wanted is CheckpointRequest.SAVE_AND_DELINK
             scalars = {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
             scalars["watched"] = loop.watch.state()
+            scalars["stream"] = batches.stream_state(done)
             trackers = metrics.tracker_states() if metrics is not None else None
             saver.save(done, scalars, trackers, loop.watch.best if loop.is_best else None)
         if is_last or wanted >= CheckpointRequest.SAVE_AND_DELINK:

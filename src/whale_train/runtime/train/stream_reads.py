@@ -1,0 +1,106 @@
+"""Read a rank's samples of a stream in a process of its own, ahead of the steps.
+
+The process goes through the whole stream. It is a rank of no job and the only worker there, so that
+a stream which is shared out among ranks or workers gives everything.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from whale_train.data.stream import StreamDataset, StreamReader
+from whale_train.errors import RequestError
+
+Read = tuple[list[dict[str, Tensor]], str]  # micro-batches, and the state after the step
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+@dataclass(frozen=True, eq=False)
+class StreamShare:
+    """What a rank takes of a stream.
+
+    stream: the stream.
+    mine: places of the rank's micro-batches in a global batch.
+    batch: samples of a global batch.
+    draw_of: returns the draw of a place of the run.
+    keeps_state: whether the state after each step is asked for.
+    """
+
+    stream: StreamDataset
+    mine: Sequence[slice]
+    batch: int
+    draw_of: Callable[[int], int]
+    keeps_state: bool
+
+
+class StreamReads:
+    """Micro-batches of a stream, step after step.
+
+    share: what the rank takes.
+    position: the place of the stream at which reading begins.
+    state: the state of the stream there, as JSON; '' at its beginning.
+    skipped: number of samples that are passed over first.
+    """
+
+    def __init__(self, share: StreamShare, position: int, state: str, skipped: int = 0) -> None:
+        loader: DataLoader[Any] = DataLoader(
+            _Steps(share, position, state, skipped),
+            batch_size=None,
+            num_workers=1,
+            multiprocessing_context="fork",
+        )
+        self._steps = iter(loader)
+
+    def read(self) -> Read:
+        """Return this rank's micro-batches of the next step, and the state after it, '' where none
+        is kept.
+
+        Raises the error of the process, with its traceback.
+        """
+        batches, state = next(self._steps)
+        return batches, state
+
+    def close(self) -> None:
+        """End the process."""
+        shut_down = getattr(self._steps, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+
+class _Steps(IterableDataset[Read]):
+    """Steps of a stream, without an end."""
+
+    def __init__(self, share: StreamShare, position: int, state: str, skipped: int) -> None:
+        self._share, self._from, self._skipped = share, (position, state), skipped
+
+    def __iter__(self) -> Iterator[Read]:
+        os.environ.update(_ALONE)
+        dist.distributed_c10d.GroupMember.WORLD = None
+        share, (position, state) = self._share, self._from
+        reader = StreamReader(share.stream, share.draw_of, position, state)
+        for _ in reader.read(self._skipped):
+            pass
+        while True:
+            start = reader.position
+            own = [range(start + x.start, start + x.stop) for x in share.mine]
+            kept = {
+                place: sample
+                for place, sample in reader.read(share.batch)
+                if any(place in places for places in own)
+            }
+            batches = [self._tensors([kept[x] for x in places], start) for places in own]
+            yield batches, reader.state() if share.keeps_state else ""
+
+    def _tensors(self, samples: list[Any], start: int) -> dict[str, Tensor]:
+        places = torch.arange(start, start + len(samples)).numpy()
+        try:
+            arrays = self._share.stream.source.batch(samples, places)
+        except RequestError as error:  # which a loader makes anew of its text alone
+            raise RuntimeError(str(error)) from error
+        return {name: torch.from_numpy(x) for name, x in arrays.items()}
