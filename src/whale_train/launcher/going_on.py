@@ -168,7 +168,7 @@ def compared_data(
 
 
 def refuse_lost_place(
-    path: Path, state: CheckpointState, request: Request, lost_place: str
+    path: Place, state: CheckpointState, request: Request, lost_place: str
 ) -> None:
     """Raise ConfigError where a run cannot take up a stream where the checkpoint's run left it.
 
