@@ -76,7 +76,7 @@ def test_a_part_is_read_by_its_bytes(
 
 def test_long_headers_are_read_whole(tmp_path: Path) -> None:
     names = [f"a_parameter_with_a_long_name.{number}" for number in range(600)]
-    described = {name: (torch.float32, ()) for name in names}
+    described = dict.fromkeys(names, (torch.float32, ()))
     write_tensors(tmp_path, "long.safetensors", described, (torch.ones(()) for _ in names))
     path = UrlPath.of("memory://ranged/long.safetensors")
     path.put(tmp_path / "long.safetensors")
