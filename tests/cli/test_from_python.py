@@ -243,6 +243,8 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from whale_train import train
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
+
 def interrupt():
     while not Path("run/metrics.jsonl").exists():
         time.sleep(0.05)

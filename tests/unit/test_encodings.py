@@ -25,7 +25,9 @@ def _unsaid(path: Path) -> list[str]:
         of_object = isinstance(call.func, ast.Attribute)
         name = getattr(call.func, "attr" if of_object else "id", "")
         owner = getattr(getattr(call.func, "value", None), "id", "") if of_object else ""
-        opens = name in FILES and not (name == "open" and owner in ("os", "archive", "tracker"))
+        opens = name in FILES and not (
+            name == "open" and owner in ("os", "archive", "image", "tarfile", "tracker")
+        )
         words = [x.value for x in call.args if isinstance(x, ast.Constant)]
         is_binary = any(isinstance(x, str) and "b" in x and set(x) <= set("rwxab+") for x in words)
         is_text = bool({"text", "universal_newlines"} & keywords) and name != "alert"

@@ -80,7 +80,7 @@ def indexed(file: str, cache: Path) -> ShardIndex:
         return kept
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with open(cache / f"{name}.lock", "w") as lock:
+        with open(cache / f"{name}.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of those on one host, one makes it
             kept = _kept(path)
             if kept is None:

@@ -29,7 +29,10 @@ OWN_SOURCES = (  # sources that make a profile, and that write it down
         _PACKAGE / f"{name}.py"
         for name in ("bounds", "errors", "extras", "hub", "other_trainers", "own_code")
     ),
-    *(_PACKAGE / f"{name}.py" for name in ("checkpoints/safetensors_files", "validation")),
+    *(
+        _PACKAGE / f"{name}.py"
+        for name in ("checkpoints/safetensors_files", "checkpoints/url_path", "validation")
+    ),
 )
 _OWN_MODELS = "whale_train.models."
 # Beginnings of the variables that torch and transformers read. The compiler, which nothing here
