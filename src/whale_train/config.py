@@ -36,8 +36,9 @@ PLATEAU = "plateau"  # a value of train.delink_at
 AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
 Mode = Literal[
-    "train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate", "predict", "audit"
-]
+    "train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate", "predict", "audit",
+    "view",
+]  # fmt: skip
 EVALUATING = ("evaluate", "predict")  # modes that take no steps from a checkpoint
 READING = ("export", *EVALUATING)  # modes that read a checkpoint
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
@@ -262,6 +263,7 @@ class Request(BaseModel):
         for it.
     files: the plan's notes about the user's own config files that have the names of built-in ones.
     run: the run directory that `mode=audit` reads.
+    against: the plan or run that `mode=view` shows beside the one of `checkpoint.path`.
     audit: the section of this name.
     blank_labels: dtype and shape of the labels that the samples of `mode=predict` do not have, and
         which their model takes; None where they have them, or need none.
@@ -288,6 +290,7 @@ class Request(BaseModel):
     metrics: dict[str, MetricOptions] = Field(default_factory=dict)
     files: tuple[Decision, ...] = ()
     run: str | None = None
+    against: str | None = None
     audit: AuditOptions = AuditOptions()
     blank_labels: tuple[str, tuple[int, ...]] | None = None
 
@@ -380,6 +383,7 @@ def read_request(
             sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["run"] = validated(_RunPath, plain.get("run"), "run", faults)
+    sections["against"] = validated(_RunPath, plain.get("against"), "against", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
@@ -534,7 +538,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
         _refuse_resume_data(train, faults)
-    _refuse_run(sections.get("run"), sections.get("audit"), sections.get("mode"), faults)
+    _refuse_run(sections, faults)
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
     if isinstance(checkpoint, CheckpointOptions):
         _refuse_path(checkpoint, sections.get("mode"), faults)
@@ -592,7 +596,10 @@ def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault
     if mode in READING and checkpoint.path is None:
         remedy = "name a run directory or a checkpoint in one, as checkpoint=runs/MY_RUN"
         faults.append(Fault("checkpoint", "", f"must be given to mode={mode}", remedy))
-    if mode not in READING and mode is not None and checkpoint.path is not None:
+    if mode == "view" and checkpoint.path is None:
+        remedy = "name a run directory or a plan.json, as path=runs/MY_RUN"
+        faults.append(Fault("path", "", "must be given to mode=view", remedy))
+    if mode not in (*READING, "view", None) and checkpoint.path is not None:
         rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
         faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
 
@@ -608,7 +615,7 @@ def _refuse_to(
     callbacks = sections.get("callbacks")
     asks = isinstance(callbacks, CallbacksOptions) and bool(callbacks.listed)
     remedy = "leave it out"
-    if mode in (*READING, "calibrate", "audit"):
+    if mode in (*READING, "calibrate", "audit", "view"):
         rule = f"has no effect on mode={mode}"
     elif not is_url(to):
         rule = "is no URL"
@@ -620,11 +627,17 @@ def _refuse_to(
         faults.append(Fault("checkpoint.to", to, rule, remedy))
 
 
-def _refuse_run(run: object, audit: object, mode: object, faults: list[Fault]) -> None:
-    """Add a fault for an audit of no run, and for a run or a step that the mode does not audit."""
+def _refuse_run(sections: Mapping[str, Any], faults: list[Fault]) -> None:
+    """Add a fault for an audit of no run, for a run or a step that the mode does not audit, and for
+    a plan that the mode does not compare."""
+    run, audit, mode = (sections.get(key) for key in ("run", "audit", "mode"))
+    against = sections.get("against")
     if mode == "audit" and run is None:
         remedy = "name a run directory, as run=runs/MY_RUN"
         faults.append(Fault("run", "", "must be given to mode=audit", remedy))
+    if against is not None and mode not in ("view", None):
+        rule = f"has no effect on mode={mode}"
+        faults.append(Fault("against", str(against), rule, "use mode=view, or leave it out"))
     if mode in ("audit", None):
         return
     rule = f"has no effect on mode={mode}"

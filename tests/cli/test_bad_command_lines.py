@@ -299,7 +299,7 @@ VALUES = (
         "unknown_mode",
         "mode=trian",
         "mode=trian is unknown; did you mean train? One of: audit, calibrate, evaluate, "
-        "export, plan, predict, rehearse, train, verify",
+        "export, plan, predict, rehearse, train, verify, view",
     ),
     Case(
         "profile_beyond_the_run",

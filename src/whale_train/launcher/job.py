@@ -54,6 +54,7 @@ from whale_train.launcher.modes.evaluate import (
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
 from whale_train.launcher.modes.verify import verify_job
+from whale_train.launcher.modes.view import view_job
 from whale_train.launcher.planning.check_trackers import refuse_trackers
 from whale_train.launcher.planning.plan_request import (
     Resolved,
@@ -191,6 +192,8 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
             return _plan(request, run_dir, console)
         if request.mode == "audit":
             return audit_job(request, run_dir, console)
+        if request.mode == "view":
+            return view_job(request, run_dir, console)
         with stop_signals() as signals:
             if request.mode == "export":
                 return export_checkpoint(request, run_dir, console, signals)
@@ -246,7 +249,7 @@ def _with_data(request: Request, place: LaunchPlace | None, console: Console) ->
     none. Raises ConfigError.
     """
     elsewhere = place is None and request.launcher.kind == "ssh"
-    if elsewhere or request.mode in ("calibrate", "export", "audit"):
+    if elsewhere or request.mode in ("calibrate", "export", "audit", "view"):
         return request
     if isinstance(request.data, ImageFolderOptions):
         request = request.model_copy(update={"data": with_classes(request.data)})
@@ -274,7 +277,7 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
         remedy = "use null, and for the second part train.resume=RUN model.share_layers=false"
         at = str(request.train.delink_at)
         raise ConfigError([Fault("train.delink_at", at, rule, remedy)])
-    if request.mode in ("plan", "rehearse", "export", "audit") and place is not None:
+    if request.mode in ("plan", "rehearse", "export", "audit", "view") and place is not None:
         rule = "needs no ranks, and some were started from outside"
         raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
 

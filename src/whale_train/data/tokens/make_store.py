@@ -24,6 +24,7 @@ from typing import IO
 from whale_train.data.tokens.token_store import TokenStore
 from whale_train.data.tokens.tokenizer_files import tokenizer_files
 from whale_train.errors import ConfigError, Fault
+from whale_train.user_cache import user_cache
 
 Watch = Callable[[int, int], None]  # is told the bytes that are tokenised, and of how many
 FORMAT = 1  # of stores; another format is another key
@@ -57,9 +58,7 @@ def cache_folder(given: str | None, kind: str = "tokens") -> Path:
     """Return the folder of stores: `given`, or that of a `kind` in the user's cache."""
     if given is not None:
         return Path(given)
-    own = os.environ.get("WHALE_TRAIN_CACHE")
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whale-train"
-    return (Path(own) if own else root) / kind
+    return user_cache(kind)
 
 
 def open_store(request: StoreRequest, cache: Path, watch: Watch | None = None) -> TokenStore:

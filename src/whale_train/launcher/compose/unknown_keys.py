@@ -25,7 +25,8 @@ _MODES = {
     "verify.steps": ("verify",),
     "verify.tolerance": ("verify",),
     "checkpoint.path": READING,
-    "path": READING,
+    "path": (*READING, "view"),
+    "against": ("view",),
     "run": ("audit",),
     "audit.step": ("audit",),
 }
@@ -34,6 +35,7 @@ _OF_EXPORT = ("mode", "path", "checkpoint", "checkpoint.path")
 READ_ALONE = {
     "export": (_OF_EXPORT, "leave it out: the checkpoint has it"),
     "audit": (("mode", "run", "audit", "audit.step"), "leave it out: the run has it"),
+    "view": (("mode", "path", "against"), "leave it out: the plan has it"),
 }
 _WORD = r"\w[\w.]*\w"
 _NO_GROUPS = ("train", "verify", "checkpoint", "audit")  # sections that no name can be given to
@@ -122,6 +124,8 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
         return ["mode", "checkpoint", "path", "hydra.run.dir"]
     if mode == "audit":
         return ["mode", "run", "audit.step"]
+    if mode == "view":
+        return ["mode", "path", "against", "hydra.run.dir"]
     keys: list[str] = []
 
     def visit(value: object, path: str) -> None:

@@ -24,8 +24,8 @@ from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.models.profile.cache_key import profile_key
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.graph.profile_json import profile_from_json, profile_to_json
+from whale_train.user_cache import user_cache
 
-VARIABLE = "WHALE_TRAIN_CACHE"
 MOST_KEPT = 64
 MOST_BYTES = 512_000_000  # the largest profile; that of 126 blocks with 405 B parameters has 5 MB
 
@@ -104,11 +104,7 @@ def quiet_exports() -> Iterator[None]:
 
 def profiles_folder() -> Path:
     """Return the folder of kept profiles: in $WHALE_TRAIN_CACHE, or in the user's cache."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given) / "profiles"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "whale-train" / "profiles"
+    return user_cache("profiles")
 
 
 def kept_profile(key: str) -> ModelProfile | None:
