@@ -154,20 +154,20 @@ class StoreCopies:
         if MODEL in self._results:
             content["model"] = not self._results[MODEL].error
         content["errors"] = {x.name: x.error for x in results if x.error}
-        summary = end.summary
         if (self._run_dir / "summary.json").exists():
             summary = summary_of(self._run_dir) | {"copies": content}
             write_json(self._run_dir / "summary.json", summary)
+            end = replace(end, summary=summary if end.status == "done" else {})
         local = checkpoints_in(self._run_dir / CHECKPOINTS)
         last = [x.name for x in local if (x / MANIFEST).exists()][:1]
         last += [MODEL] if MODEL in self._results else []
         missing = [x for x in last if x not in self._results or self._results[x].error]
         if not missing:
-            return replace(end, summary=summary) if end.summary else end
+            return end
         said = f"{' and '.join(missing)} of {self._run_dir} could not be copied to {self._to}"
-        status = "failed" if end.status == "done" else end.status
-        whole = f"{end.said}\n{said}" if end.said else said
-        return replace(end, status=status, said=whole, reason=end.reason or said, summary=summary)
+        if end.status != "done":
+            return replace(end, said=f"{end.said}\n{said}" if end.said else said)
+        return replace(end, status="failed", said=said, reason=said, summary={})
 
     def _say(self, copied: Copied) -> None:
         """Print what became of a copy. A store's words are printed when they are new."""
