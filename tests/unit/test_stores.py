@@ -3,7 +3,6 @@
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,13 +74,12 @@ class OddFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
-def odd(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[OddFileSystem]]:
+def odd(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("odd", OddFileSystem, clobber=True)
     monkeypatch.setattr(url_path, "PAUSES_S", (0.0, 0.0, 0.0))
     for kept in (OddFileSystem.store, OddFileSystem.log, OddFileSystem.failures):
         kept.clear()
     OddFileSystem.pseudo_dirs[:] = [""]
-    yield OddFileSystem
 
 
 def saved(run_dir: Path, step: int) -> Path:
@@ -163,8 +161,7 @@ def test_what_is_cut_off_in_a_store_is_no_checkpoint(tmp_path: Path) -> None:
     assert found is not None
     assert (str(found.path), found.step) == ("odd://runs/mine/step_2", 2)
     assert found.broken == (f"{TO}/step_4/model/rank_0_0.bin has 5 of 9 bytes",)
-    (TO / "step_4" / "state.json").remove()
-    with pytest.raises(BrokenCheckpoint, match="state.json is missing|has 5 of 9"):
+    with pytest.raises(BrokenCheckpoint, match=r"rank_0_0\.bin has 5 of 9 bytes"):
         check(TO / "step_4")
 
 
