@@ -196,6 +196,7 @@ class StoreCopies:
                     raise StoreError(f"{self._to}: another run has begun to copy to it")
                 if not begun:
                     remove_after(self._to, step)
+                    self._steps = prune(self._to, None)
                     begun = True
                 size = self._copied(path)
             except Exception as error:  # a thread that ends would leave the others uncopied
