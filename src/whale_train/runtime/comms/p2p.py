@@ -154,12 +154,13 @@ class Transport:
         if not values:
             return []
         group = self._groups.get(link.peer)
-        first_tag = link.posted * _MOST_VALUES
+        tagged = [(value, link.posted * _MOST_VALUES + i) for i, value in enumerate(values)]
+        if self._device.type == "cpu":
+            # A batch is of use to NCCL alone, and torch 2.14 makes none of a group in Python.
+            begun = (operation(value, link.peer, group=group, tag=tag) for value, tag in tagged)
+            return [work for work in begun if work is not None]
         return dist.batch_isend_irecv(
-            [
-                dist.P2POp(operation, value, link.peer, group=group, tag=first_tag + number)
-                for number, value in enumerate(values)
-            ]
+            [dist.P2POp(operation, value, link.peer, group=group, tag=tag) for value, tag in tagged]
         )
 
     def _forget_sent(self) -> None:
