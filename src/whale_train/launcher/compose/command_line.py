@@ -59,8 +59,9 @@ _SWEEPER_KEYS = ("hydra/sweeper/", "hydra.sweeper.")
 _OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KEYS}
 # Keys whose values are mappings, which the config files leave empty: {} or null.
 _MAPPINGS = (
-    *("data.collate", "data.columns", "data.evaluation", "data.field", "data.fields", "data.pack"),
-    *("data.pad", "metrics", "model.adapters", "model.config", "model.loss", "optimizer.schedule"),
+    *("data.collate", "data.columns", "data.convert", "data.evaluation", "data.field"),
+    *("data.evaluation_transform", "data.fields", "data.pack", "data.pad", "data.transform"),
+    *("metrics", "model.adapters", "model.config", "model.loss", "optimizer.schedule"),
     "train.stop_after",
 )
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
