@@ -418,14 +418,21 @@ def in_mode(request: Request, mode: Mode) -> Request:
 
 
 def _add_path(plain: dict[str, Any], faults: list[Fault]) -> None:
-    """Put the value of `path`, which is short for `checkpoint.path`, into that section."""
-    section, path = plain.get("checkpoint"), plain["path"]
-    if not isinstance(section, dict):
+    """Put the value of `path` where the mode reads it: an audit in `run`, others in
+    `checkpoint.path`."""
+    path, section = plain["path"], plain.get("checkpoint")
+    other = "run" if plain.get("mode") == "audit" else "checkpoint"
+    if other == "run":
+        given = plain.get("run")
+        plain["run"] = path
+    elif isinstance(section, dict):
+        given = section.get("path")
+        plain["checkpoint"] = {**section, "path": path}
+    else:
         return
-    if section.get("path") is not None:
-        rule, remedy = "and checkpoint are both given", "leave one out"
+    if given is not None:
+        rule, remedy = f"and {other} are both given", "leave one out"
         faults.append(Fault("path", as_yaml(path), rule, remedy))
-    plain["checkpoint"] = {**section, "path": path}
 
 
 def _with_steps(section: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
@@ -538,10 +545,11 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
         _refuse_resume_data(train, faults)
-    _refuse_run(sections, faults)
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
+    run, mode = sections.get("run"), sections.get("mode")
+    _refuse_run(sections, faults)
     if isinstance(checkpoint, CheckpointOptions):
-        _refuse_path(checkpoint, sections.get("mode"), faults)
+        _refuse_path(checkpoint, mode, run, faults)
         if checkpoint.final == "best" and checkpoint.best is None:
             rule = "is the best checkpoint's, and none is kept (checkpoint.best=null)"
             remedy = "use checkpoint.best=evaluation_loss or the like, or true"
@@ -590,10 +598,12 @@ def _refuse_custom(
         faults.append(Fault("optimizer._target_", optimizer.target, rule, "use optimizer=adamw"))
 
 
-def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:
+def _refuse_path(
+    checkpoint: CheckpointOptions, mode: object, run: object, faults: list[Fault]
+) -> None:
     """Add a fault for an export without a checkpoint, and for a checkpoint that the mode does not
-    read."""
-    if mode in READING and checkpoint.path is None:
+    read. Where `run` names one in its place, that is the fault."""
+    if mode in READING and checkpoint.path is None and run is None:
         remedy = "name a run directory or a checkpoint in one, as checkpoint=runs/MY_RUN"
         faults.append(Fault("checkpoint", "", f"must be given to mode={mode}", remedy))
     if mode == "view" and checkpoint.path is None:
@@ -601,6 +611,8 @@ def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault
         faults.append(Fault("path", "", "must be given to mode=view", remedy))
     if mode not in (*READING, "view", None) and checkpoint.path is not None:
         rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
+        if mode == "audit":
+            remedy = f"use run={checkpoint.path}" if run is None else "leave it out"
         faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
 
 
@@ -629,10 +641,11 @@ def _refuse_to(
 
 def _refuse_run(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     """Add a fault for an audit of no run, for a run or a step that the mode does not audit, and for
-    a plan that the mode does not compare."""
+    a plan that the mode does not compare. Where `checkpoint` names the run, that is the fault."""
     run, audit, mode = (sections.get(key) for key in ("run", "audit", "mode"))
-    against = sections.get("against")
-    if mode == "audit" and run is None:
+    against, checkpoint = sections.get("against"), sections.get("checkpoint")
+    path = checkpoint.path if isinstance(checkpoint, CheckpointOptions) else None
+    if mode == "audit" and run is None and path is None:
         remedy = "name a run directory, as run=runs/MY_RUN"
         faults.append(Fault("run", "", "must be given to mode=audit", remedy))
     if against is not None and mode not in ("view", None):
@@ -642,7 +655,10 @@ def _refuse_run(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         return
     rule = f"has no effect on mode={mode}"
     if run is not None:
-        faults.append(Fault("run", str(run), rule, "use mode=audit, or leave it out"))
+        remedy = "use mode=audit, or leave it out"
+        if mode in READING and path is None:
+            remedy = f"use checkpoint={run}"
+        faults.append(Fault("run", str(run), rule, remedy))
     if isinstance(audit, AuditOptions) and audit.step is not None:
         faults.append(Fault("audit.step", str(audit.step), rule, "use mode=audit, or null"))
 

@@ -253,4 +253,8 @@ def named_function(
     made = imported(f"{key}._target_", target, kind)
     if isinstance(made, type):
         return made_object(key, target, arguments, kind)  # type: ignore[no-any-return]
+    given = {f"{key}.{name}" for name in arguments}  # what is not, the caller gives
+    faults = argument_faults(made, arguments, key, target.rpartition(".")[2])
+    if unknown := [fault for fault in faults if fault.key in given]:
+        raise ConfigError(unknown)
     return partial(made, **arguments) if arguments else made

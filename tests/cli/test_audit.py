@@ -73,7 +73,7 @@ def test_data_begun_anew_leaves_an_epoch(runs: Path) -> None:
     overrides = ("train.steps=10", "train.resume=run", "train.resume_data=any", "seed=7")
     more = ("model._target_=net.Net", "train.global_batch=8", "hydra.run.dir=anew")
     assert whale_train([*RUN, *more, *overrides], runs).status == 0
-    answer = whale_train(["mode=audit", "run=anew"], runs)
+    answer = whale_train(["mode=audit", "path=anew"], runs)
     assert answer.status == 1
     assert f"steps 1-8, epoch 1: 64 of {COUNT:,} samples\n" in answer.stdout
     assert f"steps 9-10, epoch 1: 16 of {COUNT:,} samples\n" in answer.stdout
@@ -163,6 +163,11 @@ def test_a_run_that_is_gone_is_said_to_be(runs: Path, tmp_path: Path) -> None:
         (["run=none"], "run=none is not a folder; name a run directory, as runs/MY_RUN"),
         (["run=."], "run=. holds no run; name a run directory, as runs/MY_RUN"),
         ([], "run must be given to mode=audit; name a run directory, as run=runs/MY_RUN"),
+        (
+            ["checkpoint=run"],
+            "checkpoint.path=run has no effect on mode=audit; use run=run",
+        ),
+        (["run=run", "path=run"], "path=run and run are both given; leave one out"),
         (["run=run", "seed=3"], "seed=3 has no effect on mode=audit; leave it out: the run has it"),
         (
             ["run=run", "audit.step=9"],

@@ -63,6 +63,13 @@ MODEL = (
         "forward or its arguments, or use other data",
     ),
     Case(
+        "setting_that_a_forward_reads",
+        "model=hf model.architecture=T5ForConditionalGeneration 'model.config={d_model: 32, "
+        f"num_layers: 1, num_heads: 2, vocab_size: 257}}' {PLAN}",
+        "model.config has no decoder_start_token_id, which T5ForConditionalGeneration reads of its "
+        "T5Config; write model.config.decoder_start_token_id=VALUE",
+    ),
+    Case(
         "no_loss",
         f"model._target_=nets.Scores {CUSTOM}",
         "model.loss=model finds no loss in what Scores returns (dict); return it as .loss, or "

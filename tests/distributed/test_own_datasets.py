@@ -190,6 +190,15 @@ FAULTS = {
         "data.x has samples of several shapes: [2] (sample 1), elsewhere [1]; use 'data.pad={x: "
         "{length: N, value: 0}}', or make them alike in the dataset",
     ),
+    "ragged_labels": (
+        {"arguments": {"kind": "ragged"}, "fields": {"x": "x", "labels": "x"}},
+        "\n".join(
+            f"data.{name} has samples of several shapes: [2] (sample 1), elsewhere [1]; use "
+            "'data.pad={x: {length: N, value: 0}, labels: {length: N, value: -100}}', or make them "
+            "alike in the dataset"
+            for name in ("x", "labels")
+        ),
+    ),
     "short_pad": (
         {"arguments": {"kind": "ragged"}, "pad": {"x": {"length": 1}}},
         "data.pad.x.length=1 is less than sample 1 has (2); use a larger one, or cut such rows in "

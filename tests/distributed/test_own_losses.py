@@ -66,11 +66,16 @@ def test_a_loss_beside_the_model_is_one_inside_it(
             "own_losses.Value.forward.lost",
             "model.loss._target_=own_losses.Value.forward.lost cannot be imported: ",
         ),
+        (
+            "own_losses.focal model.loss.gama=1.5",
+            "model.loss.gama=1.5 is not an argument of focal; did you mean gamma? One of: gamma, "
+            "labels, logits",
+        ),
         ("os.system", "model.loss._target_=os.system is a function that does not say what it "),
     ],
 )
 def test_refused(jobs: Jobs, data: dict[str, Path], loss: str, expected: str) -> None:
-    side = ("Net", (f"model.loss._target_={loss}",))
+    side = ("Net", tuple(f"model.loss._target_={loss}".split()))
     with pytest.raises((JobFailed, AssertionError)) as caught:
         jobs.run(job(data["focal"], side, "strategy=single", *hardware(1, ())))
     assert expected in str(caught.value)

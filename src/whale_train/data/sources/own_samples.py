@@ -84,12 +84,14 @@ class Samples:
                 columns.setdefault(name, []).append(self._padded(name, array, row))
                 if name in lengths:
                     lengths[name].append(len(array))
-        batch: Batch = {}
-        for name, arrays in columns.items():
-            shapes = {array.shape for array in arrays}
-            if len(shapes) > 1:
-                raise _unequal(name, rows, arrays, remedy=self.alike)
-            batch[name] = np.stack(arrays)
+        uneven = {
+            name: arrays
+            for name, arrays in columns.items()
+            if len({array.shape for array in arrays}) > 1
+        }
+        if uneven:
+            raise _unequal(uneven, rows, remedy=self.alike)
+        batch = {name: np.stack(arrays) for name, arrays in columns.items()}
         checked = self._checked(batch, rows)
         own = {f"{name}{LENGTHS}": np.array(of, np.int64) for name, of in lengths.items()}
         return {**checked, **own}
@@ -148,7 +150,7 @@ class Samples:
         for known in self.fields:
             array = batch[known.name]
             if array.shape[1:] != known.shape:
-                raise _unequal(known.name, rows, list(array), known.shape, self.alike)
+                raise _unequal({known.name: list(array)}, rows, known.shape, self.alike)
             batch[known.name] = np.ascontiguousarray(array, known.dtype)
         return batch
 
@@ -168,21 +170,29 @@ def _array(value: Any, name: str) -> NDArray[Any]:
 
 
 def _unequal(
-    name: str,
+    uneven: Mapping[str, Sequence[NDArray[Any]]],
     rows: Indices,
-    arrays: Sequence[NDArray[Any]],
     first: tuple[int, ...] | None = None,
     remedy: str = "",
 ) -> ConfigError:
-    """Return the error of rows of several shapes; `remedy` '' is the usual one."""
-    first = arrays[0].shape if first is None else first
-    number = next(i for i, array in enumerate(arrays) if array.shape != first)
-    rule = f"has samples of several shapes: {list(arrays[number].shape)} (sample {rows[number]}), "
-    rule += f"elsewhere {list(first)}"
-    remedy = remedy or (
-        f"use 'data.pad={{{name}: {{length: N, value: 0}}}}', or make them alike in the dataset"
+    """Return the error of fields whose rows have several shapes.
+
+    uneven: the rows of each such field.
+    first: the shape that the others should have; None takes that of a field's first row.
+    remedy: '' is the usual one, which fills up labels with -100: no loss counts these.
+    """
+    pads = ", ".join(
+        f"{name}: {{length: N, value: {-100 if name == 'labels' else 0}}}" for name in uneven
     )
-    return ConfigError([Fault(f"data.{name}", "", rule, remedy)])
+    remedy = remedy or f"use 'data.pad={{{pads}}}', or make them alike in the dataset"
+    faults = []
+    for name, arrays in uneven.items():
+        shape = arrays[0].shape if first is None else first
+        number = next(i for i, array in enumerate(arrays) if array.shape != shape)
+        rule = f"has samples of several shapes: {list(arrays[number].shape)} "
+        rule += f"(sample {rows[number]}), elsewhere {list(shape)}"
+        faults.append(Fault(f"data.{name}", "", rule, remedy))
+    return ConfigError(faults)
 
 
 def _open_files() -> set[str]:

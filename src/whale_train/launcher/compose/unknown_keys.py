@@ -25,16 +25,16 @@ _MODES = {
     "verify.steps": ("verify",),
     "verify.tolerance": ("verify",),
     "checkpoint.path": READING,
-    "path": (*READING, "view"),
+    "path": (*READING, "audit", "view"),
     "against": ("view",),
     "run": ("audit",),
     "audit.step": ("audit",),
 }
-_OF_EXPORT = ("mode", "path", "checkpoint", "checkpoint.path")
+_OF_RECORD = ("mode", "path", "run", "checkpoint", "checkpoint.path")
 # Modes that read a record: the keys that they read besides, and the remedy for any other.
 READ_ALONE = {
-    "export": (_OF_EXPORT, "leave it out: the checkpoint has it"),
-    "audit": (("mode", "run", "audit", "audit.step"), "leave it out: the run has it"),
+    "export": (_OF_RECORD, "leave it out: the checkpoint has it"),
+    "audit": ((*_OF_RECORD, "audit", "audit.step"), "leave it out: the run has it"),
     "view": (("mode", "path", "against"), "leave it out: the plan has it"),
 }
 _WORD = r"\w[\w.]*\w"
@@ -123,7 +123,7 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
     if mode == "export":
         return ["mode", "checkpoint", "path", "hydra.run.dir"]
     if mode == "audit":
-        return ["mode", "run", "audit.step"]
+        return ["mode", "path", "run", "audit.step"]
     if mode == "view":
         return ["mode", "path", "against", "hydra.run.dir"]
     keys: list[str] = []

@@ -82,6 +82,14 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
         running = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
         if LossModule._loss_of.__code__ not in running:
             raise
+        if request.model.architecture is not None and isinstance(error, AttributeError):
+            kind = type(error.obj).__name__
+            if error.name and kind.endswith("Config"):
+                rule = (
+                    f"has no {error.name}, which {request.model.architecture} reads of its {kind}"
+                )
+                remedy = f"write model.config.{error.name}=VALUE"
+                raise ConfigError([Fault("model.config", "", rule, remedy)]) from error
         said = " ".join(f"{type(error).__name__}: {error}".split())
         rule = f"fails on a batch of data={request.names.get('data', '')} ({said})"
         remedy = "correct its forward or its arguments, or use other data"
