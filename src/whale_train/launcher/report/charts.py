@@ -159,7 +159,9 @@ def timeline_chart(spans: Mapping[str, Sequence[Span]], labels: Mapping[int, str
     spec = _spec(
         {
             "data": {"values": rows},
-            "facet": {"row": {"field": "from", "type": "nominal", "title": None, "sort": None}},
+            "facet": {
+                "row": {"field": "from", "type": "nominal", "title": None, "sort": list(spans)}
+            },
             "resolve": {"scale": {"x": "independent", "y": "independent"}},
             "spec": {
                 "width": 760,

@@ -26,6 +26,7 @@ _CURVES = (
     ("step_time_s", "Time of a step", "seconds"),
     ("peak_memory_bytes", "Peak memory of the fullest rank", "GB"),
 )
+_FACT = ("fact", "value")
 _GB = ("peak_memory_bytes",)  # keys of bytes, which are shown in GB
 
 
@@ -115,7 +116,8 @@ def _summary(shown: ShownRun, against: ShownRun | None) -> Section:
     """Return the section that says what is shown, in two columns where two are."""
     facts = _facts(shown)
     if against is None:
-        table = Table("In short", ("", shown.title), [Row(pair) for pair in facts.items()])
+        rows = [Row(pair) for pair in facts.items()]
+        table = Table("The plan and the run" if shown.is_run else "The plan", _FACT, rows)
         tables = [table]
     else:
         other = _facts(against)
@@ -125,8 +127,8 @@ def _summary(shown: ShownRun, against: ShownRun | None) -> Section:
             )
             for name in dict.fromkeys([*facts, *other])
         ]
-        caption = "In short; rows that differ are marked"
-        tables = [Table(caption, ("", shown.title, against.title), rows)]
+        columns = (_FACT[0], shown.title, against.title)
+        tables = [Table("Both; rows that differ are marked", columns, rows)]
     if shown.attempts:
         tables.append(_attempts(shown.attempts))
     return Section("summary", "In short", tables=tables)
