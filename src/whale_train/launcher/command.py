@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from whale_train.errors import RequestError
 from whale_train.launcher.compose import command_line
 from whale_train.launcher.compose.own_files import said_of_own_files
+from whale_train.launcher.doctor.doctor import asks_doctor, run_doctor
 from whale_train.launcher.followed import Follower
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
@@ -48,6 +49,8 @@ def run_command(early: EarlyHost | None = None) -> NoReturn:
         if command_line.asks_version(sys.argv[1:]):
             sys.stdout.write(_version() + "\n")
             sys.exit(0)
+        if asks_doctor(sys.argv[1:]):
+            sys.exit(run_doctor())
         place = find_place(sys.argv[1:])
         if place is not None and place.rank:
             refuse_missing_interfaces(os.environ)

@@ -15,6 +15,7 @@ HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
 # Variables of programs that start ranks themselves (`rank_env.py`).
 _OF_STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 _ELSEWHERE = ("launcher=ssh", "launcher=slurm")
+DOCTOR = "doctor"  # the word that asks for a report of this machine
 
 
 def asks_for_ranks(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -27,7 +28,8 @@ def asks_for_ranks(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         return False
     other_modes = (x for x in arguments if x.startswith("mode=") and x != "mode=train")
     has_flags = any(x.startswith("-") and not x.startswith("--config-") for x in arguments)
-    return not has_flags and not any(other_modes) and not set(_ELSEWHERE) & set(arguments)
+    elsewhere = {*_ELSEWHERE, DOCTOR} & set(arguments)
+    return not has_flags and not any(other_modes) and not elsewhere
 
 
 class EarlyHost:

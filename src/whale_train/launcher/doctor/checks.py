@@ -1,0 +1,160 @@
+"""Check what an installation has: packages, devices, compilers and folders, and what is missing for
+which feature."""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from whale_train.kernel_cache import kernel_cache
+from whale_train.launcher.planning.architectures import refused_architectures
+from whale_train.launcher.planning.devices.calibrations import calibrations_folder
+from whale_train.machine.limits import cores, memory_bytes
+from whale_train.machine.nvml import visible_gpus
+from whale_train.quantities import in_bytes
+from whale_train.user_cache import user_cache
+
+_PACKAGE = "whale-train"
+_SMALL_SHM = 1 << 30  # bytes; a container's default is 64 MiB
+# What each extra of the package is for. An extra that is not named here is a developer's.
+_EXTRAS = {
+    "hf": "models and datasets of Hugging Face, data=text_files",
+    "images": "data=image_folder, images in data=webdataset",
+    "peft": "model.adapters",
+    "slurm": "launcher=slurm",
+    "remote": "checkpoint.to",
+    "optuna": "hydra/sweeper=optuna",
+    "metrics": "metrics of torchmetrics",
+    "trackers": "trackers=[mlflow, wandb, trackio]",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    part: the part of the report that it is in.
+    name: its name.
+    found: what was found, in words; '' where nothing was.
+    is_needed: whether no run works without it.
+    remedy: what to do where it is missing or wrong; '' where it is as it should be.
+    """
+
+    part: str
+    name: str
+    found: str
+    is_needed: bool = False
+    remedy: str = ""
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether runs fail because of it."""
+        return self.is_needed and bool(self.remedy)
+
+
+def all_checks() -> list[Check]:
+    """Return the checks of this installation and machine, part by part."""
+    checks = (packages(), features(), devices(), compilers(), folders())
+    return [check for part in checks for check in part]
+
+
+def packages() -> Iterator[Check]:
+    """Yield the packages that every run needs."""
+    python = f"{platform.python_version()} in {sys.prefix}"
+    yield Check("packages", "python", python, is_needed=True)
+    yield Check("packages", _PACKAGE, version(_PACKAGE), is_needed=True)
+    for requirement in _requirements():
+        if requirement.marker is None:
+            installed, remedy = _package(requirement)
+            yield Check("packages", requirement.name, installed, is_needed=True, remedy=remedy)
+
+
+def features() -> Iterator[Check]:
+    """Yield what each extra of the package is for, and which of its packages are missing."""
+    for extra, purpose in _EXTRAS.items():
+        of_extra = [
+            requirement
+            for requirement in _requirements()
+            if requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+        ]
+        installed = []
+        remedies = []
+        for requirement in of_extra:
+            has, remedy = _package(requirement)
+            installed += [f"{requirement.name} {has}"] if has else []
+            remedies += [remedy] if remedy else []
+        if of_extra:
+            yield Check("features", purpose, ", ".join(installed), remedy="; ".join(remedies))
+
+
+def _requirements() -> list[Requirement]:
+    return [Requirement(text) for text in requires(_PACKAGE) or ()]
+
+
+def _package(requirement: Requirement) -> tuple[str, str]:
+    """Return the installed version of a package, or '', and the remedy where it is missing or out
+    of range."""
+    remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        return "", remedy
+    fits = requirement.specifier.contains(installed, prereleases=True)
+    return installed, "" if fits else remedy
+
+
+def devices() -> Iterator[Check]:
+    """Yield the GPUs that the driver shows, or the processor that CPU processes share."""
+    gpus = visible_gpus()
+    for number, gpu in enumerate(gpus):
+        found = f"{gpu.name}, {in_bytes(gpu.memory_bytes)}"
+        refused = "; ".join(f"{x.rule}; {x.remedy}" for x in refused_architectures([gpu]))
+        yield Check("devices", f"GPU {number}", found, remedy=refused)
+    if not gpus:
+        yield Check("devices", "GPU", "none: ranks are CPU processes over gloo")
+    found = f"{cores()} cores, {in_bytes(memory_bytes())} of memory"
+    yield Check("devices", "processor", found)
+
+
+def compilers() -> Iterator[Check]:
+    """Yield the programs that compile kernels at their first use."""
+    for program, purpose in (
+        ("g++", "offload: {optimizer: cpu}, train.compile"),
+        ("ninja", "offload: {optimizer: cpu}"),
+    ):
+        path = shutil.which(program)
+        remedy = "" if path else f"install {program}, for {purpose}"
+        yield Check("compilers", program, path or "", remedy=remedy)
+
+
+def folders() -> Iterator[Check]:
+    """Yield the folders that runs write to, and whether they can."""
+    for name, folder, is_needed in (
+        ("runs", Path("runs"), True),
+        ("temporary files", Path(tempfile.gettempdir()), True),
+        ("kept profiles", user_cache("profiles"), False),
+        ("kept tokens", user_cache("tokens"), False),
+        ("calibrations", calibrations_folder(), False),
+        ("compiled kernels", kernel_cache(), False),
+    ):
+        remedy = "" if _is_writable(folder) else "make it writable for this user"
+        yield Check("folders", name, str(folder.absolute()), is_needed, remedy)
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        remedy = "give the container more, as docker run --shm-size=8g" if free < _SMALL_SHM else ""
+        found = f"{shared}, {in_bytes(free)} free"
+        yield Check("folders", "memory that ranks share", found, remedy=remedy)
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return whether a file can be made in a folder, or the folder itself where it is not there."""
+    there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
