@@ -114,13 +114,13 @@ def devices() -> Iterator[Check]:
     """Yield the GPUs that the driver shows, or the processor that CPU processes share."""
     gpus = visible_gpus()
     for number, gpu in enumerate(gpus):
-        found = f"{gpu.name}, {in_bytes(gpu.memory_bytes)}"
+        card = f"{gpu.name}, {in_bytes(gpu.memory_bytes)}"
         refused = "; ".join(f"{x.rule}; {x.remedy}" for x in refused_architectures([gpu]))
-        yield Check("devices", f"GPU {number}", found, remedy=refused)
+        yield Check("devices", f"GPU {number}", card, remedy=refused)
     if not gpus:
         yield Check("devices", "GPU", "none: ranks are CPU processes over gloo")
-    found = f"{cores()} cores, {in_bytes(memory_bytes())} of memory"
-    yield Check("devices", "processor", found)
+    size = f"{cores()} cores, {in_bytes(memory_bytes())} of memory"
+    yield Check("devices", "processor", size)
 
 
 def compilers() -> Iterator[Check]:
@@ -150,8 +150,8 @@ def folders() -> Iterator[Check]:
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         remedy = "give the container more, as docker run --shm-size=8g" if free < _SMALL_SHM else ""
-        found = f"{shared}, {in_bytes(free)} free"
-        yield Check("folders", "memory that ranks share", found, remedy=remedy)
+        room = f"{shared}, {in_bytes(free)} free"
+        yield Check("folders", "memory that ranks share", room, remedy=remedy)
 
 
 def _is_writable(folder: Path) -> bool:
