@@ -38,6 +38,8 @@ def check_data(
             "raise data.evaluation_fraction",
         )
         remedy += ", name sets in data.evaluation, or use null"
+        if isinstance(dataset, StreamDataset):  # whose samples have no numbers to be held back by
+            remedy = "name sets in data.evaluation, or use null"
         faults.append(Fault("train.evaluate_every", str(every), rule, remedy))
     if every is None and data.sets:
         rule = "is never evaluated (train.evaluate_every=null)"
@@ -156,6 +158,9 @@ class _Numbers:
         most = self.bound - 1
         rule = f"has {name} up to {most}, and {self.owner} has {self.count} {self.what}"
         remedy = f"use a model with at least {self.bound} {self.what}, or other data"
+        if self.field is None and data.partition(",")[0] in ("text", "text_files"):
+            remedy = f"use data.sequence_length={self.count}, or a model with at least "
+            remedy += f"{self.bound} {self.what}"
         return Fault("data", data, rule, remedy)
 
     def _are_wrong(self, values: NDArray[Any]) -> NDArray[Any]:
