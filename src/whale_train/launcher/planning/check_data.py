@@ -83,6 +83,22 @@ def explain_data(request: Request, dataset: Dataset) -> tuple[Decision, ...]:
     return tuple(said)
 
 
+def explain_vocabulary(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
+    """Return a note where a Hugging Face model that begins at random has a vocabulary at least
+    twice as large as the tokens of the data."""
+    if request.model.architecture is None or request.model.pretrained is not None:
+        return ()
+    if request.names.get("data") != "text_files":
+        return ()
+    for number in _numbers(profile):
+        is_table = number.what == "rows" and number.field is not None
+        if is_table and 0 < 2 * number.bound <= number.count:
+            reason = f"all tokens of the data are below {number.bound:,}; "
+            reason += f"model.config.vocab_size={number.bound} takes less memory and time"
+            return (Decision("model.config.vocab_size", f"{number.count:,}", "", reason),)
+    return ()
+
+
 _LOOKED_AT = 256  # samples in which labels of padding are looked for
 
 
