@@ -5,6 +5,7 @@ Megatron-LM, torchtitan, Keras and EPL. A name stands for every path that ends w
 is `train.lr`, `trainer.lr` and `--lr` as well. Where two names fit, the longer path is meant.
 """
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -26,8 +27,12 @@ class Instead:
         """Return the end of a message, from the semicolon on."""
         if not self.settings:
             return f"there is none: {self.note}"
-        settings = " ".join(self.settings)
+        settings = " ".join(shlex.quote(x) if " " in x else x for x in self.settings)
         return f"use {settings}" + (f" ({self.note})" if self.note else "")
+
+    def chooses(self, group: str) -> bool:
+        """Return whether the first of the settings chooses an option of `group`."""
+        return bool(self.settings) and self.settings[0].startswith(f"{group}=")
 
 
 _BATCH = Instead(
@@ -56,7 +61,7 @@ _COPIES = Instead(
 )
 _SEQUENCE = Instead(("strategy=split_sequence",))
 _STRATEGY = Instead(("strategy=auto",), "or a name: see whale-train --help")
-_DEVICES = Instead(("strategy.devices=4",), "the first four of the inventory; all without it")
+_DEVICES = Instead(("strategy.devices=4",), "the first four; with hardware=cpu hardware.devices=4")
 _NODES = Instead(
     ("hardware=v100_p100_mix",), "an inventory of the nodes, conf/hardware or a file of your own"
 )
@@ -156,13 +161,14 @@ _TABLE: Mapping[Instead, str] = {
     _LOSS_SCALE: "fp16.loss_scale initial_loss_scale initial_scale_power init_scale loss_scale "
     "fp16.initial_scale_power",
     _ZERO: "zero zero_stage zero_optimization zero_optimization.stage deepspeed deepspeed_config "
-    "deepspeed_stage zero_level use_distributed_optimizer zero.level deepspeed_plugin",
+    "deepspeed_stage deepspeed_stage_1 deepspeed_stage_2 zero_level use_distributed_optimizer "
+    "zero.level deepspeed_plugin",
     _OFFLOAD: "offload cpu_offload offload_optimizer offload_param optimizer_offload "
     "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device "
     "offload_optimizer_device offload_param_device offload_optimizer.device offload.level "
     "zero_optimization.offload_optimizer zero_optimization.offload_param",
     _SHARDED: "fsdp fsdp_config fsdp_plugin data_parallel_shard_degree sharding_strategy "
-    "use_fsdp dp_shard fsdp_transformer_layer_cls_to_wrap",
+    "use_fsdp dp_shard deepspeed_stage_3 fsdp2 fsdp_transformer_layer_cls_to_wrap",
     _TENSOR: "tensor_parallel_size tensor_model_parallel_size tp_size tp tensor_parallel_degree "
     "tensor_parallel model_parallel_size tensor_parallelism",
     _PIPELINE: "pipeline_parallel_size pipeline_model_parallel_size pp_size pp "
@@ -170,7 +176,7 @@ _TABLE: Mapping[Instead, str] = {
     _EXPERTS: "expert_parallel_size expert_model_parallel_size ep_size ep expert_parallel_degree "
     "moe_expert_parallel_size expert_parallel",
     _COPIES: "data_parallel_size dp_size data_parallel_replicate_degree ddp use_ddp dp_replicate "
-    "data_parallel",
+    "data_parallel ddp_spawn ddp_notebook",
     _SEQUENCE: "sequence_parallel sequence_parallel_size sp_size enable_sequence_parallel",
     _STRATEGY: "distributed_type distributed_backend parallelism parallel_strategy "
     "strategy_name auto.auto_parallel auto_parallel",

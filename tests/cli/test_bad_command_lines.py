@@ -132,6 +132,32 @@ COMMAND_LINE = (
         "+experiment=smok",
         "experiment=smok is not an option; did you mean smoke? One of: smoke",
     ),
+    *(
+        Case(f"strategy_of_another_{name}", f"strategy={name}", f"strategy={name} {said}")
+        for name, said in {
+            "ddp": "is not an option; use strategy=dp (copies are as many as devices, or "
+            "strategy.graph.replicate.degree)",
+            "fsdp": "is not an option; use strategy=zero3",
+            "deepspeed_stage_3": "is not an option; use strategy=zero3",
+        }.items()
+    ),
+    Case(
+        "list_for_a_mapping",
+        "'callbacks=[{_target_: my_module.Watcher}]'",
+        "callbacks=[{_target_: my_module.Watcher}] is not a mapping; write "
+        "callbacks.mine._target_=my_module.MyCallback",
+    ),
+    Case(
+        "mapping_for_a_list",
+        "'optimizer.groups={match: head}'",
+        "optimizer.groups={match: head} is not a list; write 'optimizer.groups=[{match: head}]'",
+    ),
+    Case(
+        "two_in_one_text",
+        "'strategy=zero1 train.steps=3'",
+        "strategy=zero1 train.steps=3 is several overrides in one text; give each as a text of its "
+        "own",
+    ),
     Case(
         "malformed",
         "'train={steps: 5'",

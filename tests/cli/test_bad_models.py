@@ -53,7 +53,8 @@ MODEL = (
         f"model._target_=nets.Pixels {CUSTOM}",
         "data.features is not an argument of the forward of Pixels; use one of: labels, pixels",
         "model._target_=nets.Pixels needs pixels in its forward, and the fields of the data are "
-        "features, labels; name one of the data's fields pixels, or give it a default",
+        "features, labels; name one of the data's fields pixels, in data.columns or data.fields, "
+        "or give it a default",
     ),
     Case(
         "forward_raises",
@@ -150,8 +151,8 @@ MODEL = (
         f"model.vocab_size=100 model.sequence_length=32 {PLAN}",
         "data=text has input_ids up to 255, and token.weight has 100 rows; use a model with at "
         "least 256 rows, or other data",
-        "data=text has positions up to 63, and position.weight has 32 rows; use a model with at "
-        "least 64 rows, or other data",
+        "data=text has positions up to 63, and position.weight has 32 rows; use "
+        "data.sequence_length=32, or a model with at least 64 rows",
         "data=text has labels up to 255, and the model has 100 classes; use a model with at "
         "least 256 classes, or other data",
     ),

@@ -92,8 +92,9 @@ def test_a_run_that_goes_on_counts_on(ended: Path) -> None:
     [
         (
             ("train.evaluate_every=null", STOP),
-            "error: train.stop_after=evaluation_loss is a result of evaluations, and there are "
-            "none (train.evaluate_every=null); use train.evaluate_every=100 or the like, or null",
+            "error: train.stop_after.metric=evaluation_loss is a result of evaluations, and there "
+            "are none (train.evaluate_every=null); use train.evaluate_every=100 or the like, or "
+            "train.stop_after=null",
         ),
         (
             ("checkpoint.best=evaluation_los",),

@@ -99,6 +99,11 @@ PLANNED = {
         "use 1 data.evaluation_fraction=0.1 holds samples back by their numbers, "
         "and streams.Stateless is a stream; use 0, and name a set in data.evaluation",
     ),
+    "held_back": (
+        "Stateless train.evaluate_every=1",
+        "train.evaluate_every=1 needs held-back samples, and there are none; name sets in "
+        "data.evaluation, or use null",
+    ),
     "evaluation": (
         "Stateless data.evaluation={v:{count:3}} train.evaluate_every=1",
         "data.evaluation.v is a stream without a length, and an evaluation goes through all of it; "

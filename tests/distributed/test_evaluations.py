@@ -21,6 +21,8 @@ from torch import Tensor
 from whale_train.data.open import open_dataset
 from whale_train.data.order import evaluation_batches
 from whale_train.data.sources.arrays import ArraysOptions
+from whale_train.metrics_options import MetricOptions
+from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
 
 SAMPLES, LENGTH, BATCH, SEED = 43, 6, 8, 3
 REL = 2e-6
@@ -259,3 +261,23 @@ def test_targets_that_are_learned_are_counted_as_they_are_made_or_refused(
     )
     assert "use null, or a strategy of one replicate" in str(caught.value)
     jobs.run([*overrides, f"strategy.graph={GRAPHS['hybrid']}", "train.evaluate_every=null"])
+
+
+class Share:
+    """The share of right classes, as a number of Python's."""
+
+    def reset(self) -> None:
+        self.right, self.count = 0, 0
+
+    def update(self, predicted: Tensor, target: Tensor) -> None:
+        self.right += int((predicted == target).sum())
+        self.count += len(target)
+
+    def compute(self) -> float:
+        return self.right / self.count
+
+
+def test_a_number_of_pythons_keeps_its_digits() -> None:
+    metrics = EvaluationMetrics({"share": MetricOptions(target=f"{__name__}.Share")})
+    pairs = np.array([1, 2, 3]), np.array([1, 0, 0])
+    assert metrics.values(*pairs, np.ones(3, np.int64)) == {"share": 1 / 3}

@@ -170,14 +170,17 @@ def test_all_fields_that_do_not_fit_together() -> None:
         "model.loss=model needs a forward that takes labels, and that of TakesTwo takes none; "
         "use model.loss=cross_entropy",
         "model._target_=users.Returns needs features in its forward, and the fields of the data "
-        "are feature, labels; name one of the data's fields features, or give it a default",
+        "are feature, labels; name one of the data's fields features, in data.columns or "
+        "data.fields, or give it a default",
         "model._target_=users.Returns needs mask in its forward, and the fields of the data are "
-        "feature, labels; name one of the data's fields mask, or give it a default",
+        "feature, labels; name one of the data's fields mask, in data.columns or "
+        "data.fields, or give it a default",
     ]
 
 
 def test_cross_entropy_without_labels() -> None:
     assert forward_faults(ClassHead(3), USERS_CROSS_ENTROPY, "features") == [
         "model.loss=cross_entropy needs labels, and the fields of the data are features; "
-        "name the field of the labels labels, or use model.loss=model"
+        "name the field of the labels labels, in data.columns or data.fields, or use "
+        "model.loss=model"
     ]

@@ -17,6 +17,7 @@ from tests.distributed.cases import TOLERANCE
 from tests.distributed.equality import Jobs
 from tests.pairs import some
 
+from whale_train import compose, plan
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.data.sources.text_files import TextFilesOptions
@@ -310,3 +311,14 @@ def test_training_on_packed_documents(folder: Path, jobs: Jobs, tmp_path: Path, 
     where = [f"train.global_batch={samples}", "hardware=cpu", "hardware.devices=2"]
     found = jobs.run([*common, *text, *options, *where, *f"strategy={plan}".split()])
     np.testing.assert_allclose(found.losses, expected.losses, rtol=TOLERANCE)
+
+
+def test_rows_of_a_vocabulary_that_no_token_has_are_noted(folder: Path) -> None:
+    model, config = MODEL.split("|")
+    of_tokenizer = [f"data.tokenizer={folder / 'tokenizer'}", f"data.cache={folder / 'cache'}"]
+    text = ["data=text_files", f"data.path={folder / 'corpus.jsonl'}", *of_tokenizer]
+    for size, noted in ((22, []), (43, []), (44, ["44"])):
+        sized = config.replace("vocab_size: 22", f"vocab_size: {size}")
+        request = compose(*model.split(), sized, *text, "data.sequence_length=16", hardware="cpu")
+        decisions = plan(request).decisions
+        assert [x.chosen for x in decisions if x.key == "model.config.vocab_size"] == noted

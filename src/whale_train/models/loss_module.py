@@ -61,7 +61,8 @@ def forward_fields(
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in (*names, *by_loss):
             rule = f"needs {name} in its forward, and the fields of the data are {listing}"
-            remedy = f"name one of the data's fields {name}, or give it a default"
+            remedy = f"name one of the data's fields {name}, in data.columns or data.fields, or "
+            remedy += "give it a default"
             faults.append(Fault("model._target_", options.target, rule, remedy))
     labels = next((field for field in fields if field.name == "labels"), None)
     if options.loss == "cross_entropy" and labels is not None and not labels.is_integer:
@@ -70,7 +71,8 @@ def forward_fields(
         faults.append(Fault("model.loss", "cross_entropy", rule, remedy))
     if by_loss and "labels" not in names:
         rule = f"needs labels, and the fields of the data are {listing}"
-        remedy = "name the field of the labels labels, or use model.loss=model"
+        remedy = "name the field of the labels labels, in data.columns or data.fields, or use "
+        remedy += "model.loss=model"
         shown = "cross_entropy" if options.own_loss is None else options.own_loss.target
         faults.append(Fault("model.loss", shown, rule, remedy))
     if faults:

@@ -5,6 +5,7 @@ let a user's own model or optimizer take arguments, and a strategy keys, that it
 not list.
 """
 
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ from whale_train.launcher.compose.unknown_keys import (
 )
 from whale_train.models.options import MODEL_KEYS
 from whale_train.optimizer_options import OPTIMIZER_KEYS
+from whale_train.other_trainers import known_elsewhere
 
 CONFIG_MODULE = "whale_train.conf"
 _SWEEPER = "hydra/sweeper"
@@ -396,6 +398,9 @@ def _override_fault(override: Override, error: Exception, config: DictConfig | N
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "").rpartition("/")[2]
         remedy = nearest(missing, error.options) if error.options else "name a file that exists"
+        instead = known_elsewhere(missing)
+        if key == "strategy" and instead is not None and instead.chooses(key):
+            remedy = instead.remedy
         if missing == value:
             return Fault(key, value, "is not an option", remedy)
         return Fault(key, value, f"builds on {missing}, which is not an option", remedy)
@@ -417,8 +422,21 @@ def _override_fault(override: Override, error: Exception, config: DictConfig | N
     is_theirs = isinstance(error, HydraException | OmegaConfBaseException)
     if is_theirs or not isinstance(error, of_a_file):
         reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
+        if reason.startswith("Cannot merge"):
+            return _other_kind(override)
         return Fault(key, value, f"cannot be set ({reason})", remedy_for(key, config))
     return _file_fault(error)
+
+
+def _other_kind(override: Override) -> Fault:
+    """Return the fault of a list in place of a mapping, or of a mapping in place of a list."""
+    key, value = override.key_or_group, value_of(override)
+    if isinstance(override.value(), list):
+        remedy = f"write {key}.KEY=VALUE"
+        if key == "callbacks":
+            remedy = "write callbacks.mine._target_=my_module.MyCallback"
+        return Fault(key, value, "is not a mapping", remedy)
+    return Fault(key, value, "is not a list", f"write {shlex.quote(f'{key}=[{value}]')}")
 
 
 def _file_fault(error: Exception) -> Fault:

@@ -12,6 +12,7 @@ from whale_train.errors import Fault, shortened
 from whale_train.other_trainers import known_elsewhere
 
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])((?:(?!\1).)*)\1\s*:""")
+_SEVERAL = re.compile(r"[\w./@+~]+=[^\s{}\[\]()]*(\s+[\w./@+~]+=[^\s{}\[\]()]*)+")
 _BARE = re.compile(r"[\w/\-+.$%*@?|]")
 
 
@@ -36,6 +37,8 @@ def read_override(text: str, faults: list[Fault]) -> Override | None:
         if (plain := _without_quoted_keys(text)) is not None:
             rule = "has quotes around keys, which a command line's have none"
             remedy = f"write {shlex.quote(plain)}"
+        elif _SEVERAL.fullmatch(text):
+            rule, remedy = "is several overrides in one text", "give each as a text of its own"
         faults.append(Fault(text, "", rule, remedy))
         return None
 

@@ -49,7 +49,8 @@ def jobs(config: DictConfig | None, overrides: Sequence[str]) -> list[list[str]]
     for override in parsed.values():
         if override.is_sweep_override() and not override.is_discrete_sweep():
             rule = "is a range without steps, which nothing here can sweep"
-            fault = Fault(override.key_or_group, value_of(override), rule, "list the values")
+            remedy = "list the values, or add hydra/sweeper=optuna"
+            fault = Fault(override.key_or_group, value_of(override), rule, remedy)
             raise ConfigError([fault])
         numbers.append(_choices(override))
     if prod(numbers) > MOST_JOBS:

@@ -38,6 +38,8 @@ def check_data(
             "raise data.evaluation_fraction",
         )
         remedy += ", name sets in data.evaluation, or use null"
+        if isinstance(dataset, StreamDataset):  # whose samples have no numbers to be held back by
+            remedy = "name sets in data.evaluation, or use null"
         faults.append(Fault("train.evaluate_every", str(every), rule, remedy))
     if every is None and data.sets:
         rule = "is never evaluated (train.evaluate_every=null)"
@@ -79,6 +81,22 @@ def explain_data(request: Request, dataset: Dataset) -> tuple[Decision, ...]:
         reason += f"{train.global_batch} a step"
         said.append(Decision("train.steps", str(train.steps), "", reason))
     return tuple(said)
+
+
+def explain_vocabulary(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
+    """Return a note where a Hugging Face model that begins at random has a vocabulary at least
+    twice as large as the tokens of the data."""
+    if request.model.architecture is None or request.model.pretrained is not None:
+        return ()
+    if request.names.get("data") != "text_files":
+        return ()
+    for number in _numbers(profile):
+        is_table = number.what == "rows" and number.field is not None
+        if is_table and 0 < 2 * number.bound <= number.count:
+            reason = f"all tokens of the data are below {number.bound:,}; "
+            reason += f"model.config.vocab_size={number.bound} takes less memory and time"
+            return (Decision("model.config.vocab_size", f"{number.count:,}", "", reason),)
+    return ()
 
 
 _LOOKED_AT = 256  # samples in which labels of padding are looked for
@@ -156,6 +174,9 @@ class _Numbers:
         most = self.bound - 1
         rule = f"has {name} up to {most}, and {self.owner} has {self.count} {self.what}"
         remedy = f"use a model with at least {self.bound} {self.what}, or other data"
+        if self.field is None and data.partition(",")[0] in ("text", "text_files"):
+            remedy = f"use data.sequence_length={self.count}, or a model with at least "
+            remedy += f"{self.bound} {self.what}"
         return Fault("data", data, rule, remedy)
 
     def _are_wrong(self, values: NDArray[Any]) -> NDArray[Any]:

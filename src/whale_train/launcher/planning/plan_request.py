@@ -20,7 +20,11 @@ from whale_train.data.stream import StreamDataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.planning.additions import explain_additions
 from whale_train.launcher.planning.architectures import refused_architectures
-from whale_train.launcher.planning.check_data import check_data, explain_data
+from whale_train.launcher.planning.check_data import (
+    check_data,
+    explain_data,
+    explain_vocabulary,
+)
 from whale_train.launcher.planning.checkpoint_memory import (
     explain_checkpoint_copies,
     explain_store,
@@ -216,6 +220,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = explain_device_figures(made.used) if of_properties else ()
     of_loss, of_data = explain_logits(request, profile), explain_data(request, dataset)
+    of_data += explain_vocabulary(request, profile)
     additions = explain_additions(profile) if request.model.adapters is not None else ()
     of_groups = (
         *explain_optimizers(training),

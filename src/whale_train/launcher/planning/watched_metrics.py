@@ -13,7 +13,7 @@ def refuse_unwatchable(request: Request, data: OpenedData, faults: list[Fault]) 
     """Add a fault for a metric of `train.stop_after` or `checkpoint.best` that no evaluation gives,
     for metrics of the user's own that cannot be computed, and for a run without evaluations."""
     watched = {
-        "train.stop_after": request.train.stop_after,
+        "train.stop_after.metric": request.train.stop_after,
         "checkpoint.best": request.checkpoint.best,
     }
     if request.metrics and request.train.evaluate_every is None:
@@ -30,7 +30,8 @@ def refuse_unwatchable(request: Request, data: OpenedData, faults: list[Fault]) 
             continue
         if request.train.evaluate_every is None:
             rule = "is a result of evaluations, and there are none (train.evaluate_every=null)"
-            remedy = "use train.evaluate_every=100 or the like, or null"
+            off = key.removesuffix(".metric")
+            remedy = f"use train.evaluate_every=100 or the like, or {off}=null"
             faults.append(Fault(key, option.metric, rule, remedy))
         elif option.metric not in names:
             rule = "is no result of the evaluations"

@@ -53,7 +53,7 @@ class EvaluationMetrics:
             try:
                 metric.reset()
                 metric.update(*seen)
-                computed = torch.as_tensor(metric.compute()).double()
+                computed = torch.as_tensor(metric.compute(), dtype=torch.float64)
             except Exception as error:
                 raise LaunchError(f"metrics.{name} raised {said(error)}") from error
             if computed.dim():
