@@ -16,6 +16,7 @@ from pyarrow import parquet
 from tests.distributed.cases import TOLERANCE
 from tests.distributed.equality import Jobs
 from tests.pairs import some
+from transformers import AutoConfig, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from whale_train import compose, plan
 from whale_train.data.dataset import Dataset
@@ -24,6 +25,7 @@ from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.data.tokens import make_store
 from whale_train.data.tokens.make_store import StoreRequest
 from whale_train.errors import ConfigError
+from whale_train.runtime.state.special_tokens import align_special_tokens
 from whale_train.tokenising import main as tokenising
 
 WORDS = [
@@ -167,6 +169,23 @@ def test_a_tokenizer_that_was_saved_cutting_texts_cuts_none(folder: Path, tmp_pa
     whole = opened(folder, sequence_length=8)
     same = opened(folder, sequence_length=8, tokenizer=str(cutting), cache=str(tmp_path / "cache"))
     np.testing.assert_array_equal(all_samples(same)["input_ids"], all_samples(whole)["input_ids"])
+
+
+def test_a_new_model_is_saved_with_its_tokenizers_special_tokens(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Which `generate` ends by; a config's own are GPT-2's, beyond this vocabulary."""
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=50)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    assert config.eos_token_id == config.bos_token_id == 50256
+    shutil.copytree(folder / "tokenizer", tmp_path, dirs_exist_ok=True)
+    align_special_tokens(tmp_path, ["pad_token_id"])
+    for kind in (AutoConfig, GenerationConfig):
+        saved = kind.from_pretrained(tmp_path)
+        assert (saved.eos_token_id, saved.bos_token_id) == (END, None)
+        assert saved.pad_token_id is None
+    align_special_tokens(tmp_path, [])
+    assert AutoConfig.from_pretrained(tmp_path).pad_token_id == PAD
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -28,6 +28,7 @@ from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import write_blocks, written
 from whale_train.runtime.state.saver import owned
+from whale_train.runtime.state.special_tokens import align_special_tokens
 from whale_train.runtime.state.tensor_files import TensorReader, record_json, write_tensors
 
 _FILE_BYTES = 5 * 10**9
@@ -101,6 +102,8 @@ def export_weights(
             tokenizer = folder_of(options.pretrained)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, made)
+            if options.pretrained is None:
+                align_special_tokens(made, options.config)
     except OSError:  # on a full disk there is no room to say so beside it
         shutil.rmtree(made, ignore_errors=True)
         raise
