@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.errors import ConfigError, Fault
-from whale_train.own_code import PATH, TargetKind, made_object, said
+from whale_train.own_code import PATH, TargetKind, called, made_object, said
 from whale_train.validation import as_yaml
 
 KEY = "metrics"
@@ -61,15 +61,37 @@ def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]
 def make_metric(name: str, options: MetricOptions) -> Any:
     """Return the metric of `options`, named `name` in the config. Raises ConfigError where it
     cannot be imported or made, or is none."""
-    return made_object(f"{KEY}.{name}", options.target, options.arguments, METRIC)
+    arguments = called(f"{KEY}.{name}", options.arguments)
+    return made_object(f"{KEY}.{name}", options.target, arguments, METRIC)
 
 
-def try_metrics(metrics: Mapping[str, MetricOptions]) -> list[Fault]:
-    """Return the faults of metrics that do not take classes: each is made, and given one answer."""
-    if not metrics:
-        return []
+def numbers_of(name: str, computed: Any) -> dict[str, float]:
+    """Return what a metric computed as numbers by name.
+
+    computed: a number, which has the metric's `name`; a tensor, whose elements have it with their
+        places; or a mapping of such, as of a collection of metrics, which have it with their keys.
+
+    Raises TypeError or ValueError for anything else.
+    """
     import torch
 
+    if isinstance(computed, Mapping):
+        parts = (numbers_of(f"{name}_{key}", value) for key, value in computed.items())
+        return {key: number for part in parts for key, number in part.items()}
+    numbers = torch.as_tensor(computed, dtype=torch.float64)
+    if not numbers.dim():
+        return {name: float(numbers)}
+    return {f"{name}_{place}": x for place, x in enumerate(numbers.flatten().tolist())}
+
+
+def try_metrics(metrics: Mapping[str, MetricOptions]) -> tuple[list[str], list[Fault]]:
+    """Return the names of what metrics compute, and the faults of those that do not take classes:
+    each is made, and given one answer."""
+    if not metrics:
+        return [], []
+    import torch
+
+    names: list[str] = []
     faults: list[Fault] = []
     for name, options in metrics.items():
         try:
@@ -79,9 +101,9 @@ def try_metrics(metrics: Mapping[str, MetricOptions]) -> list[Fault]:
             continue
         try:
             metric.update(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-            metric.compute()
+            names += numbers_of(name, metric.compute())
         except Exception as error:
             rule = f"is not computed from predicted classes: it raised {said(error)}"
             remedy = "use one that takes classes for predictions, as accuracy, F1 or Cohen's kappa"
             faults.append(Fault(f"{KEY}.{name}._target_", options.target, rule, remedy))
-    return faults
+    return names, faults

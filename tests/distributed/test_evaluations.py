@@ -21,7 +21,7 @@ from torch import Tensor
 from whale_train.data.open import open_dataset
 from whale_train.data.order import evaluation_batches
 from whale_train.data.sources.arrays import ArraysOptions
-from whale_train.metrics_options import MetricOptions
+from whale_train.metrics_options import MetricOptions, try_metrics
 from whale_train.runtime.train.evaluation_metrics import EvaluationMetrics
 
 SAMPLES, LENGTH, BATCH, SEED = 43, 6, 8, 3
@@ -281,3 +281,29 @@ def test_a_number_of_pythons_keeps_its_digits() -> None:
     metrics = EvaluationMetrics({"share": MetricOptions(target=f"{__name__}.Share")})
     pairs = np.array([1, 2, 3]), np.array([1, 0, 0])
     assert metrics.values(*pairs, np.ones(3, np.int64)) == {"share": 1 / 3}
+
+
+def test_a_collection_of_metrics_has_a_result_for_each() -> None:
+    members = [
+        {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 3},
+        {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3},
+    ]
+    collection = MetricOptions(
+        target="torchmetrics.MetricCollection", arguments={"metrics": members}
+    )
+    each = MetricOptions(
+        target="torchmetrics.classification.MulticlassRecall",
+        arguments={"num_classes": 2, "average": "none"},
+    )
+    names, faults = try_metrics({"all": collection, "recall": each})
+    assert (sorted(names), faults) == (
+        ["all_MulticlassAccuracy", "all_MulticlassF1Score", "recall_0", "recall_1"],
+        [],
+    )
+    values = EvaluationMetrics({"all": collection}).values(*map(np.array, ([0, 1], [0, 2], [3, 1])))
+    made = torchmetrics.classification
+    seen = (torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 0, 2]))
+    assert values == {
+        "all_MulticlassAccuracy": float(made.MulticlassAccuracy(num_classes=3)(*seen)),
+        "all_MulticlassF1Score": float(made.MulticlassF1Score(num_classes=3)(*seen)),
+    }

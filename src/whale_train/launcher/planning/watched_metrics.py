@@ -21,9 +21,12 @@ def refuse_unwatchable(request: Request, data: OpenedData, faults: list[Fault]) 
         remedy = "use train.evaluate_every=100 or the like, or leave them out"
         faults.append(Fault("metrics", ", ".join(request.metrics), rule, remedy))
     with importable(os.getcwd()):
-        faults += try_metrics(request.metrics)
+        computed, of_metrics = try_metrics(request.metrics)
+    faults += of_metrics
+    if of_metrics:  # of which it is not known what they compute
+        computed += list(request.metrics)
     sets = [*([HELD_BACK] if data.training.num_evaluation_samples else []), *data.sets]
-    results = ("loss", "accuracy", *request.metrics)
+    results = ("loss", "accuracy", *computed)
     names = [f"{name}_{result}" for name in sets for result in results]
     for key, option in watched.items():
         if option is None:

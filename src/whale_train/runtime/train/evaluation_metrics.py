@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from whale_train.errors import LaunchError
-from whale_train.metrics_options import MetricOptions, make_metric
+from whale_train.metrics_options import MetricOptions, make_metric, numbers_of
 from whale_train.own_code import importable, said
 from whale_train.runtime.base.answers import Int64s
 
@@ -37,7 +37,7 @@ class EvaluationMetrics:
             _keep_alone(metric)
 
     def values(self, predicted: Int64s, target: Int64s, counts: Int64s) -> dict[str, float]:
-        """Return the values of all metrics. One of several values has a number each.
+        """Return the values of all metrics by their names, as `numbers_of` makes them.
 
         predicted, target: class numbers of pairs, int64 `[pairs]`.
         counts: how often each pair was seen, int64 `[pairs]`.
@@ -53,12 +53,7 @@ class EvaluationMetrics:
             try:
                 metric.reset()
                 metric.update(*seen)
-                computed = torch.as_tensor(metric.compute(), dtype=torch.float64)
+                values |= numbers_of(name, metric.compute())
             except Exception as error:
                 raise LaunchError(f"metrics.{name} raised {said(error)}") from error
-            if computed.dim():
-                parts = computed.flatten().tolist()
-                values |= {f"{name}_{number}": x for number, x in enumerate(parts)}
-            else:
-                values[name] = float(computed)
         return values
