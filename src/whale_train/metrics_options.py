@@ -66,7 +66,7 @@ def make_metric(name: str, options: MetricOptions) -> Any:
 
 
 def numbers_of(name: str, computed: Any) -> dict[str, float]:
-    """Return what a metric computed as numbers by name.
+    """Return the results of a metric as numbers by name.
 
     computed: a number, which has the metric's `name`; a tensor, whose elements have it with their
         places; or a mapping of such, as of a collection of metrics, which have it with their keys.
