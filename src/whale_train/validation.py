@@ -155,6 +155,10 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         fields = wanted.model_fields.items() if is_model else ()
         names = sorted({field.alias or key for key, field in fields} - {*without})
         return Fault(key, shown, "is not a mapping", f"write one, with keys of: {', '.join(names)}")
+    if kind.startswith("dict"):
+        return Fault(key, shown, "is not a mapping", f"write {key}.NAME=VALUE")
+    if kind.startswith("string") and isinstance(given, list | dict):
+        return Fault(key, shown, "is not one text", "give one alone")
     rule, remedy = next(
         (rule_and_remedy for start, rule_and_remedy in _TYPES.items() if kind.startswith(start)),
         (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),

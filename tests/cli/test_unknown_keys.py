@@ -148,6 +148,14 @@ def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
             ],
         ),
         (
+            "data._target_=a.B data.pad=longest data.evaluation=[x]",
+            [
+                "data.pad=longest: write data.pad.NAME=VALUE",
+                "data.evaluation=[x]: write data.evaluation.NAME=VALUE",
+            ],
+        ),
+        ("data=arrays data.path=x data.columns.x=[a,b]", ["data.columns.x=[a, b]: give one alone"]),
+        (
             "data=text_files data.path=x data.tokenizer=x data.field.source=a",
             ["data.field.target: write data.field.target=VALUE"],
         ),
