@@ -261,6 +261,43 @@ def test_masks_are_drawn_anew_every_epoch(folder: Path) -> None:
     assert abs((now == tokens[chosen]).mean() - 0.1) < 0.013 + 0.1 / 20
 
 
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            ["the cat", "sat", [{"role": "user", "content": "the"}]],
+            r"row 2 \(from 0 on\), has a chat in text, and the first row has a text",
+        ),
+        (
+            ["the cat", "sat", "on \ud83d a"],
+            r"row 2 \(from 0 on\), has half of a letter of UTF-16 \(0xd83d\)",
+        ),
+    ],
+)
+def test_a_row_of_another_kind_is_named_in_any_batch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], said: str
+) -> None:
+    monkeypatch.setattr(tokenising, "_BATCH_DOCUMENTS", 2)
+    write_rows(tmp_path / "rows.jsonl", [{"text": row} for row in rows])
+    with pytest.raises(AssertionError, match=said):
+        opened(folder, path=str(tmp_path / "rows.jsonl"), sequence_length=2)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_tokenizer_may_leave_numbers_out(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["cat"] = 70_000
+    file.write_text(json.dumps(content))
+    dataset = opened(folder, tokenizer=str(tmp_path / "tokenizer"), sequence_length=8)
+    samples = all_samples(dataset)["input_ids"]
+    expected = np.where(concatenated(8) == numbers_of("cat")[0], 70_000, concatenated(8))
+    assert samples.tolist() == expected.tolist()
+    assert [x.upper_bound for x in dataset.fields] == [70_001, 70_001]
+
+
 def test_a_store_is_made_once_and_known_by_its_content(folder: Path, tmp_path: Path) -> None:
     """By the process that makes stores."""
     cache, copy = tmp_path / "cache", tmp_path / "elsewhere.jsonl"

@@ -22,7 +22,8 @@ from whale_train.data.tokens.make_store import StoreRequest
 from whale_train.data.tokens.token_store import StoreWriter
 from whale_train.errors import ConfigError, Fault
 from whale_train.machine.parents import end_with_parent
-from whale_train.tokenising.tokenizer import Tokenizer
+from whale_train.own_code import said
+from whale_train.tokenising.tokenizer import KEY, Tokenizer
 
 _BATCH_CHARACTERS = 4_000_000  # of texts that are tokenised together
 _BATCH_DOCUMENTS = 8192
@@ -104,6 +105,7 @@ class _Batch:
 def _batches(request: StoreRequest) -> Iterator[_Batch]:
     """Yield the documents of all files in batches."""
     batch, characters, before = _Batch([], []), 0, 0
+    first: object = None  # of all values
     for file in request.files:
         for row, (document, read, ends) in enumerate(read_documents(file, request.fields)):
             for field in request.fields:
@@ -111,7 +113,8 @@ def _batches(request: StoreRequest) -> Iterator[_Batch]:
                 if isinstance(value, str) and not value and ends and len(request.fields) == 1:
                     batch.skipped += 1
                     continue
-                _refuse_other_values(batch, value, field, place)
+                first = value if first is None else first
+                _refuse_other_values(first, value, field, place)
                 batch.documents.append(value)
                 batch.places.append(place)
                 characters += len(value) if isinstance(value, str) else 1000
@@ -128,8 +131,8 @@ def _batches(request: StoreRequest) -> Iterator[_Batch]:
         yield batch
 
 
-def _refuse_other_values(batch: _Batch, value: object, field: str, place: str) -> None:
-    """Raise BadRow for a value that is neither a text nor a chat, or is unlike the ones before."""
+def _refuse_other_values(first: object, value: object, field: str, place: str) -> None:
+    """Raise BadRow for a value that is neither a text nor a chat, or is not what the first is."""
     is_chat = isinstance(value, list) and all(
         isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value
     )
@@ -137,17 +140,20 @@ def _refuse_other_values(batch: _Batch, value: object, field: str, place: str) -
         rule = f"has no text in {field} (a {type(value).__name__})"
         remedy = "write a text there, or a list of messages {role: ..., content: ...}"
         raise BadRow(place, rule, remedy)
-    if batch.documents and batch.is_chat == isinstance(value, str):
-        rule = (
-            f"has a {'text' if batch.is_chat else 'chat'} in {field}, and the row before has none"
-        )
-        raise BadRow(place, rule, "keep texts and chats in files of their own")
+    if isinstance(first, str) != isinstance(value, str):
+        kinds = ("chat", "text") if isinstance(first, str) else ("text", "chat")
+        rule = f"has a {kinds[0]} in {field}, and the first row has a {kinds[1]}"
+        remedy = "keep texts and chats in files of their own, each in data.sources"
+        raise BadRow(place, rule, remedy)
 
 
 def _encoded(tokenizer: Tokenizer, batch: _Batch) -> tuple[list[Any], list[Any] | None]:
     """Return the token numbers of a batch's documents, and for chats which of them count."""
     if not batch.is_chat:
-        encoded = tokenizer.encoded(batch.documents)
+        try:
+            encoded = tokenizer.encoded(batch.documents)
+        except Exception as error:
+            raise _not_encoded(tokenizer, batch) or error from error
         last = len(encoded) - 1
         whole = [
             tokenizer.document(x, batch.begins or i > 0, batch.ends or i < last)
@@ -164,6 +170,21 @@ def _encoded(tokenizer: Tokenizer, batch: _Batch) -> tuple[list[Any], list[Any] 
         numbers.append(of_chat)
         counts.append(counted)
     return numbers, counts
+
+
+def _not_encoded(tokenizer: Tokenizer, batch: _Batch) -> BadRow | None:
+    """Return the error of the first of a batch's texts that cannot be tokenised, None for none."""
+    for text, place in zip(batch.documents, batch.places, strict=True):
+        broken = next((x for x in text if "\ud800" <= x <= "\udfff"), "")
+        if broken:
+            rule = f"has half of a letter of UTF-16 ({ord(broken):#06x}), which is no text"
+            return BadRow(place, rule, "write the row again, or leave it out")
+        try:
+            tokenizer.encoded([text])
+        except Exception as error:
+            rule = f"cannot be tokenised ({said(error)})"
+            return BadRow(place, rule, f"use a {KEY} that has all of its words, or correct the row")
+    return None
 
 
 def _write(writer: StoreWriter, batch: _Batch, future: Any, progress: Path) -> None:

@@ -22,7 +22,7 @@ class Tokenizer:
     """A tokenizer of transformers.
 
     special: its special tokens.
-    vocabulary: number of its tokens.
+    vocabulary: one more than the largest of its token numbers, of which some may be no token's.
     """
 
     def __init__(self, folder: str) -> None:
@@ -42,9 +42,10 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:
             raise _refusal(folder, f"is no tokenizer ({said(error)[:300]})") from error
-        self.vocabulary = len(self._tokenizer)
+        numbers = self._tokenizer.get_vocab().values()
+        self.vocabulary = max(len(self._tokenizer), max(numbers, default=-1) + 1)
         ids = tuple(self._tokenizer.all_special_ids)
-        if self.vocabulary <= len(ids):
+        if len(self._tokenizer) <= len(ids):
             raise _refusal(folder, "is a tokenizer without a vocabulary")
         own = self._tokenizer
         around: list[int] = own("", verbose=False)["input_ids"]

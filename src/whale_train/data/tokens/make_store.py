@@ -27,7 +27,7 @@ from whale_train.errors import ConfigError, Fault
 from whale_train.user_cache import user_cache
 
 Watch = Callable[[int, int], None]  # is told the bytes that are tokenised, and of how many
-FORMAT = 1  # of stores; another format is another key
+FORMAT = 2  # of stores; another format is another key
 PROGRAM = (sys.executable, "-P", "-m", "whale_train.tokenising.main")
 _LOOK_S = 0.1
 _CHUNK_BYTES = 1 << 22

@@ -47,7 +47,7 @@ class StoreDescription:
     dtype: dtype of tokens on the disk.
     num_tokens: number of tokens.
     num_documents: number of documents.
-    vocabulary: number of tokens that the tokenizer has.
+    vocabulary: one more than the largest number of a token that the tokenizer has.
     skipped: number of documents without text, which are left out.
     special: the tokenizer's special tokens.
     """
