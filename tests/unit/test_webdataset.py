@@ -159,6 +159,8 @@ def test_an_index_is_made_once_and_follows_the_content(
     shard(folder / "train-00x.tar", [("a.cls", b"7")])
     assert opened(path="train-00x.tar").samples(np.array([0]))["y"].tolist() == [7]
     (folder / "cache" / sorted(kept)[0]).write_bytes(b"broken")
+    cut = folder / "cache" / sorted(kept)[1]
+    cut.write_bytes(cut.read_bytes()[:100])
     assert opened(path="train-*.tar").num_samples == 4
 
 
@@ -271,6 +273,21 @@ def test_shards_that_cannot_be_used_are_named(folder: Path) -> None:
     )
     damaged = said([("a.png", png(0)[:80])], fields={"x": "png"})
     assert damaged.startswith(f"data.path holds sample a of {path}, .png, which is no image")
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_are_no_samples(folder: Path, kind: bytes) -> None:
+    """One left out would leave out its sample, where all of its members are links."""
+    path = shard(folder / "one.tar", [("a.cls", b"1"), ("c.cls", b"2")])
+    with tarfile.open(path, "a") as tar:
+        for name in ("links", "b.cls"):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "a.cls"
+            tar.addfile(info)
+    assert refused(path="one.tar") == (
+        f"data.path={path} keeps b.cls as a link to a.cls; write the tar with files, as tar "
+        "--dereference --hard-dereference does"
+    )
 
 
 def test_tars_that_are_not_whole_are_named(folder: Path) -> None:

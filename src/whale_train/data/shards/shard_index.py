@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from zipfile import BadZipFile
 from zlib import crc32
 
 import numpy as np
@@ -111,7 +112,7 @@ def _kept(path: Path) -> ShardIndex | None:
             starts, sizes = saved["starts"], saved["sizes"]
             checks, numbers = saved["checks"], saved["numbers"]
             keys = saved["keys"].tobytes()
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
     shape = (keys.count(b"\0") + 1, len(extensions))
     if any(table.shape != shape for table in (starts, sizes, checks, numbers)):
@@ -180,9 +181,15 @@ def _made(file: str) -> ShardIndex:
 
 def _add(rows: _Rows, member: tarfile.TarInfo, reader: int, file: str) -> None:
     """Add a member of a tar to the samples. Members of other names than WebDataset's are left
-    out, and so are folders and links."""
+    out, and so is what is no file. Raises ConfigError for a link, which holds nothing."""
     parts = _MEMBER.match(member.name)
-    if not member.isreg() or parts is None or _META.match(member.name):
+    if parts is None or _META.match(member.name):
+        return
+    if member.islnk() or member.issym():
+        rule = f"keeps {member.name} as a link to {member.linkname}"
+        remedy = "write the tar with files, as tar --dereference --hard-dereference does"
+        raise path_error(file, rule, remedy)
+    if not member.isreg():
         return
     if member.issparse():
         remedy = "write the tar without --sparse"
