@@ -91,6 +91,15 @@ def test_an_error_stops_the_run_and_is_named(tmp_path: Path) -> None:
     assert not answer.left_running
 
 
+@pytest.mark.parametrize("asks", ["stop", "[save,end]"])
+def test_what_it_cannot_ask_for_is_named(tmp_path: Path, asks: str) -> None:
+    bad = f"callbacks.a={{_target_: noted.Noted, path: notes, at: 1, asks: {asks}}}"
+    answer, _ = run(tmp_path, bad)
+    assert answer.status == 1
+    said = "['save', 'end']" if asks != "stop" else "'stop'"
+    assert f'callbacks.a returned {said}, not "save", "end" or None, in step' in answer.stderr
+
+
 def test_a_run_goes_on_without_one_that_raises(tmp_path: Path) -> None:
     bad = "callbacks.a={_target_: noted.Noted, path: notes, raises: evaluation}"
     good = "callbacks.b={_target_: noted.Noted, path: others}"

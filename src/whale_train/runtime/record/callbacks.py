@@ -91,8 +91,8 @@ class Callbacks:
             def call(key: str = key) -> None:
                 wish = self._method(key, moment)(*arguments)
                 if moment in ("step", "evaluation"):
-                    if wish not in _WISHES:
-                        raise CallbackError(f'it returned {wish!r}, not "save", "end" or None')
+                    if not isinstance(wish, str | None) or wish not in _WISHES:
+                        raise CallbackError(f'returned {wish!r}, not "save", "end" or None,')
                     self._wish = max(self._wish, _WISHES[wish])
 
             self._try(key, f"in {moment}", call)
@@ -105,11 +105,12 @@ class Callbacks:
         try:
             call()
         except Exception as error:
+            did = str(error) if isinstance(error, CallbackError) else f"raised {said(error)}"
             if not self._goes_on:
-                raise CallbackError(f"{key} raised {said(error)} {when}") from error
+                raise CallbackError(f"{key} {did} {when}") from error
             traceback.print_exc(file=sys.stderr)
             self._objects.pop(key, None)
-            self.warnings.append(f"{key} raised {said(error)} {when}; the run went on without it")
+            self.warnings.append(f"{key} {did} {when}; the run went on without it")
 
 
 @contextmanager
