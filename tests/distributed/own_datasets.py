@@ -2,6 +2,7 @@
 
 import random
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ def stack(samples: list[Any], scale: int = 1) -> dict[str, Any]:
 
 def anything(samples):  # type: ignore[no-untyped-def]
     return samples
+
+
+class Unsized(Dataset[Any]):
+    def __len__(self) -> int:
+        return -1
+
+    def __getitem__(self, number: int) -> dict[str, int]:
+        return {"x": number}
+
+
+class UnsizedStream(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return -1
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"x": 0}
 
 
 class Ragged(Dataset[Any]):

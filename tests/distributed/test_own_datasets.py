@@ -1,6 +1,10 @@
 """`data._target_=...`: datasets of the user's own under every kind of plan, and their faults."""
 
+import os
 import random
+import signal
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,11 @@ from tests.distributed.equality import Computed, Jobs, assert_equal, save
 from tests.pairs import some
 from torch.nn import functional
 
-from whale_train.data.dataset import Dataset
+from whale_train.data.dataset import Dataset, Indices
 from whale_train.data.open import open_dataset
 from whale_train.data.sources.custom import CustomOptions
 from whale_train.errors import ConfigError
+from whale_train.runtime.train.worker_reads import WorkerReads
 
 PLANS = {
     "dp": "{replicate: {}}",
@@ -278,3 +283,46 @@ def test_a_later_sample_is_named(kind: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         dataset.samples(np.array([5]))
     assert expected in str(caught.value)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_odd_sample_of_a_batch_is_named_wherever_it_stands() -> None:
+    """Samples 4 and 5 have two values, and sample 0, whose shape is the dataset's, has one."""
+    dataset = opened(_target_="own_datasets.numbers", arguments={"kind": "shapes"})
+    for batch, odd in (([5, 0, 1], 5), ([0, 1, 4], 4)):
+        with pytest.raises(ConfigError) as caught:
+            dataset.samples(np.array(batch))
+        assert f"several shapes: [2] (sample {odd}), elsewhere [1]" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: os._exit(3), "a process that reads samples has ended with status 3"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            r"by signal 9 \(Killed\), as where memory runs out",
+        ),
+    ],
+)
+def test_a_process_that_ends_is_named(end: Callable[[], None], said: str) -> None:
+    def samples(indices: Indices, draws: Indices) -> dict[str, Any]:
+        if indices[0] == 2:
+            end()
+        return {"x": indices}
+
+    def chosen(step: int) -> list[tuple[Indices, Indices]]:
+        return [(np.array([step]), np.array([step]))]
+
+    reads = WorkerReads(samples, chosen, 2, 0)
+    with closing(reads), pytest.raises(RuntimeError, match=said):
+        list(map(reads.read, range(4)))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("target", ["own_datasets.Unsized", "own_datasets.UnsizedStream"])
+def test_a_length_that_raises_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(_target_=target)
+    said = "has a __len__ that raised ValueError: __len__() should return >= 0; correct it"
+    assert str(caught.value) == f"data._target_={target} {said}"

@@ -140,10 +140,9 @@ def open_custom(options: CustomOptions) -> Dataset:
     samples = _samples(options)
     if _is_stream(type(samples.dataset)):
         return _opened_stream(options, samples)
-    try:
-        count = len(samples.dataset)
-    except TypeError as error:
-        raise _refused(options, f"has no length ({error})", _NUMBERED) from error
+    count = _length(options, samples.dataset)
+    if count is None:
+        raise _refused(options, "has no length", _NUMBERED)
     if not count:
         raise _refused(options, "has no samples", "give it at least one")
     first = np.arange(min(2, count))
@@ -159,6 +158,20 @@ def open_custom(options: CustomOptions) -> Dataset:
     return RowDataset(
         *(samples.fields, held_back, samples.read), workers=options.workers, longest=longest
     )
+
+
+def _length(options: CustomOptions, dataset: Any) -> int | None:
+    """Return the number of samples that a dataset says it has, or None where it says none.
+
+    Raises ConfigError where its `__len__` raises anything but what says that it has none.
+    """
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+    except Exception as error:
+        rule = f"has a __len__ that raised {said(error)}"
+        raise _refused(options, rule, "correct it") from error
 
 
 def _set_fields(samples: Samples, batch: Batch) -> None:
@@ -190,10 +203,7 @@ def _opened_stream(options: CustomOptions, samples: Samples) -> StreamDataset:
     if faults:
         raise ConfigError(faults)
     made = samples.dataset
-    try:
-        length = len(made)
-    except TypeError:
-        length = None
+    length = _length(options, made)
     if length == 0:
         raise _refused(options, "has no samples", "give it at least one")
     has_state = all(callable(getattr(made, x, None)) for x in ("state_dict", "load_state_dict"))

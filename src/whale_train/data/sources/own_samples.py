@@ -90,7 +90,8 @@ class Samples:
             if len({array.shape for array in arrays}) > 1
         }
         if uneven:
-            raise _unequal(uneven, rows, remedy=self.alike)
+            known = {field.name: field.shape for field in self.fields}
+            raise _unequal(uneven, rows, known, self.alike)
         batch = {name: np.stack(arrays) for name, arrays in columns.items()}
         checked = self._checked(batch, rows)
         own = {f"{name}{LENGTHS}": np.array(of, np.int64) for name, of in lengths.items()}
@@ -150,7 +151,8 @@ class Samples:
         for known in self.fields:
             array = batch[known.name]
             if array.shape[1:] != known.shape:
-                raise _unequal({known.name: list(array)}, rows, known.shape, self.alike)
+                shapes = {known.name: known.shape}
+                raise _unequal({known.name: list(array)}, rows, shapes, self.alike)
             batch[known.name] = np.ascontiguousarray(array, known.dtype)
         return batch
 
@@ -172,13 +174,13 @@ def _array(value: Any, name: str) -> NDArray[Any]:
 def _unequal(
     uneven: Mapping[str, Sequence[NDArray[Any]]],
     rows: Indices,
-    first: tuple[int, ...] | None = None,
+    known: Mapping[str, tuple[int, ...]],
     remedy: str = "",
 ) -> ConfigError:
     """Return the error of fields whose rows have several shapes.
 
     uneven: the rows of each such field.
-    first: the shape that the others should have; None takes that of a field's first row.
+    known: the shape that a field's rows should have, where it is known; else it is the first row's.
     remedy: '' is the usual one, which fills up labels with -100: no loss counts these.
     """
     pads = ", ".join(
@@ -187,7 +189,7 @@ def _unequal(
     remedy = remedy or f"use 'data.pad={{{pads}}}', or make them alike in the dataset"
     faults = []
     for name, arrays in uneven.items():
-        shape = arrays[0].shape if first is None else first
+        shape = known.get(name, arrays[0].shape)
         number = next(i for i, array in enumerate(arrays) if array.shape != shape)
         rule = f"has samples of several shapes: {list(arrays[number].shape)} "
         rule += f"(sample {rows[number]}), elsewhere {list(shape)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from whale_train.data.stream import StreamDataset, StreamReader
 from whale_train.errors import RequestError
+from whale_train.runtime.train.worker_reads import next_of
 
 Read = tuple[list[dict[str, Tensor]], str]  # micro-batches, and the state after the step
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -61,9 +63,9 @@ class StreamReads:
         """Return this rank's micro-batches of the next step, and the state after it, '' where none
         is kept.
 
-        Raises the error of the process, with its traceback.
+        Raises the error of the process, with its traceback, and RuntimeError where it has ended.
         """
-        batches, state = next(self._steps)
+        batches, state = next_of(self._steps)
         return batches, state
 
     def close(self) -> None:
@@ -94,13 +96,13 @@ class _Steps(IterableDataset[Read]):
                 for place, sample in reader.read(share.batch)
                 if any(place in places for places in own)
             }
-            batches = [self._tensors([kept[x] for x in places], start) for places in own]
+            batches = [self._tensors([kept[x] for x in places], places) for places in own]
             yield batches, reader.state() if share.keeps_state else ""
 
-    def _tensors(self, samples: list[Any], start: int) -> dict[str, Tensor]:
-        places = torch.arange(start, start + len(samples)).numpy()
+    def _tensors(self, samples: list[Any], places: range) -> dict[str, Tensor]:
+        numbers = np.array(places, np.int64)
         try:
-            arrays = self._share.stream.source.batch(samples, places)
+            arrays = self._share.stream.source.batch(samples, numbers)
         except RequestError as error:  # which a loader makes anew of its text alone
             raise RuntimeError(str(error)) from error
         return {name: torch.from_numpy(x) for name, x in arrays.items()}

@@ -6,6 +6,7 @@ which in the rank itself belong to the model's dropout.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from signal import SIGKILL, strsignal
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from whale_train.data.dataset import Batch as Arrays
 from whale_train.data.dataset import Indices
 from whale_train.errors import RequestError
 
+_END_S = 2.0
 Chosen = tuple[Indices, Indices]  # indices of samples, and their draws
 
 
@@ -49,17 +51,39 @@ class WorkerReads:
     def read(self, step: int) -> list[dict[str, Tensor]]:
         """Return the micro-batches of a step, which must be the one after the last.
 
-        Raises the error of a worker, with its traceback.
+        Raises the error of a worker, with its traceback, and RuntimeError where one has ended.
         """
         assert step == self.next, (step, self.next)
         self.next += 1
-        return [next(self._batches) for _ in self._chosen(step)]
+        return [next_of(self._batches) for _ in self._chosen(step)]
 
     def close(self) -> None:
         """End the processes."""
         shut_down = getattr(self._batches, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
+
+
+def next_of(batches: Iterator[Any]) -> Any:
+    """Return the next item of the iterator of a loader with workers.
+
+    Raises the error of a worker, with its traceback, and RuntimeError where a worker has ended.
+    """
+    try:
+        return next(batches)
+    except (OSError, EOFError, RuntimeError) as error:
+        workers: Sequence[Any] = getattr(batches, "_workers", ())
+        if not isinstance(error, RuntimeError):  # of a connection to one that ends just now
+            for worker in workers:
+                worker.join(_END_S / len(workers))
+        codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
+        if not codes:
+            raise
+        how = f"with status {codes[0]}"
+        if codes[0] < 0:
+            how = f"by signal {-codes[0]} ({strsignal(-codes[0])})"
+            how += ", as where memory runs out" if codes[0] == -SIGKILL else ""
+        raise RuntimeError(f"a process that reads samples has ended {how}") from error
 
 
 class _Read(Dataset[dict[str, Tensor]]):
