@@ -1,11 +1,13 @@
 """The best value of an evaluation, and how long none was better."""
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from whale_train.config import WatchedMetric
-from whale_train.runtime.train.best_values import BestValue
+from whale_train.config import StopAfterOptions, WatchedMetric
+from whale_train.runtime.train.best_values import BestValue, EvaluationWatch
 
 NAN = math.nan
 
@@ -45,3 +47,21 @@ def test_best(
 )
 def test_which_values_are_better(metric: str, better: str | None, is_lower: bool) -> None:
     assert WatchedMetric(metric=metric, better=better).is_lower == is_lower  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([2.0, 3.0, NAN], "x_loss was not better in 2 evaluations than after step 1 (2)"),
+        ([NAN, NAN], "x_loss was no number in 2 evaluations"),
+    ],
+)
+def test_the_end_says_what_was_best(values: list[float], expected: str) -> None:
+    stop = StopAfterOptions(evaluations=2, metric="x_loss")
+    parts = SimpleNamespace(stop_after=stop), SimpleNamespace(best=None)
+    request = SimpleNamespace(train=parts[0], checkpoint=parts[1])
+    watch = EvaluationWatch(cast(Any, request), {})
+    for step, value in enumerate(values, start=1):
+        assert not watch.end
+        watch.add(step, {"x_loss": value})
+    assert watch.end == expected

@@ -72,8 +72,11 @@ class EvaluationWatch:
             self._best[key] = now
         stop, best = self._stop_after, self._best.get(STOP_AFTER)
         if stop is not None and best is not None and best.worse >= stop.evaluations:
-            self.end = f"{stop.metric} was not better in {stop.evaluations} evaluations than after "
-            self.end += f"step {best.step} ({best.value:.6g})"
+            count = f"in {stop.evaluations} evaluations"
+            self.end = f"{stop.metric} was no number {count}"
+            if best.value is not None:
+                self.end = f"{stop.metric} was not better {count} than after step {best.step} "
+                self.end += f"({best.value:.6g})"
         return is_best
 
     @property
