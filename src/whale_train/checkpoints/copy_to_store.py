@@ -92,11 +92,6 @@ def copy_checkpoint(source: Path, target: UrlPath, copied: Callable[[int], None]
     return manifest.bytes
 
 
-def has_copy(checkpoint: Path, to: UrlPath) -> bool:
-    """Return whether a store has a whole checkpoint as it is on the disk. Raises StoreError."""
-    return _content(to / checkpoint.name / MANIFEST) == (checkpoint / MANIFEST).read_bytes()
-
-
 def _content(path: UrlPath) -> bytes | None:
     """Return the bytes of a file, or None where there is none."""
     try:

@@ -46,14 +46,12 @@ class Table:
     columns: heads of the columns.
     rows: its rows.
     numbers: heads of the columns that are aligned as numbers.
-    folded: whether it is opened on demand.
     """
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Row]
     numbers: Sequence[str] = ()
-    folded: bool = False
 
 
 @dataclass(frozen=True)

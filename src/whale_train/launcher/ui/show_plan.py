@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from whale_train.launcher.report.rank_kinds import samples_by_rank
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import (
     fold_modules,
@@ -309,11 +310,9 @@ def _device_rows(plan: Plan, cluster: Cluster) -> list[tuple[_Row, list[RankPlan
     Consecutive ranks of a node with equal cells share a row. Where that gives more than _FEW_ROWS
     rows, equal rows are joined wherever their ranks are.
     """
-    samples = _samples(plan)
+    samples = samples_by_rank(plan)
     capacity = [device.room_bytes for device in cluster.devices]
-    shown = [
-        (_row(rank, samples.get(rank.rank, 0), capacity[rank.rank]), rank) for rank in plan.ranks
-    ]
+    shown = [(_row(rank, samples[rank.rank], capacity[rank.rank]), rank) for rank in plan.ranks]
     runs = groupby(shown, key=lambda pair: (pair[0], pair[1].node))
     rows = [(key[0], [rank for _, rank in run]) for key, run in runs]
     if len(rows) <= _FEW_ROWS:
@@ -338,20 +337,6 @@ def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
         percent=round(100 * total / capacity),
         largest=f"{name} {100 * parts[name] / total:.0f}%" if total else "",
     )
-
-
-def _samples(plan: Plan) -> dict[int, int]:
-    """Return the samples of a step of each rank, which is the smallest share that it takes.
-
-    With a head split over every rank, all of them see the head's whole batch, but each brings its
-    own samples.
-    """
-    samples: dict[int, int] = {}
-    for task_graph in plan.task_graphs:
-        for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
-            for rank in replica:
-                samples[rank] = min(share, samples.get(rank, share))
-    return samples
 
 
 def _bar(percent: int, cells: int) -> Text:
