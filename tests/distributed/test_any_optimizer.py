@@ -295,7 +295,7 @@ REFUSED = [
     (
         ("optimizer._target_=torch.optim.LBFGS", LR),
         "optimizer._target_=torch.optim.LBFGS cannot be used: TypeError: LBFGS.step() missing 1 ",
-        "correct its arguments or its code",
+        "use another, whose step computes no loss by a closure",
     ),
     (
         ("optimizer._target_=torch.optim.Adam", LR, "optimizer.betas=[2.0,0.9]"),

@@ -87,8 +87,10 @@ def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) 
             unsaved, forms = str(error), {}
         states[str(dims)] = tuple(_entry(name, form) for name, form in forms.items())
     if not states:
-        rule = f"cannot be used: {refused['2']}"
-        raise ConfigError([Fault(key, target, rule, "correct its arguments or its code")])
+        rule, remedy = f"cannot be used: {refused['2']}", "correct its arguments or its code"
+        if "'closure'" in refused["2"]:
+            remedy = "use another, whose step computes no loss by a closure"
+        raise ConfigError([Fault(key, target, rule, remedy)])
     taken = [dims for dims in _SHAPES if str(dims) not in refused]
     trial = _trial([_SHAPES[dims] for dims in taken])
     whole = _updated(make, trial, seed=0)
