@@ -1,6 +1,7 @@
 """Runs that end early by their evaluations, and that keep their best checkpoint."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_the_best_checkpoint_is_kept_and_made_the_model(ended: Path) -> None:
     assert model.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(model[name], tensor)
+
+
+def test_a_run_that_has_ended_early_is_at_its_end(ended: Path) -> None:
+    """A queue may start its command again. More evaluations may be asked for then."""
+    again = (*RUN, "checkpoint.every=3", "train.resume=auto", "checkpoint.best=evaluation_loss")
+    before = lines(ended / "run")
+    copied = shutil.copytree(ended / "run", ended / "again")
+    answer = whale_train([*again, STOP, "checkpoint.final=best", "hydra.run.dir=again"], ended)
+    assert answer.status == 0, answer
+    assert "which is the end" in answer.stdout.replace("\n", " ")
+    assert lines(copied) == before
+    stop = STOP.replace(f"evaluations: {PATIENCE}", f"evaluations: {PATIENCE + 1}")
+    assert stop != STOP
+    answer = whale_train([*again, stop, "hydra.run.dir=again"], ended)
+    assert answer.status == 0, answer
+    assert lines(copied)[-1]["step"] == before[-1]["step"] + 2
 
 
 def test_a_run_that_goes_on_counts_on(ended: Path) -> None:

@@ -86,6 +86,7 @@ from whale_train.launcher.resume import (
     delinks,
     find_checkpoint,
     go_on,
+    is_at_end,
     phase_of,
     refuse_unlike,
     saved_state,
@@ -357,7 +358,7 @@ def _train_attempts(
             resumed = _resumed(wanted, run_dir, console)
             if resumed is None and wanted is not request:  # the attempts have saved nothing
                 resumed = _resumed(request, run_dir, console)
-            if resumed is not None and resumed.step >= request.train.steps:
+            if resumed is not None and is_at_end(resumed, request):
                 has_model = not request.checkpoint.final or (run_dir / MODEL).exists()
                 if not has_model:
                     run_dir = make_run_dir(wanted, run_dir)

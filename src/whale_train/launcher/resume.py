@@ -174,9 +174,20 @@ def say_resumed(checkpoint: Resumed | None, request: Request, console: Console) 
         console.print(f"{KEY}={request.train.resume}: there is no checkpoint yet; from step 0")
         return
     say_passed_over(checkpoint.broken, console)
-    ending = ", which is the end" if checkpoint.step >= request.train.steps else ""
+    ending = ", which is the end" if is_at_end(checkpoint, request) else ""
     said = f"going on after step {checkpoint.step}, from {checkpoint.path}{ending}"
     console.print(Text(said), soft_wrap=True)
+
+
+def is_at_end(checkpoint: Resumed, request: Request) -> bool:
+    """Return whether nothing is left to train after a checkpoint: all steps are done, or the
+    evaluations before it have ended the run by `train.stop_after`. Raises ConfigError where its
+    state cannot be read."""
+    stop = request.train.stop_after
+    if checkpoint.step >= request.train.steps or stop is None:
+        return checkpoint.step >= request.train.steps
+    watched = saved_state(checkpoint).watched.get("train.stop_after", {})
+    return watched.get("metric") == stop.metric and watched["worse"] >= stop.evaluations
 
 
 def refuse_unlike(checkpoint: Resumed, request: Request) -> None:
