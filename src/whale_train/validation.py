@@ -56,13 +56,19 @@ def validated(
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         faults_by_key: dict[str, list[Fault]] = {}
-        problems = error.errors()
+        problems, kept = error.errors(), list[Any]()
         for problem in problems:
+            if str(problem["loc"][-1:] and problem["loc"][-1]) in missing:
+                continue
             if problem["type"] == "too_short" and _has_inside(problem["loc"], problems):
                 continue  # pydantic counts the valid items alone
-            if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
-                absent = problem["type"] == "missing"
-                problem["loc"] = _within(value, problem["loc"], _tagged(kind), absent)
+            absent = problem["type"] == "missing"
+            problem["loc"] = _within(value, problem["loc"], _tagged(kind), absent)
+            kept.append(problem)
+        for problem in kept:
+            is_list = isinstance(problem["input"], list | tuple | dict)
+            # What may be of several kinds is wrong by what is inside, where its kind has an inside.
+            if not is_list or not _has_inside(problem["loc"], kept):
                 fault = _fault(problem, section, kind, without)
                 faults_by_key.setdefault(fault.key, []).append(fault)
         faults += [_either(same) for same in faults_by_key.values()]
@@ -148,11 +154,13 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
     if kind.startswith(("tuple", "too_")):
-        return Fault(key, shown, *_list_wanted(_read_as(model, location), given))
+        of_union = get_args(_read_as(model, location, whole=True))
+        wanted = next(filter(_is_list, of_union), _read_as(model, location))
+        return Fault(key, shown, *_list_wanted(wanted, given))
     if kind == "model_type":
-        wanted = _read_as(model, location)
-        is_model = isinstance(wanted, type) and issubclass(wanted, BaseModel)
-        fields = wanted.model_fields.items() if is_model else ()
+        of_union = get_args(_read_as(model, location, whole=True))
+        wanted = next(filter(_is_model, of_union), _read_as(model, location))
+        fields = wanted.model_fields.items() if _is_model(wanted) else ()
         names = sorted({field.alias or key for key, field in fields} - {*without})
         return Fault(key, shown, "is not a mapping", f"write one, with keys of: {', '.join(names)}")
     if kind.startswith("dict"):
@@ -182,6 +190,14 @@ _TYPES = {
 }
 
 
+def _is_list(kind: object) -> bool:
+    return get_origin(kind) in (list, tuple)
+
+
+def _is_model(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 def _list_wanted(read_as: Any, given: object) -> tuple[str, str]:
     """Return the rule and the remedy for a value that is no list of the type `read_as`."""
     if get_args(read_as)[1:] == (Ellipsis,):
@@ -198,7 +214,8 @@ def _read_as(kind: Any, location: Sequence[str | int], whole: bool = False) -> A
             return kind
         while get_origin(kind) in (Annotated, UnionType, Union):
             inner = [x for x in get_args(kind) if x is not NoneType]
-            kind = inner[0]
+            lists = filter(_is_list, inner if isinstance(part, int) else ())
+            kind = next(lists, inner[0])
         if part is None:
             return kind
         if isinstance(kind, type) and issubclass(kind, BaseModel):

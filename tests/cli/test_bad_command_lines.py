@@ -295,6 +295,18 @@ VALUES = (
         "optimizer.groups[2].match=[] is an empty list; write one, such as [first, second]",
     ),
     Case(
+        "step_of_images",
+        "data=image_folder data.path=. data.transform=[flip,random_cropp]",
+        "data.transform[1]=random_cropp is unknown; did you mean random_crop? One of: "
+        "center_crop, flip, random_crop, or write one, with keys of: _target_",
+    ),
+    Case(
+        "steps_of_images",
+        "data=image_folder data.path=. data.transform=7",
+        "data.transform=7 is unknown; use one of: center_crop, flip, random_crop, or write one, "
+        "with keys of: _target_, or write one, such as [first, second]",
+    ),
+    Case(
         "group_of_nothing",
         "optimizer.groups=[{match:nrom},{match:norm}]",
         "optimizer.groups[0].match=nrom matches no trained parameter of the model; use a "
