@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.plan_requests import mixed
 
 from whale_train.errors import ConfigError
 from whale_train.launcher.report.charts import MOST_POINTS, thinned
@@ -18,6 +19,7 @@ from whale_train.launcher.report.shown_run import ShownRun, read_run
 from whale_train.launcher.report.timelines import step_spans
 from whale_train.launcher.report.write_page import write_page
 from whale_train.strategies.plan.plan import Decision, Plan
+from whale_train.strategies.resolver.planned_inventory import planned_inventory
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("plan_hybrid", "plan_dp")
@@ -58,6 +60,16 @@ def test_the_chart_of_memory_has_the_numbers_of_the_plan(content: dict[str, Any]
     parts = [x["memory_bytes"] for x in content["ranks"]]
     expected = {(name, round(x[name])) for x in parts for name in x if name != "total"}
     assert set(shown) == expected
+
+
+def test_the_limit_is_what_tensors_may_take_as_on_the_terminal() -> None:
+    cluster = mixed()
+    plan = plan_of(json.loads((GOLDEN / "plan_dp.json").read_text()))
+    ranks = tuple(replace(x, device=cluster.devices[x.rank].name) for x in plan.ranks)
+    kinds = rank_kinds(replace(plan, ranks=ranks, inventory=planned_inventory(cluster)))
+    for kind in kinds:
+        device = cluster.devices[kind.ranks[0]]
+        assert kind.limit_bytes == device.room_bytes < device.memory_bytes
 
 
 def event(name: str, start_us: float, took_us: float, rank: int = 0) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
                 made = (request, weights, run_dir, console, place, signals)
                 return evaluate_weights(*made)
             with in_use(run_dir):
-                return _train(request, run_dir, console, place, signals, early, at.follower)
+                return _train(request, run_dir, at, signals)
     except OSError as error:
         if not is_full(error):
             raise
@@ -313,35 +313,24 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
     return JobEnd("done", run_dir)
 
 
-def _train(
-    request: Request,
-    run_dir: Path,
-    console: Console,
-    place: LaunchPlace | None,
-    signals: StopSignals,
-    early: EarlyHost | None,
-    follower: Follower | None,
-) -> JobEnd:
+def _train(request: Request, run_dir: Path, at: JobPlace, signals: StopSignals) -> JobEnd:
     """Train, and copy what the run saves to `checkpoint.to`."""
     refuse_trackers(request.trackers)
     refuse_callbacks(request.callbacks)
     if request.checkpoint.to is None:
-        return _train_attempts(request, run_dir, console, place, signals, early, follower, None)
+        return _train_attempts(request, run_dir, at, signals, None)
     to = UrlPath.of(request.checkpoint.to)
     refuse_store(to, run_dir, request.train.resume)
-    copies = StoreCopies(to, request.checkpoint.keep, console)
-    end = _train_attempts(request, run_dir, console, place, signals, early, follower, copies)
+    copies = StoreCopies(to, request.checkpoint.keep, at.console)
+    end = _train_attempts(request, run_dir, at, signals, copies)
     return copies.finished(end, signals.poll)
 
 
 def _train_attempts(
     request: Request,
     run_dir: Path,
-    console: Console,
-    place: LaunchPlace | None,
+    at: JobPlace,
     signals: StopSignals,
-    early: EarlyHost | None,
-    follower: Follower | None,
     copies: StoreCopies | None,
 ) -> JobEnd:
     """Train, in as many attempts as `launcher.max_restarts` allows.
@@ -350,9 +339,9 @@ def _train_attempts(
     there then. Attempts end early where the last two failed in the same way at the same step.
     """
     attempts: list[Attempt] = []
-    wanted, refusal = request, None
+    wanted, refusal, console = request, None, at.console
     # torchrun and srun start their ranks again themselves.
-    allowed = request.launcher.max_restarts if place is None else 0
+    allowed = request.launcher.max_restarts if at.place is None else 0
     while True:
         try:
             resumed = _resumed(wanted, run_dir, console)
@@ -372,9 +361,7 @@ def _train_attempts(
             run_dir = make_run_dir(phase, run_dir)
             if copies is not None:
                 copies.begin(run_dir, began)
-            outcome, resolved = _attempt(
-                phase, run_dir, console, place, signals, resumed, early, follower, copies
-            )
+            outcome, resolved = _attempt(phase, run_dir, at, signals, resumed, copies)
         except RequestError as error:
             if not attempts:
                 raise
@@ -400,7 +387,7 @@ def _train_attempts(
         console.print(Portable(attempts_view(attempts)))
         if is_its_own(attempts):
             console.print("the last two attempts failed of the same at the same step")
-    if follower is not None and follower.ends and signals.count == 1:
+    if at.follower is not None and at.follower.ends and signals.count == 1:
         end = pruned(outcome, run_dir, console)
         if end is not None:
             return end
@@ -432,22 +419,20 @@ def _resumed(request: Request, run_dir: Path, console: Console) -> Resumed | Non
 def _attempt(
     request: Request,
     run_dir: Path,
-    console: Console,
-    place: LaunchPlace | None,
+    at: JobPlace,
     signals: StopSignals,
     resumed: Resumed | None,
-    early: EarlyHost | None,
-    follower: Follower | None,
     copies: StoreCopies | None,
 ) -> tuple[HostOutcome, Resolved]:
     """Resolve the request and run its ranks to their end. Returns the outcome and the resolved
     plan."""
+    console, follower = at.console, at.follower
     parts = delinks(resumed, request)
     if parts:
         parted = "layers that shared their weights go on by themselves, each with what all had"
         console.print(parted, soft_wrap=True)
     begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
-    process = JobProcess(run_dir, place, early)
+    process = JobProcess(run_dir, at.place, at.early)
     try:
         with process.planned(request, signals.poll, console) as resolved:
             going_on = None

@@ -15,9 +15,10 @@ _OPEN_FILES = 64  # shards that a process keeps open
 
 
 class ShardReader:
-    """ShardReader with their indexes.
+    """Reader of the members of samples, which are numbered over all shards.
 
-    files: paths.
+    files: paths of the shards.
+    indexes: index of each shard.
     num_samples: number of samples of all shards.
     """
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from whale_train.data.dataset import Dataset, EvaluationSets, Note, RowDataset, hold_back
+from whale_train.data.dataset import Dataset, Note, RowDataset, hold_back
 from whale_train.data.paths import UserPath, missing_path, path_error, unreadable
 from whale_train.data.sources.image_steps import (
     EXTENSIONS,
@@ -34,20 +34,12 @@ class ImageFolderOptions(ImageOptions):
     path: folder of one folder for each class.
     classes: names of the classes' folders, by number; None: all folders, by name.
     fields: names of the image and of its class among the model's forward arguments.
-    workers: processes of each rank that read samples.
-    shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
     """
 
     kind: Literal["image_folder"] = "image_folder"
     path: UserPath
     classes: tuple[_Name, ...] | None = None
     fields: tuple[_Name, _Name] = ("pixel_values", "labels")
-    workers: int = Field(1, ge=1)
-    shuffle: bool = True
-    evaluation_fraction: float = Field(0.0, ge=0, lt=1)
-    evaluation: EvaluationSets | None = None
 
     def faults(self) -> list[Fault]:
         """Return the faults of options that do not go together."""

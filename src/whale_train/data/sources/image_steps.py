@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from whale_train.data.dataset import EvaluationSets
 from whale_train.errors import ConfigError, Fault
 from whale_train.extras import how_to_install
 from whale_train.own_code import PATH, TargetKind, called, importable, named_function, said
@@ -56,6 +57,10 @@ class ImageOptions(BaseModel):
     mean: what is subtracted from the values of each channel, which are between 0 and 1; None:
         ImageNet's means, and 0.5 for grey images.
     std: what they are divided by then; None: ImageNet's, and 0.5.
+    workers: processes of each rank that read samples.
+    shuffle: whether epochs are permuted.
+    evaluation_fraction: share of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None: there are none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +71,10 @@ class ImageOptions(BaseModel):
     channels: Literal[1, 3] = 3
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    workers: int = Field(1, ge=1)
+    shuffle: bool = True
+    evaluation_fraction: float = Field(0.0, ge=0, lt=1)
+    evaluation: EvaluationSets | None = None
 
     @property
     def has_images(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from whale_train.data.dataset import Dataset, EvaluationSets, Note, RowDataset, hold_back
+from whale_train.data.dataset import Dataset, Note, RowDataset, hold_back
 from whale_train.data.paths import UserPath
 from whale_train.data.shards.decoders import (
     KINDS,
@@ -58,10 +58,6 @@ class WebdatasetOptions(ImageOptions):
         (jpg, jpeg, png, webp) as `pixel_values`, and cls as `labels`.
     convert: functions that make numbers of fields that are no images.
     cache: folder of the indexes; None: one in the user's cache.
-    workers: processes of each rank that read samples.
-    shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
     """
 
     kind: Literal["webdataset"] = "webdataset"
@@ -69,10 +65,6 @@ class WebdatasetOptions(ImageOptions):
     fields: Mapping[_Name, _Name | tuple[_Name, ...]] | None = None
     convert: Mapping[_Name, OwnStep] | None = None
     cache: UserPath | None = None
-    workers: int = Field(1, ge=1)
-    shuffle: bool = True
-    evaluation_fraction: float = Field(0.0, ge=0, lt=1)
-    evaluation: EvaluationSets | None = None
 
     @property
     def members(self) -> dict[str, tuple[str, ...]]:

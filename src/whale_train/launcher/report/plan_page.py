@@ -204,6 +204,7 @@ def _kinds(plan: Plan) -> Table:
             (
                 name,
                 in_bytes(device.memory_bytes),
+                in_bytes(device.room_bytes),
                 f"{device.flops.get(plan.precision, 0) / 1e12:,.4g}",
                 f"{in_bytes(device.memory_bandwidth_bytes_s)}/s",
                 "measured" if device.calibrated else "by the catalogue",
@@ -211,8 +212,9 @@ def _kinds(plan: Plan) -> Table:
         )
         for name, device in plan.inventory.devices.items()
     ]
-    columns = ("device", "memory", f"TFLOP/s in {plan.precision}", "memory bandwidth", "speed")
-    return Table("Kinds of devices", columns, rows, numbers=columns[1:4])
+    speeds = (f"TFLOP/s in {plan.precision}", "memory bandwidth")
+    columns = ("device", "memory", "for tensors", *speeds, "speed")
+    return Table("Kinds of devices", columns, rows, numbers=columns[1:5])
 
 
 def _devices(kinds: Sequence[RankKind]) -> Table:

@@ -17,7 +17,8 @@ class RankKind:
     micro_batches: micro-batches of a step.
     micro_batch_size: samples of the largest micro-batch.
     memory: bytes of each rank at the peak of a step.
-    limit_bytes: bytes of the device's memory; None where the plan does not say.
+    limit_bytes: bytes of the device's memory that tensors may take; None where the plan does not
+        say.
     task_graphs: ids of the TaskGraphs that each rank holds a part of.
     """
 
@@ -53,7 +54,7 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
                 micro_batches=first.micro_batches,
                 micro_batch_size=first.micro_batch_size,
                 memory=first.memory_bytes,
-                limit_bytes=None if device is None else float(device.memory_bytes),
+                limit_bytes=None if device is None else device.room_bytes,
                 task_graphs=first.task_graphs,
             )
         )

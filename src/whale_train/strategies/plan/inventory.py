@@ -29,12 +29,19 @@ class PlannedDevice:
     memory_bandwidth_bytes_s: bytes a second of memory.
     calibrated: whether times were predicted by measurements of the device, and not by these
         figures.
+    reserved_bytes: bytes of memory that no tensor gets, as CUDA's context.
     """
 
     flops: Mapping[str, Number]
     memory_bytes: Number
     memory_bandwidth_bytes_s: Number
     calibrated: bool = field(default=False, metadata=OMITTED)
+    reserved_bytes: Number = field(default=0, metadata=OMITTED)
+
+    @property
+    def room_bytes(self) -> float:
+        """Return the bytes of memory that tensors may take."""
+        return self.memory_bytes - self.reserved_bytes
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ def planned_inventory(cluster: Cluster) -> PlannedInventory:
                 device.memory_bytes,
                 device.memory_bandwidth_bytes_s,
                 bool(device.kernels),
+                device.reserved_bytes,
             )
             for name, device in kinds.items()
         },
