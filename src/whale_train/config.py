@@ -94,6 +94,7 @@ class TrainOptions(_Section):
     grad_clip: the gradient norm to clip to; None and 0 are off.
     grad_norm: whether the gradient norm is measured in every step.
     trace: whether the run writes a timeline of what every rank did.
+    report: whether the run ends with a page about it, `report.html`.
     compile: whether blocks run what torch.compile makes of them.
     profile: the first and the last step that torch's profiler records.
     evaluate_every: number of steps between evaluations; None is never.
@@ -125,6 +126,7 @@ class TrainOptions(_Section):
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False
+    report: bool = True
     compile: bool = False
     profile: tuple[_Count, _Count] | None = None
     evaluate_every: _Count | None = None

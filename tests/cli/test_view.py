@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.command import whale_train
@@ -24,7 +25,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = ("mode=plan", "strategy=hybrid_split_dp", "hardware=v100_p100_mix")
     answer = whale_train([*plan, "hydra.run.dir=plan"], folder)
     assert answer.status == 0, answer
+    compared = ("mode=plan", "compare=[dp,zero3,3d]", "hardware=v100_p100_mix")
+    answer = whale_train([*compared, "optimizer=lamb", "hydra.run.dir=compared"], folder)
+    assert answer.status == 0, answer
     return folder
+
+
+def charts_of(page: Path) -> dict[str, Any]:
+    """Return the descriptions of a page's charts by their names."""
+    text = page.read_text(encoding="utf-8")
+    (charts,) = re.findall('<script type="application/json" id="charts">(.*)</script>', text)
+    charts_by_name: dict[str, Any] = json.loads(charts)
+    return charts_by_name
 
 
 def viewed(folder: Path, name: str, *overrides: str) -> Path:
@@ -36,9 +48,7 @@ def viewed(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def test_a_page_of_a_run_has_its_curves_and_both_timelines(folder: Path) -> None:
-    text = viewed(folder, "of_run", "path=run").read_text(encoding="utf-8")
-    (charts,) = re.findall('<script type="application/json" id="charts">(.*)</script>', text)
-    specs = json.loads(charts)
+    specs = charts_of(viewed(folder, "of_run", "path=run"))
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
     curve = [(x["step"], x["value"]) for x in specs["curve-loss"]["data"]["values"]]
     assert curve == [(row["step"], row["loss"]) for row in rows]
@@ -49,12 +59,66 @@ def test_a_page_of_a_run_has_its_curves_and_both_timelines(folder: Path) -> None
     assert {"forward", "backward", "update"} <= {x["work"] for x in spans}
 
 
+def test_a_run_and_a_plan_leave_their_page(folder: Path) -> None:
+    assert charts_of(folder / "run" / "report.html") == charts_of(
+        viewed(folder, "again", "path=run")
+    )
+    charts = charts_of(folder / "plan" / "plan.html")
+    plan = json.loads((folder / "plan" / "plan.json").read_text())
+    parts = charts["step"]["data"]["values"]
+    assert sum(row["ms"] for row in parts) == pytest.approx(
+        1e3 * plan["predicted"]["step_time_s"], rel=0.02
+    )
+    spans = charts["timeline"]["data"]["values"]
+    assert {row["from"] for row in spans} == {"predicted"}
+    assert {"0 v100_sxm2_32gb", "8 p100_pcie_16gb"} <= {row["rank"] for row in spans}
+    even = charts["alternatives"]["data"]["values"][1]
+    assert even["of"].startswith("even ")
+    assert even["ms"] > 1e3 * plan["predicted"]["step_time_s"]
+
+
+def test_a_comparison_is_one_page(folder: Path) -> None:
+    page = folder / "compared" / "compare.html"
+    charts = charts_of(page)
+    steps = charts["step"]["data"]["values"]
+    assert {row["of"] for row in steps} == {"strategy=dp", "strategy=3d"}
+    for name in ("dp", "3d"):
+        plan = json.loads((folder / f"compared/plans/{name}.json").read_text())
+        (bar,) = (x for x in steps if (x["of"], x["part"]) == (f"strategy={name}", "compute"))
+        assert bar["ms"] == pytest.approx(1e3 * plan["predicted"]["compute_s"])
+    assert "optimizer=lamb needs the norm of each" in page.read_text()
+
+
+def test_a_run_leaves_no_page_where_none_is_wanted(folder: Path) -> None:
+    run = ("experiment=smoke", "train.steps=1", "train.report=false", "hydra.run.dir=without")
+    answer = whale_train(run, folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert not (folder / "without" / "report.html").exists()
+    assert "report" not in answer.stdout
+
+
+def test_a_page_that_cannot_be_written_does_not_fail_the_run(folder: Path) -> None:
+    (folder / "taken" / "report.html").mkdir(parents=True)
+    answer = whale_train(["experiment=smoke", "train.steps=1", "hydra.run.dir=taken"], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert "warning: no report.html: " in answer.stdout
+
+
+PAGES = {
+    "a run": ("path=run",),
+    "two": ("path=plan/plan.json", "against=run"),
+    "a comparison": (),
+}
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("asked", [("path=run",), ("path=plan/plan.json", "against=run")])
-def test_a_browser_draws_every_chart_without_an_error(folder: Path, asked: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_a_browser_draws_every_chart_without_an_error(folder: Path, name: str) -> None:
     assert CHROMIUM is not None
-    page = viewed(folder, f"drawn_{len(asked)}", *asked)
-    profile = folder / f"profile_{len(asked)}"
+    page = folder / "compared" / "compare.html"
+    if PAGES[name]:
+        page = viewed(folder, f"drawn_{len(PAGES[name])}", *PAGES[name])
+    profile = folder / f"profile_{len(PAGES[name])}"
     quiet = ("no-first-run", "disable-background-networking", "disable-component-update")
     flags = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "disable-sync", *quiet)
     shown = ("dump-dom", "enable-logging=stderr", "virtual-time-budget=5000")

@@ -13,7 +13,7 @@ from tests.unit.plan_requests import mixed
 
 from whale_train.errors import ConfigError
 from whale_train.launcher.report.charts import MOST_POINTS, thinned
-from whale_train.launcher.report.plan_page import plan_page
+from whale_train.launcher.report.plan_page import comparison_page, plan_page
 from whale_train.launcher.report.rank_kinds import rank_kinds
 from whale_train.launcher.report.shown_run import ShownRun, read_run
 from whale_train.launcher.report.timelines import step_spans
@@ -138,7 +138,8 @@ class Elements(HTMLParser):
 
 def written(shown: ShownRun, folder: Path, against: ShownRun | None = None) -> Elements:
     """What a browser reads of a page."""
-    write_page(plan_page(shown, against), folder / "page.html")
+    page = plan_page(shown) if against is None else comparison_page([shown, against])
+    write_page(page, folder / "page.html")
     elements = Elements()
     elements.feed((folder / "page.html").read_text(encoding="utf-8"))
     return elements
@@ -146,7 +147,7 @@ def written(shown: ShownRun, folder: Path, against: ShownRun | None = None) -> E
 
 def test_a_page_is_whole_and_safe(tmp_path: Path) -> None:
     plan = plan_of(json.loads((GOLDEN / "plan_hybrid.json").read_text()))
-    odd = Decision("key", "</script><script>alert(1)", "<b>", "a & b")
+    odd = Decision("key", "</script><script>alert(1)", "<b>", "a & b", rejected_step_s=1.0)
     ranks = (replace(plan.ranks[0], device="</script>"), *plan.ranks[1:])
     shown = ShownRun(Path("a"), "<i>", replace(plan, decisions=(odd,), ranks=ranks))
     elements = written(shown, tmp_path, replace(shown, path=Path("b"), title="other"))
@@ -185,3 +186,49 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             read_run(path, "path")
+
+
+def test_rejected_alternatives_have_their_cost(tmp_path: Path) -> None:
+    plan = plan_of(json.loads((GOLDEN / "plan_dp.json").read_text()))
+    step_s = plan.predicted.step_time_s
+    rejected = (
+        Decision("strategy.graph", "copies", "split", "slower", rejected_step_s=2 * step_s),
+        Decision("strategy.graph", "copies", "pipeline", "estimated", rejected_floor_s=step_s),
+        Decision("strategy.graph", "copies", "experts", "the model has none"),
+    )
+    plan = replace(plan, decisions=rejected)
+    assert Plan.from_json(plan.to_json()).decisions == rejected
+    page = plan_page(ShownRun(Path("plan.json"), "title", plan))
+    (table,) = (x.tables[0] for x in page.sections if x.name == "decisions")
+    costs = [row.cells[3] for row in table.rows]
+    assert costs[0].endswith("(+100%)")
+    assert costs[1].endswith(" or more, by estimate")
+    assert costs[2] == ""
+    (chart,) = (chart for chart in page.charts if chart.name == "alternatives")
+    shown = {row["of"]: row["ms"] for row in chart.spec["data"]["values"]}
+    ms = 1e3 * step_s
+    assert shown == {"the plan": ms, "split": 2 * ms, "pipeline": ms}
+
+
+def test_a_mixtures_experts_have_curves_and_their_last_loads() -> None:
+    plan = plan_of(json.loads((GOLDEN / "plan_dp.json").read_text()))
+    loads = [[1, 3], [2, 2]]
+    steps = [
+        {"step": step, "step_time_s": 0.1, "experts": {"imbalance": [1.5, 1.0], "load": loads}}
+        for step in (1, 2)
+    ]
+    run = ShownRun(Path("run"), "a run", plan, steps=steps)
+    charts = {chart.name: chart for chart in plan_page(run).charts}
+    curves = charts["curve-imbalance"].spec["data"]["values"]
+    assert [(x["of"], x["step"], x["value"]) for x in curves] == [
+        *(("mixture 0", 1, 1.5), ("mixture 0", 2, 1.5)),
+        *(("mixture 1", 1, 1.0), ("mixture 1", 2, 1.0)),
+    ]
+    rows = [x["rows"] for x in charts["loads"].spec["data"]["values"]]
+    assert rows == [1, 3, 2, 2]
+    several = {
+        chart.name: chart for chart in comparison_page([run, replace(run, title="b")]).charts
+    }
+    assert "loads" not in several
+    values = {x["value"] for x in several["curve-imbalance"].spec["data"]["values"]}
+    assert values == {1.5}

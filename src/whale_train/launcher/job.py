@@ -41,6 +41,7 @@ from whale_train.launcher.job_end import (
     interrupted,
     never_met,
     pruned,
+    report_run,
     started_elsewhere,
     summary_of,
 )
@@ -81,6 +82,7 @@ from whale_train.launcher.ranks.run_files import (
     write_plans,
 )
 from whale_train.launcher.ranks.stop_signals import StopSignals, stop_signals
+from whale_train.launcher.report.report_files import PLAN_PAGE, write_comparison, write_view
 from whale_train.launcher.resume import (
     Resumed,
     delinks,
@@ -215,7 +217,10 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
                 made = (request, weights, run_dir, console, place, signals)
                 return evaluate_weights(*made)
             with in_use(run_dir):
-                return _train(request, run_dir, at, signals)
+                end = _train(request, run_dir, at, signals)
+                if request.train.report:
+                    report_run(end, console)
+                return end
     except OSError as error:
         if not is_full(error):
             raise
@@ -295,16 +300,21 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
         refuse_all(plans)
         written = [("the plan", path) for path in write_plans(run_dir, plans)]
         console.print(comparison_view(plans))
+        names = request.names
+        title = " ".join(f"{x}={names[x]}" for x in ("model", "hardware") if x in names)
+        written.append(("the page", write_comparison(run_dir, plans, title)))
     else:
         resolved = resolve_request(request)
         refuse_other_ranks(asked, resolved.plan)
         write_plan(run_dir, resolved, request)
         show_resolved(resolved, request, console)
         written = [("the plan", run_dir / "plan.json")]
-        if resolved.timeline:
+        if request.train.trace:
             written.append(("the predicted step's timeline", run_dir / "predicted_trace.json"))
         if resolved.found is not None:
             written.append(("the strategy, as a file", run_dir / "strategy.yaml"))
+        write_view(run_dir, None, run_dir / PLAN_PAGE)
+        written.append(("the page", run_dir / PLAN_PAGE))
     for what, path in written:
         console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
     if asked.mode == "rehearse" or (asked.rehearse and not asked.compare):

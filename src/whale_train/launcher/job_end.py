@@ -21,6 +21,7 @@ from whale_train.launcher.ranks.host_process import HostOutcome, HostProcess, de
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.run_dir import remove_unused
 from whale_train.launcher.ranks.stop_signals import StopSignals
+from whale_train.launcher.report.report_files import REPORT, write_view
 from whale_train.launcher.ui.progress import (
     compiled_line,
     skipped_note,
@@ -123,6 +124,23 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
         said = describe_failure(outcome.failure, place)
         return JobEnd("failed", run_dir, reason=_last_line(said), said=said)
     return interrupted(run_dir)
+
+
+def report_run(end: JobEnd, console: Console) -> None:
+    """Write the page of a run into its directory, and print its path where the run is done.
+
+    A page that cannot be written, or a run that has no plan, does not change how the job ends.
+    """
+    page = end.run_dir / REPORT
+    try:
+        write_view(end.run_dir, None, page)
+    except (OSError, RequestError) as error:
+        if end.status == "done":
+            said = f"warning: no {REPORT}: {error}"
+            console.print(Text(said, style="yellow"), soft_wrap=True)
+        return
+    if end.status == "done":
+        console.print(Portable(Text(f"the report: {page}")), soft_wrap=True)
 
 
 def pruned(outcome: HostOutcome, run_dir: Path, console: Console) -> JobEnd | None:

@@ -55,6 +55,8 @@ from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_pr
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.launcher.planning.remedies import with_checked_remedies
 from whale_train.launcher.planning.watched_metrics import refuse_unwatchable
+from whale_train.launcher.report.rank_kinds import rank_kinds
+from whale_train.launcher.report.timelines import ranks_to_show
 from whale_train.machine.hosts import Host
 from whale_train.machine.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
@@ -91,7 +93,8 @@ class Resolved:
         as fast as they can be.
     links: the bandwidth between any two emulated devices, relative to the fastest link; None
         likewise.
-    timeline: the predicted step's events; those of the stand-ins where these were measured.
+    timeline: the predicted step's events of a rank of each kind, of all ranks with `train.trace`;
+        those of the stand-ins where these were measured.
     found: the strategy that `graph: auto` came to, in the form of a file; None for any other.
     mixture: the order of the samples of several sources; None where there is one source.
     lost_place: why a run cannot go on in a stream, as the end of a sentence; '' where it can, and
@@ -237,7 +240,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     if on_cards:
         plan = assign_devices(plan, used, hosts)
     paces, links = _paces(request, used), _links(request, used)
-    timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
+    shown = None if request.train.trace else ranks_to_show(rank_kinds(plan))
+    timeline = tuple(made.step.events(made.here or used, shown))
     print_of_data = fingerprint(dataset) if _has_checkpoints(request) else None
     mixture = dataset.order if isinstance(dataset, MixedDataset) else None
     made_of = (plan, used, profile, device, emulated, dataset.num_samples, print_of_data)
@@ -376,9 +380,11 @@ def resolve_each(
                 strategy = search(
                     strategy, cluster, findings, training, can_offload=can_offload
                 ).strategy
-            plan, _ = resolve_and_simulate(strategy, cluster, findings, training)
+            plan, step = resolve_and_simulate(strategy, cluster, findings, training)
             used = cluster.chosen(strategy.devices)
-            plans[name] = Resolved(*(plan, used, profile, device, emulated, dataset.num_samples))
+            made_of = (plan, used, profile, device, emulated, dataset.num_samples)
+            shown = ranks_to_show(rank_kinds(plan))
+            plans[name] = Resolved(*made_of, timeline=tuple(step.events(used, shown)))
         except RequestError as error:
             plans[name] = error
     return plans

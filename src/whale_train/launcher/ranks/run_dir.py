@@ -32,7 +32,7 @@ ATTEMPTS = "attempts"  # a folder with the files of earlier attempts, in 1, 2, .
 ATTEMPT_FILES = (
     *("request.json", "environment.json", "plan.json", "launch.json", "ready", STOP),
     *("failure.json", "strategy.yaml", "predicted_trace.json", "trace.json", "summary.json"),
-    *(SAVED, MEETING, HOSTS, REFUSED, "inventory.yaml"),
+    *(SAVED, MEETING, HOSTS, REFUSED, "inventory.yaml", "report.html"),
 )
 
 # The packages a run's numbers may depend on.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from whale_train.launcher.report.rank_kinds import RankKind
+from whale_train.launcher.report.rank_kinds import RankKind, fullness
 from whale_train.launcher.report.timelines import Span
 from whale_train.quantities import fold_numbers, in_bytes, in_seconds
 from whale_train.strategies.plan.plan import Prediction
@@ -39,7 +39,8 @@ _STEP = {
     "optimizer": "#CC79A7",
     "idle": "#999999",
 }
-_RUNS = ("#0072B2", "#D55E00", "#999999")
+_RUNS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+_DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])  # of curves, beside their colours
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ class Chart:
     is_wide: bool = True
 
 
-def memory_chart(kinds: Sequence[RankKind]) -> Chart:
-    """Return the bytes of each kind of rank by what holds them, beside the device's memory."""
+def memory_chart(kinds: Mapping[str, RankKind], title: str) -> Chart:
+    """Return the chart of the bytes that ranks need, by category, beside the device's memory.
+
+    kinds: kinds of ranks, by their labels.
+    title: the heading of the chart.
+    """
     rows, limits = [], []
-    for kind in kinds[:MOST_KINDS]:
-        label = kind_label(kind)
+    for label, kind in kinds.items():
         parts = asdict(kind.memory)
         rows += [
             {"ranks": label, "part": part, "order": number, "gb": parts[part] / 1e9}
@@ -72,8 +76,8 @@ def memory_chart(kinds: Sequence[RankKind]) -> Chart:
         ]
         if kind.limit_bytes is not None:
             limits.append({"ranks": label, "gb": kind.limit_bytes / 1e9})
-    fullest = max(kinds, key=_fullness)
-    text = f"The fullest are ranks {kind_label(fullest)}: {in_bytes(fullest.memory.total)}"
+    name, fullest = max(kinds.items(), key=lambda item: fullness(item[1]))
+    text = f"The fullest is {name}: {in_bytes(fullest.memory.total)}"
     if fullest.limit_bytes is not None:
         text += f" of {in_bytes(fullest.limit_bytes)}"
     y = {"field": "ranks", "type": "nominal", "sort": None, "title": None}
@@ -93,12 +97,8 @@ def memory_chart(kinds: Sequence[RankKind]) -> Chart:
         "encoding": {"y": y, "x": {"field": "gb", "type": "quantitative"}},
     }
     layers = [bars, marks] if limits else [bars]
-    spec = _spec({"layer": layers, "height": 22 * min(len(kinds), MOST_KINDS)})
-    return Chart("memory", "Memory of each device", text + ".", spec)
-
-
-def _fullness(kind: RankKind) -> float:
-    return kind.memory.total / (kind.limit_bytes or 1.0)
+    spec = _spec({"layer": layers, "height": 22 * len(kinds)})
+    return Chart("memory", title, text + ".", spec)
 
 
 def step_chart(predictions: Mapping[str, Prediction], measured_s: float | None) -> Chart:
@@ -210,14 +210,77 @@ def curve_chart(
     }
     if len(curves) > 1:
         encoding["color"] = _colors("of", colors)
-        dashes = [[1, 0], [6, 3], [2, 2]]
+        dashes = [_DASHES[number % len(_DASHES)] for number in range(len(colors))]
         encoding["strokeDash"] = {
             **{"field": "of", "type": "nominal", "legend": None, "sort": None},
-            "scale": {"domain": list(colors), "range": dashes[: len(colors)]},
+            "scale": {"domain": list(colors), "range": dashes},
         }
     mark = {"type": "line", "tooltip": True, "color": _RUNS[0], "point": len(rows) <= 50}
     spec = _spec({"data": {"values": rows}, "mark": mark, "height": 220, "encoding": encoding})
     return Chart(name, title, "; ".join(said) + ".", spec, is_wide=False)
+
+
+def load_chart(loads: Sequence[Sequence[int]], step: int) -> Chart:
+    """Return the chart of how many rows every expert had in a step.
+
+    loads: rows of each expert, by mixture.
+    step: the number of the step.
+    """
+    rows = [
+        {"mixture": str(mixture), "expert": expert, "rows": count}
+        for mixture, of_mixture in enumerate(loads)
+        for expert, count in enumerate(of_mixture)
+    ]
+    text = "; ".join(
+        f"mixture {number}: {min(of_mixture):,} to {max(of_mixture):,} rows an expert"
+        for number, of_mixture in enumerate(loads)
+    )
+    spec = _spec(
+        {
+            "data": {"values": rows},
+            "mark": {"type": "rect", "tooltip": True},
+            "height": 22 * len(loads),
+            "encoding": {
+                "y": {"field": "mixture", "type": "nominal", "sort": None, "title": "mixture"},
+                "x": {"field": "expert", "type": "ordinal", "title": "expert"},
+                "color": {
+                    **{"field": "rows", "type": "quantitative"},
+                    **{"scale": {"scheme": "cividis", "domainMin": 0}, "title": "rows"},
+                },
+            },
+        }
+    )
+    return Chart("loads", f"Rows of each expert in step {step:,}", text + ".", spec)
+
+
+def alternatives_chart(chosen_s: float, rejected: Mapping[str, float]) -> Chart:
+    """Return the chart of the step time of the plan beside those of what was rejected.
+
+    chosen_s: seconds of a step of the plan.
+    rejected: seconds of a step of each alternative, by its name.
+    """
+    times = {"the plan": chosen_s, **rejected}
+    rows = [
+        {"of": name, "ms": seconds * 1e3, "is": "the plan" if name == "the plan" else "rejected"}
+        for name, seconds in times.items()
+    ]
+    colors = {"the plan": _RUNS[0], "rejected": _RUNS[-1]}
+    spec = _spec(
+        {
+            "data": {"values": rows},
+            "mark": {"type": "bar", "tooltip": True},
+            "height": 22 * len(rows),
+            "encoding": {
+                "y": {"field": "of", "type": "nominal", "sort": None, "title": None},
+                "x": {"field": "ms", "type": "quantitative", "title": "ms a step"},
+                "color": _colors("is", colors),
+            },
+        }
+    )
+    name, nearest_s = min(rejected.items(), key=lambda item: item[1])
+    text = f"The plan takes {in_seconds(chosen_s)} a step; the nearest alternative, {name}, "
+    text += f"{in_seconds(nearest_s)}."
+    return Chart("alternatives", "What was rejected would take", text, spec)
 
 
 def _point(point: tuple[float, float]) -> str:

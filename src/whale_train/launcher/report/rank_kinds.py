@@ -33,6 +33,12 @@ class RankKind:
     task_graphs: tuple[int, ...]
 
 
+def fullness(kind: RankKind) -> float:
+    """Return the bytes that a kind of rank needs, as a part of what its device has; the bytes
+    themselves where the plan does not say what the device has."""
+    return kind.memory.total / (kind.limit_bytes or 1.0)
+
+
 def rank_kinds(plan: Plan) -> list[RankKind]:
     """Return the kinds of ranks of a plan, in the order of their first ranks."""
     samples = samples_by_rank(plan)

@@ -46,6 +46,7 @@ def step_spans(events: Iterable[Mapping[str, Any]], ranks: Sequence[int]) -> lis
     """Return the spans of the last whole step of `ranks`.
 
     A step of a rank ends with its update. Of a timeline with one step alone that step is returned.
+    Of a step with more than `MOST_SPANS` spans those that begin first are returned.
     """
     wanted = set(ranks)
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
@@ -65,8 +66,8 @@ def step_spans(events: Iterable[Mapping[str, Any]], ranks: Sequence[int]) -> lis
         if begin <= event["ts"] and event["ts"] + event["dur"] <= stop
     ]
     first = min((event["ts"] for event in chosen), default=0.0)
-    spans = [_span(event, first) for event in chosen]
-    return sorted(spans, key=lambda x: (x.rank, x.start_ms))[:MOST_SPANS]
+    spans = sorted((_span(event, first) for event in chosen), key=lambda x: x.start_ms)
+    return sorted(spans[:MOST_SPANS], key=lambda x: (x.rank, x.start_ms))
 
 
 def _ends(events: Iterable[Mapping[str, Any]]) -> list[float]:

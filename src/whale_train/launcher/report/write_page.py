@@ -16,6 +16,7 @@ from markupsafe import Markup
 from whale_train.launcher.report.charts import Chart
 from whale_train.user_cache import user_cache
 
+_MOST_ROWS = 24  # of a table that is open from the start
 # Draws every chart of the page. The text of a chart is its figure's; what the SVG says of each of
 # its hundreds of marks would be read out one by one.
 _DRAW = """
@@ -53,6 +54,11 @@ class Table:
     rows: Sequence[Row]
     numbers: Sequence[str] = ()
 
+    @property
+    def is_folded(self) -> bool:
+        """Return whether the table is opened on demand, as a long one is."""
+        return len(self.rows) > _MOST_ROWS
+
 
 @dataclass(frozen=True)
 class Section:
@@ -63,6 +69,7 @@ class Section:
     lines: sentences at its beginning.
     charts: its charts.
     tables: its tables.
+    link: the text of the link to it at the top of the page; '' for none, None for its heading.
     """
 
     name: str
@@ -70,6 +77,7 @@ class Section:
     lines: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
+    link: str | None = None
 
 
 @dataclass(frozen=True)

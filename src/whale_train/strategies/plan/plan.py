@@ -169,12 +169,17 @@ class Decision:
     chosen: what was chosen.
     rejected: what was rejected.
     reason: why.
+    rejected_step_s: seconds of a step under what was rejected; None where none was simulated.
+    rejected_floor_s: seconds that a step under what was rejected takes at least, by estimate; None
+        where there is no estimate.
     """
 
     key: str
     chosen: str
     rejected: str
     reason: str
+    rejected_step_s: Number | None = field(default=None, metadata=OMITTED)
+    rejected_floor_s: Number | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,30 @@ def resolve_and_simulate(
     return replace(plan, predicted_here=step.prediction()), step
 
 
+def _with_cost_of_even_shares(
+    plan: Plan,
+    strategy: Strategy,
+    cluster: Cluster,
+    findings: ModelAnalysis,
+    training: Training,
+) -> Plan:
+    """Return a plan whose decision for uneven shares says how long a step of even shares takes."""
+    if not any(decision.key == "strategy.balance" for decision in plan.decisions):
+        return plan
+    try:
+        even = consider(replace(strategy, balance="even"), cluster, findings, training)
+    except PlanError:  # even shares do not fit a device's memory
+        return plan
+    seconds = even.step.prediction().step_time_s
+    decisions = (
+        replace(decision, rejected_step_s=seconds)
+        if decision.key == "strategy.balance"
+        else decision
+        for decision in plan.decisions
+    )
+    return replace(plan, decisions=tuple(decisions))
+
+
 def consider(
     strategy: Strategy,
     cluster: Cluster,
@@ -92,6 +116,7 @@ def consider(
     def plan() -> Plan:
         inside = within_sizes(considered.plan(), findings.profile)
         inside = with_samples(inside, known_by_graph(findings, inside), training)
+        inside = _with_cost_of_even_shares(inside, strategy, cluster, findings, training)
         return replace(inside, decisions=(*decisions, *inside.decisions))
 
     return replace(considered, plan=plan)

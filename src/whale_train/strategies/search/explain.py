@@ -93,7 +93,13 @@ def decisions(
     fastest_first = sorted(families.items(), key=lambda pair: (pair[1].best_s, pair[1].estimate_s))
     for name, family in fastest_first:
         if name != chosen.family and family.is_known:
-            yield Decision("strategy.graph", chosen.family, name, _why_not(family, seconds))
+            is_simulated = family.best_s < inf
+            is_estimated = not is_simulated and family.fault is None and family.estimate_s < inf
+            yield Decision(
+                *("strategy.graph", chosen.family, name, _why_not(family, seconds)),
+                rejected_step_s=family.best_s if is_simulated else None,
+                rejected_floor_s=family.estimate_s if is_estimated else None,
+            )
     for name, why in left_out(space, findings, training).items():
         if name != chosen.family and not families.get(name, Family()).is_known:
             yield Decision("strategy.graph", chosen.family, name, why)

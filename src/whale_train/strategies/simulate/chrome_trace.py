@@ -3,7 +3,7 @@
 The Trace Event Format: complete events ("ph": "X"), microseconds, one process per rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from whale_train.strategies.schedule.instructions import Instruction
@@ -41,16 +41,21 @@ def _goes_on(first: Event, second: Event) -> bool:
     return same and abs(first["ts"] + first["dur"] - second["ts"]) < 1e-3
 
 
-def events_of(spans: Spans, stands: Mapping[int, int], devices: Sequence[str]) -> list[Event]:
-    """Return the events of a simulated step. Every rank has those of the simulated rank that it
-    maps to in `stands`. Transfers that overlap with computation are in a second row."""
-    events = [named(rank, device) for rank, device in enumerate(devices)]
+def events_of(spans: Spans, stands: Mapping[int, int], devices: Mapping[int, str]) -> list[Event]:
+    """Return the events of a simulated step.
+
+    stands: maps every rank that is shown to the simulated rank whose events it has. Transfers that
+        overlap with computation are in a second row.
+    devices: the name of the device of every rank that is shown.
+    """
+    events = [named(rank, device) for rank, device in devices.items()]
     by_rank: dict[int, list[Event]] = {}
+    simulated = set(stands.values())
     for task, start, end in zip(spans.tasks, spans.starts, spans.ends, strict=True):
         if end == start:
             continue
         what: Instruction | str = task.instruction or task.name
-        for rank in task.ranks:
+        for rank in simulated.intersection(task.ranks):
             made = event(rank, what, start * 1e6, (end - start) * 1e6)
             made["tid"] = 0 if task.lane is Lane.COMPUTE else 1
             rank_events = by_rank.setdefault(rank, [])

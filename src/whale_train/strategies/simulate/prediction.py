@@ -1,6 +1,6 @@
 """The time of one step: its tasks simulated, the parts that make it up, and its timeline."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from whale_train.strategies.hardware.cluster import Cluster
@@ -40,9 +40,13 @@ class Simulated:
             busiest.idle_s,
         )
 
-    def events(self, cluster: Cluster) -> list[Event]:
-        """Return the timeline of the step, in the form of a run's trace."""
-        return events_of(self.spans, self.stands, [device.name for device in cluster.devices])
+    def events(self, cluster: Cluster, ranks: Collection[int] | None = None) -> list[Event]:
+        """Return the timeline of the step on `ranks` (None: on all), in the form of a run's
+        trace."""
+        names = [device.name for device in cluster.devices]
+        chosen = range(len(names)) if ranks is None else sorted(ranks)
+        stands = {rank: self.stands[rank] for rank in chosen}
+        return events_of(self.spans, stands, {rank: names[rank] for rank in chosen})
 
 
 def simulated(
