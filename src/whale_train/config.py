@@ -252,6 +252,8 @@ class Request(BaseModel):
 
     mode: what the command does.
     compare: names of the strategies that `mode=plan` shows side by side.
+    explain: the strategy of which `mode=plan` says what would make it run, or the fastest; None:
+        there is none.
     seed: the seed of weights, data order and dropout.
     names: the option chosen in each config group.
     strategy, hardware: sections as written. The packages that own them read them against something
@@ -275,6 +277,7 @@ class Request(BaseModel):
 
     mode: Mode
     compare: tuple[str, ...] = ()
+    explain: str | None = None
     seed: Seed
     names: dict[str, str]
     model: ModelOptions
@@ -388,6 +391,7 @@ def read_request(
     sections["against"] = validated(_RunPath, plain.get("against"), "against", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
+    sections["explain"] = validated(_RunPath, plain.get("explain"), "explain", faults)
     sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
     train = sections.get("train")
     tensorboard = isinstance(train, TrainOptions) and train.tensorboard
@@ -650,6 +654,13 @@ def _refuse_run(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     if mode == "audit" and run is None and path is None:
         remedy = "name a run directory, as run=runs/MY_RUN"
         faults.append(Fault("run", "", "must be given to mode=audit", remedy))
+    explain = sections.get("explain")
+    if explain is not None and mode not in ("plan", None):
+        rule = f"has no effect on mode={mode}"
+        faults.append(Fault("explain", str(explain), rule, "use mode=plan, or leave it out"))
+    if explain is not None and sections.get("compare"):
+        rule, remedy = "explains one strategy, and compare shows several", "leave compare out"
+        faults.append(Fault("explain", str(explain), rule, remedy))
     if against is not None and mode not in ("view", None):
         rule = f"has no effect on mode={mode}"
         faults.append(Fault("against", str(against), rule, "use mode=view, or leave it out"))

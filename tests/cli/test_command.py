@@ -100,7 +100,14 @@ def test_a_plan_needs_none_of_its_devices_and_starts_nothing(tmp_path: Path) -> 
     assert ESCAPE not in answer.stdout
     path = tmp_path / "planned" / "plan.json"
     assert answer.stdout.splitlines()[-1] == f"the plan: {path}"
-    written = ("request.json", "environment.json", "plan.json", "logs")
+    written = (
+        "request.json",
+        "environment.json",
+        "plan.json",
+        "logs",
+        "plan.html",
+        "predicted_trace.json",
+    )
     # Nothing for a host to wait for, and no log of one.
     assert files_in(tmp_path) == {*_hydra("planned"), *(f"planned/{name}" for name in written)}
     plan = Plan.from_json(path.read_text())
@@ -172,13 +179,15 @@ def test_strategies_are_compared_side_by_side(tmp_path: Path) -> None:
     assert names[:4] == ["strategy", "zero1", "split", "dp"]
     assert sum("fastest" in line for line in lines) == 1
     assert lines[4] == "split_zero3 cannot be:"
-    assert " ".join(" ".join(lines[5:-3]).split()) == (
+    assert " ".join(" ".join(lines[5:-4]).split()) == (
         "strategy.graph.replicate.of.split.degree=2 does not divide the 3 devices of "
         "hardware=cpu; use 1 or 3"
     )
     plans = {name: tmp_path / "compared" / "plans" / f"{name}.json" for name in names[1:4]}
     assert lines[-3:] == [f"the plan: {path}" for path in plans.values()]
-    written = ("request.json", "environment.json", "logs", *(f"plans/{n}.json" for n in plans))
+    assert lines[-4] == f"the page: {tmp_path / 'compared' / 'compare.html'}"
+    written = ("request.json", "environment.json", "logs", "compare.html")
+    written += tuple(f"plans/{name}.json" for name in plans)
     assert files_in(tmp_path) == {*_hydra("compared"), *(f"compared/{name}" for name in written)}
     zero1, split, copies = (Plan.from_json(path.read_text()) for path in plans.values())
     assert [zero1.task_graphs[0].zero, copies.task_graphs[0].zero] == [1, 0]

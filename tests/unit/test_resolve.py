@@ -36,6 +36,8 @@ def ring_s(num_bytes: float) -> float:
 
 def test_data_parallel_on_the_mixed_cluster() -> None:
     plan = resolve(shipped("dp"), at_peak(mixed()), classifier(), training())
+    evenly = replace(shipped("dp"), balance="even")
+    even = resolve(evenly, at_peak(mixed()), classifier(), training())
     assert (plan.cluster, plan.world_size, plan.global_batch) == ("v100_p100_mix", 16, 2000)
     assert (plan.precision, plan.schedule, plan.exported, plan.rewrite) == (
         "fp32", "none", True, None,
@@ -65,8 +67,12 @@ def test_data_parallel_on_the_mixed_cluster() -> None:
             "8 x 157, 8 x 93",
             "even 16 x 125",
             "each takes what it does in the time of the slowest, within its memory",
+            rejected_step_s=even.predicted.step_time_s,
         ),
     )
+    assert even.task_graphs[0].shares == (125,) * 16
+    ratio = even.predicted.compute_s / plan.predicted.compute_s
+    assert ratio == pytest.approx((125 / 9.3) / (93 / 9.3), rel=0.01)
 
 
 # The norm of all gradients, and sums as small: up and down four levels of a tree.

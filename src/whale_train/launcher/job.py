@@ -33,7 +33,7 @@ from whale_train.launcher.attempts import (
     steps_done,
     write_attempts,
 )
-from whale_train.launcher.compose.command_line import compared_strategies
+from whale_train.launcher.compose.command_line import compared_strategies, explained_strategy
 from whale_train.launcher.followed import Follower
 from whale_train.launcher.job_end import (
     JobEnd,
@@ -52,6 +52,7 @@ from whale_train.launcher.modes.evaluate import (
     weights_of,
     with_saved,
 )
+from whale_train.launcher.modes.explain import explain_job
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
 from whale_train.launcher.modes.verify import verify_job
@@ -192,7 +193,7 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
             request = with_saved(request, weights, at.arguments)
         request = _with_data(request, place, console)
         if request.mode in ("plan", "rehearse"):
-            return _plan(request, run_dir, console)
+            return _plan(request, run_dir, at)
         if request.mode == "audit":
             return audit_job(request, run_dir, console)
         if request.mode == "view":
@@ -288,13 +289,17 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
         raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
 
 
-def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
+def _plan(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
     """Resolve, write and show the plan, or one plan for each strategy to compare.
 
     No rank starts. Only a rehearsal of the plan runs, where one is asked for.
     """
+    console = at.console
     run_dir = make_run_dir(request, run_dir)
     asked, request = request, request.model_copy(update={"mode": "plan"})
+    if request.explain is not None:
+        content = explained_strategy(request.explain)
+        return explain_job(request, content, run_dir, console, at.arguments)
     if request.compare:
         plans = resolve_each(request, compared_strategies(request.compare))
         refuse_all(plans)
@@ -302,19 +307,18 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
         console.print(comparison_view(plans))
         names = request.names
         title = " ".join(f"{x}={names[x]}" for x in ("model", "hardware") if x in names)
-        written.append(("the page", write_comparison(run_dir, plans, title)))
+        written.insert(0, ("the page", write_comparison(run_dir, plans, title)))
     else:
         resolved = resolve_request(request)
         refuse_other_ranks(asked, resolved.plan)
         write_plan(run_dir, resolved, request)
         show_resolved(resolved, request, console)
-        written = [("the plan", run_dir / "plan.json")]
+        write_view(run_dir, None, run_dir / PLAN_PAGE)
+        written = [("the page", run_dir / PLAN_PAGE), ("the plan", run_dir / "plan.json")]
         if request.train.trace:
             written.append(("the predicted step's timeline", run_dir / "predicted_trace.json"))
         if resolved.found is not None:
             written.append(("the strategy, as a file", run_dir / "strategy.yaml"))
-        write_view(run_dir, None, run_dir / PLAN_PAGE)
-        written.append(("the page", run_dir / PLAN_PAGE))
     for what, path in written:
         console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
     if asked.mode == "rehearse" or (asked.rehearse and not asked.compare):

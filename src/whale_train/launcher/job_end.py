@@ -127,7 +127,8 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
 
 
 def report_run(end: JobEnd, console: Console) -> None:
-    """Write the page of a run into its directory, and print its path where the run is done.
+    """Write the page of a run into its directory, and print its path where steps were taken to the
+    run's end.
 
     A page that cannot be written, or a run that has no plan, does not change how the job ends.
     """
@@ -135,11 +136,11 @@ def report_run(end: JobEnd, console: Console) -> None:
     try:
         write_view(end.run_dir, None, page)
     except (OSError, RequestError) as error:
-        if end.status == "done":
+        if end.summary:
             said = f"warning: no {REPORT}: {error}"
             console.print(Text(said, style="yellow"), soft_wrap=True)
         return
-    if end.status == "done":
+    if end.summary:
         console.print(Portable(Text(f"the report: {page}")), soft_wrap=True)
 
 

@@ -459,9 +459,31 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
-def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the strategies of these names, as their config files write them. Hydra has to be
-    initialised. Raises ConfigError for names that are no strategy."""
+def explained_strategy(name: str) -> dict[str, Any]:
+    """Return the content of the strategy to explain: of the file that is named, or of the strategy
+    of that name. Hydra has to be initialised. Raises ConfigError where there is none."""
+    if not name.endswith((".yaml", ".yml")):
+        (strategy,) = compared_strategies([name], "explain").values()
+        return strategy
+    try:
+        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        rule = f"cannot be read ({str(error).splitlines()[0]})"
+        remedy = "name a strategy, or the YAML file of one"
+        raise ConfigError([Fault("explain", name, rule, remedy)]) from error
+    if not isinstance(content, dict):
+        rule, remedy = "is no mapping", "name a file as those of conf/strategy are"
+        raise ConfigError([Fault("explain", name, rule, remedy)])
+    return {str(key): value for key, value in content.items()}
+
+
+def compared_strategies(names: Sequence[str], asked: str = "compare") -> dict[str, dict[str, Any]]:
+    """Return the strategies of these names, as their config files write them.
+
+    asked: the key of the config that names them, for messages.
+
+    Hydra has to be initialised. Raises ConfigError for names that are no strategy.
+    """
     strategies: dict[str, dict[str, Any]] = {}
     faults = []
     for name in names:
@@ -472,7 +494,7 @@ def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             strategies[name] = {str(key): value for key, value in plain.items()}
         elif isinstance(config, MissingConfigException) and config.options:
             remedy = nearest(name, config.options)
-            faults.append(Fault("compare", name, "is not a strategy", remedy))
+            faults.append(Fault(asked, name, "is not a strategy", remedy))
         else:
             faults.append(_file_fault(config))
     if faults:
@@ -502,6 +524,8 @@ def _request_faults(
     try:
         request = read_request(without_hydra(config), names)
         compared_strategies(request.compare)
+        if request.explain is not None:
+            explained_strategy(request.explain)
     except ConfigError as error:
         kept = [fault for fault in error.faults if fault.key.partition(".")[0] not in silent]
         return without_doubtful(kept, unset, given)

@@ -21,6 +21,7 @@ from whale_train.other_trainers import known_elsewhere
 _OF_FILES = ("kind", "name", "_target_")
 _MODES = {
     "compare": ("plan",),
+    "explain": ("plan",),
     "rehearse": ("plan", "rehearse"),
     "verify.steps": ("verify",),
     "verify.tolerance": ("verify",),

@@ -240,8 +240,9 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     if on_cards:
         plan = assign_devices(plan, used, hosts)
     paces, links = _paces(request, used), _links(request, used)
-    shown = None if request.train.trace else ranks_to_show(rank_kinds(plan))
-    timeline = tuple(made.step.events(made.here or used, shown))
+    shown = range(plan.world_size) if request.train.trace else ranks_to_show(rank_kinds(plan))
+    simulated_on = (made.here or used).devices
+    timeline = tuple(made.step.events({rank: simulated_on[rank].name for rank in shown}))
     print_of_data = fingerprint(dataset) if _has_checkpoints(request) else None
     mixture = dataset.order if isinstance(dataset, MixedDataset) else None
     made_of = (plan, used, profile, device, emulated, dataset.num_samples, print_of_data)
@@ -350,6 +351,59 @@ def resolve_each(
 
     Raises ConfigError where the request is wrong under all of them.
     """
+    base = planning_base(request)
+    request, cluster, profile, training = base.request, base.cluster, base.profile, base.training
+    findings = ModelAnalysis(profile, training.precision)
+    plans: dict[str, Resolved | RequestError] = {}
+    for name, written in strategies.items():
+        wrong: list[Fault] = []
+        strategy = read_strategy(written, name, wrong)
+        try:
+            if strategy is None or wrong:
+                raise ConfigError(wrong)
+            if strategy.is_auto:
+                strategy = search(
+                    strategy, cluster, findings, training, can_offload=base.can_offload
+                ).strategy
+            plan, step = resolve_and_simulate(strategy, cluster, findings, training)
+            used = cluster.chosen(strategy.devices)
+            made_of = (plan, used, profile, base.device, base.emulated, base.num_samples)
+            shown = {rank: used.devices[rank].name for rank in ranks_to_show(rank_kinds(plan))}
+            plans[name] = Resolved(*made_of, timeline=tuple(step.events(shown)))
+        except RequestError as error:
+            plans[name] = error
+    return plans
+
+
+@dataclass(frozen=True)
+class PlanningBase:
+    """What the plans of several strategies for one request are made from.
+
+    request: the request, with its precision.
+    cluster: all devices there are.
+    profile: the profile of the model.
+    training: batch, precision and optimizer.
+    device: the kind of device that ranks run on.
+    emulated: whether CPU processes stand for devices that this machine does not have.
+    num_samples: number of training samples in the data.
+    can_offload: whether copies may keep state on the host.
+    """
+
+    request: Request
+    cluster: Cluster
+    profile: ModelProfile
+    training: Training
+    device: Literal["cpu", "cuda"]
+    emulated: bool
+    num_samples: int
+    can_offload: bool
+
+
+def planning_base(request: Request) -> PlanningBase:
+    """Return the model, the devices and the training of a request, whatever its strategy.
+
+    Raises ConfigError where the request is wrong under all strategies.
+    """
     faults: list[Fault] = []
     place, data = place_of(request, this_host_of(request), faults), _data(request, faults)
     if faults or place is None or data is None:
@@ -367,27 +421,8 @@ def resolve_each(
     schedule_decisions(request, faults)
     if faults:
         raise ConfigError(faults)
-    findings = ModelAnalysis(profile, training.precision)
-    plans: dict[str, Resolved | RequestError] = {}
-    for name, written in strategies.items():
-        wrong: list[Fault] = []
-        strategy = read_strategy(written, name, wrong)
-        try:
-            if strategy is None or wrong:
-                raise ConfigError(wrong)
-            if strategy.is_auto:
-                can_offload = _can_offload(request)
-                strategy = search(
-                    strategy, cluster, findings, training, can_offload=can_offload
-                ).strategy
-            plan, step = resolve_and_simulate(strategy, cluster, findings, training)
-            used = cluster.chosen(strategy.devices)
-            made_of = (plan, used, profile, device, emulated, dataset.num_samples)
-            shown = ranks_to_show(rank_kinds(plan))
-            plans[name] = Resolved(*made_of, timeline=tuple(step.events(used, shown)))
-        except RequestError as error:
-            plans[name] = error
-    return plans
+    made_of = (request, cluster, profile, training, device, emulated, dataset.num_samples)
+    return PlanningBase(*made_of, _can_offload(request))
 
 
 def _data(request: Request, faults: list[Fault]) -> OpenedData | None:

@@ -21,6 +21,8 @@ from whale_train.launcher.ranks.run_dir import (
 )
 from whale_train.strategies.hardware.write_inventory import inventory_of
 
+STRATEGY = "strategy.yaml"  # of a strategy that was found, in the run directory
+
 
 def make_run_dir(request: Request, run_dir: Path) -> Path:
     """Make the run directory, write the request into it, and return it.
@@ -39,11 +41,7 @@ def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
     the predicted step's timeline, and the environment in which the plan was resolved.
     """
     if resolved.found is not None:
-        names, batch = request.names, request.train.global_batch
-        head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
-        head += f"train.global_batch={batch}\n"
-        text = yaml.dump(dict(resolved.found), Dumper=_WithoutAliases, sort_keys=False)
-        write_text(run_dir / "strategy.yaml", head + text)
+        write_strategy(run_dir, resolved.found, request)
     if request.hardware.get("kind") == "local" and resolved.device == "cuda":
         inventory = yaml.dump(
             inventory_of(resolved.cluster), Dumper=_WithoutAliases, sort_keys=False
@@ -53,6 +51,26 @@ def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
         write_json(run_dir / "predicted_trace.json", {"traceEvents": resolved.timeline})
     write_environment(run_dir)
     write_text(run_dir / "plan.json", resolved.plan.to_json())
+
+
+def write_strategy(run_dir: Path, written: Mapping[str, Any], request: Request) -> None:
+    """Write the file of a strategy that was made for a request.
+
+    written: the content of the file.
+    """
+    names, batch = request.names, request.train.global_batch
+    head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
+    head += f"train.global_batch={batch}\n"
+    text = yaml.dump(dict(written), Dumper=_WithoutAliases, sort_keys=False)
+    write_text(run_dir / STRATEGY, head + text)
+
+
+def in_flow(value: Any) -> str:
+    """Return a value of a strategy file on one line, as the command line has it."""
+    text: str = yaml.dump(
+        value, Dumper=_WithoutAliases, default_flow_style=True, width=10**6, sort_keys=False
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def write_plans(run_dir: Path, resolved_by_name: Mapping[str, object]) -> list[Path]:

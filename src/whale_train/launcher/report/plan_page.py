@@ -13,6 +13,7 @@ from whale_train.launcher.report.charts import (
     step_chart,
     timeline_chart,
 )
+from whale_train.launcher.report.page_parts import Page, Row, Section, Table
 from whale_train.launcher.report.plan_tables import (
     attempts_table,
     decisions_table,
@@ -26,7 +27,6 @@ from whale_train.launcher.report.rank_kinds import RankKind, fullness, rank_kind
 from whale_train.launcher.report.run_curves import curves_section
 from whale_train.launcher.report.shown_run import ShownRun
 from whale_train.launcher.report.timelines import ranks_to_show, step_spans
-from whale_train.launcher.report.write_page import Page, Row, Section, Table
 
 
 def plan_page(shown: ShownRun) -> Page:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 
+from whale_train.launcher.report.page_parts import Row, Table
 from whale_train.launcher.report.rank_kinds import RankKind, fullness, rank_kinds
 from whale_train.launcher.report.shown_run import Rows, ShownRun
-from whale_train.launcher.report.write_page import Row, Table
 from whale_train.quantities import fold_modules, fold_numbers, in_bytes, in_rate, in_seconds
 from whale_train.strategies.plan.plan import Decision, Plan
 

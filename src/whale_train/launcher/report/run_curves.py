@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from whale_train.launcher.report.charts import Chart, curve_chart, load_chart
+from whale_train.launcher.report.page_parts import Section
 from whale_train.launcher.report.shown_run import Rows, ShownRun
-from whale_train.launcher.report.write_page import Section
 
 _CURVES = (
     ("loss", "Loss", "loss"),

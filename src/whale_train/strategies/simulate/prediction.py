@@ -1,6 +1,6 @@
 """The time of one step: its tasks simulated, the parts that make it up, and its timeline."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whale_train.strategies.hardware.cluster import Cluster
@@ -40,13 +40,13 @@ class Simulated:
             busiest.idle_s,
         )
 
-    def events(self, cluster: Cluster, ranks: Collection[int] | None = None) -> list[Event]:
-        """Return the timeline of the step on `ranks` (None: on all), in the form of a run's
-        trace."""
-        names = [device.name for device in cluster.devices]
-        chosen = range(len(names)) if ranks is None else sorted(ranks)
-        stands = {rank: self.stands[rank] for rank in chosen}
-        return events_of(self.spans, stands, {rank: names[rank] for rank in chosen})
+    def events(self, devices: Mapping[int, str]) -> list[Event]:
+        """Return the timeline of the step, in the form of a run's trace.
+
+        devices: the name of the device of every rank that is shown.
+        """
+        stands = {rank: self.stands[rank] for rank in devices}
+        return events_of(self.spans, stands, devices)
 
 
 def simulated(

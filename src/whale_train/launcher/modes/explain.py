@@ -1,0 +1,98 @@
+"""Run `mode=plan explain=STRATEGY`: say what would make a strategy run here, or the fastest."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from whale_train.config import Request
+from whale_train.launcher.job_end import JobEnd
+from whale_train.launcher.planning.plan_request import planning_base
+from whale_train.launcher.ranks.run_dir import write_environment, write_json, write_text
+from whale_train.launcher.ranks.run_files import STRATEGY, write_strategy
+from whale_train.launcher.report.page_parts import Row, Section, Table
+from whale_train.launcher.report.report_files import write_explanation
+from whale_train.launcher.ui.show_explanation import (
+    TRIAL_COLUMNS,
+    condition_line,
+    explaining_shown,
+    explanation_view,
+    trial_rows,
+    verdict_lines,
+)
+from whale_train.launcher.ui.terminal import Portable
+from whale_train.strategies.explain.explain_strategy import Explanation, explain_strategy
+from whale_train.strategies.explain.reliefs import Setting
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.simulate.prediction import Simulated
+
+EXPLANATION = "explanation.json"
+
+
+def explain_job(
+    request: Request,
+    written: Mapping[str, Any],
+    run_dir: Path,
+    console: Console,
+    arguments: Sequence[str],
+) -> JobEnd:
+    """Show what would have to be true for a strategy, and write it into `run_dir`.
+
+    written: the content of the strategy's file.
+    arguments: command-line arguments of the request.
+
+    Raises ConfigError where the request is wrong whatever the strategy.
+    """
+    assert request.explain is not None
+    base = planning_base(request)
+    setting = Setting(written, base.cluster, base.training)
+    with explaining_shown(console) as progress:
+        explained = explain_strategy(
+            *(setting, request.explain, base.profile),
+            can_offload=base.can_offload,
+            progress=progress,
+        )
+    write_environment(run_dir)
+    write_json(run_dir / EXPLANATION, explained.to_plain())
+    if explained.nearest is not None and explained.nearest.plan is not None:
+        write_text(run_dir / "plan.json", explained.nearest.plan.to_json())
+        write_strategy(run_dir, explained.nearest.written, request)
+    answer = _section(request, explained, arguments)
+    page = write_explanation(run_dir, answer, _plans(request, explained))
+    console.print(Portable(explanation_view(request, explained, arguments)))
+    files = [("the page", page), ("all of it", run_dir / EXPLANATION)]
+    if explained.nearest is not None:
+        files.append(("the nearest strategy, as a file", run_dir / STRATEGY))
+    for name, path in files:
+        console.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)
+    return JobEnd("done", run_dir)
+
+
+def _section(request: Request, explained: Explanation, arguments: Sequence[str]) -> Section:
+    """Return the section of the page that answers the question."""
+    rows = [Row(row) for row in trial_rows(explained)]
+    refused = [
+        Row((trial.change, fault))
+        for trial in explained.trials
+        for fault in trial.faults
+        if not trial.is_legal
+    ]
+    tables = [Table("What each change would give", TRIAL_COLUMNS, rows, TRIAL_COLUMNS[1:])]
+    if refused:
+        tables.append(Table("Changes that make no plan", ("change", "because"), refused))
+    lines = verdict_lines(explained, arguments)
+    lines += [f"To be the fastest, {condition_line(x)}." for x in explained.conditions]
+    return Section("why-not", f"Why not strategy={request.explain}?", lines, tables=tables)
+
+
+def _plans(request: Request, explained: Explanation) -> dict[str, tuple[Plan, Simulated]]:
+    """Return the plans that the page shows, by their titles: what was asked or is nearest to it,
+    and the fastest."""
+    plans = {}
+    for trial, title in ((explained.nearest, request.explain), (explained.fastest, "auto")):
+        if trial is not None and trial.plan is not None and trial.step is not None:
+            changed = f" ({trial.change})" if trial.change and trial.kind else ""
+            is_auto = title == "auto"
+            plans[f"strategy={title}{'' if is_auto else changed}"] = (trial.plan, trial.step)
+    return plans

@@ -1,0 +1,130 @@
+"""Why not this strategy: every line of the answer is a plan that the resolver makes as well."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.operation_graphs import classifier
+from tests.unit.plan_requests import mixed, strategy_of, training
+
+from whale_train.errors import PlanError
+from whale_train.launcher.ui.show_explanation import command_of, condition_line, trial_rows
+from whale_train.strategies.explain.explain_strategy import (
+    Condition,
+    Explanation,
+    explain_strategy,
+)
+from whale_train.strategies.explain.reliefs import Setting, reliefs, with_memory
+from whale_train.strategies.resolver.resolve import resolve
+
+PIPELINE = {"pipeline": {"micro_batches": 4, "stages": [{"stage": {}}, {"stage": {}}]}}
+
+
+def explained(graph: Any, **changes: Any) -> Explanation:
+    setting = Setting({"graph": graph}, mixed(), replace(training(), **changes))
+    return explain_strategy(setting, "asked", classifier())
+
+
+def test_a_strategy_with_a_plan_is_its_own_nearest() -> None:
+    answer = explained({"replicate": {"zero": 3}})
+    assert answer.nearest is answer.asked
+    assert answer.least_memory is None
+    plan = resolve(
+        strategy_of({"graph": {"replicate": {"zero": 3}}}, "asked"),
+        mixed(),
+        classifier(),
+        training(),
+    )
+    assert answer.asked.step_s == plan.predicted.step_time_s
+    assert answer.asked.plan == plan
+
+
+def test_the_fastest_is_never_slower_than_a_change_of_the_same_batch() -> None:
+    answer = explained({"split": {}})
+    assert answer.fastest is not None
+    assert answer.fastest.step_s is not None
+    same = [x for x in answer.trials if x.step_s and x.kind == "strategy"]
+    assert same
+    assert all(answer.fastest.step_s <= x.step_s * 1.001 for x in same if x.step_s)
+
+
+def test_every_change_resolves_to_what_is_said() -> None:
+    setting = Setting({"graph": {"replicate": {"of": PIPELINE}}}, mixed(), training())
+    answer = explain_strategy(setting, "asked", classifier())
+    by_change = {trial.change: trial for trial in answer.trials}
+    assert len(by_change) == len(answer.trials)
+    for relief in reliefs(setting):
+        trial, changed = by_change[relief.change], relief.setting
+        strategy = strategy_of(changed.written, "asked")
+        if not trial.is_legal:
+            with pytest.raises(PlanError) as raised:
+                resolve(strategy, changed.cluster, classifier(), changed.training)
+            assert trial.faults == tuple(map(str, raised.value.faults))
+            continue
+        plan = resolve(strategy, changed.cluster, classifier(), changed.training)
+        assert trial.samples == plan.global_batch
+        assert trial.step_s is not None
+        # Ends of stages are not moved for a change, and are in the plan.
+        assert trial.step_s >= plan.predicted.step_time_s * (1 - 1e-9)
+
+
+def test_a_degree_that_does_not_divide_is_relieved_by_leaving_it_out() -> None:
+    answer = explained({"replicate": {"degree": 3}})
+    assert not answer.asked.is_legal
+    assert "does not divide the 16 devices" in answer.asked.faults[0]
+    assert answer.nearest is not None
+    assert answer.nearest.change == "replicate: no degree"
+    assert command_of(answer.nearest, ["hardware=mix", "strategy=x", "explain=x", "seed=1"]) == (
+        "whale-train mode=plan hardware=mix seed=1 'strategy.graph={replicate: {}}'"
+    )
+
+
+def tight(factor: float) -> Setting:
+    """A setting whose devices have so little memory that copies with all state do not fit."""
+    setting = Setting({"graph": {"replicate": {}}}, mixed(), training(1024))
+    strategy = strategy_of(setting.written, "asked")
+    plan = resolve(strategy, setting.cluster, classifier(), setting.training)
+    needed = max(rank.memory_bytes.total for rank in plan.ranks)
+    reserved = setting.cluster.devices[0].reserved_bytes
+    room = reserved + factor * needed
+    return with_memory(setting, room / setting.cluster.devices[0].memory_bytes)
+
+
+def test_the_least_memory_is_where_plans_begin() -> None:
+    setting = tight(0.02)
+    answer = explain_strategy(setting, "asked", classifier())
+    assert not answer.asked.is_legal
+    times = answer.least_memory
+    assert times is not None
+    for factor, is_legal in ((times, True), (0.96 * times, False)):
+        changed = with_memory(setting, factor)
+        arguments = (changed.cluster, classifier(), changed.training)
+        strategy = strategy_of(changed.written, "asked")
+        if is_legal:
+            assert resolve(strategy, *arguments)
+        else:
+            with pytest.raises(PlanError):
+                resolve(strategy, *arguments)
+
+
+def test_what_makes_it_the_fastest() -> None:
+    """ZeRO 3 is the fastest where the parameters of copies do not fit, and not before."""
+    answer = explained({"replicate": {"zero": 3}})
+    conditions = {x.what: x for x in answer.conditions}
+    assert set(conditions) == {
+        *("samples of a step", "memory of the smallest device", "bandwidth between nodes")
+    }
+    for condition in answer.conditions:
+        assert condition.times is None or condition.times in {2.0**x for x in range(-6, 7)}
+
+
+def test_lines() -> None:
+    assert condition_line(Condition("samples of a step", 4.0, 1024)) == (
+        "samples of a step: 1,024, 4 times as here"
+    )
+    assert condition_line(Condition("bandwidth between nodes", None, 4e11)) == (
+        "bandwidth between nodes: not even 400 GB/s"
+    )
+    rows = trial_rows(explained({"replicate": {"degree": 3}}))
+    assert rows[0][0]
+    assert all(len(row) == 6 for row in rows)
