@@ -26,8 +26,7 @@ _DIGITS = re.compile(r"\d(?:_?\d)*")
 
 def levels_of(text: str) -> int:
     """Return the deepest nesting of brackets in an override or in JSON. Brackets in quotes are
-    text.
-    """
+    text."""
     depth = most = 0
     for character in _QUOTED.sub("", text):
         if character in "{[(":
@@ -47,8 +46,7 @@ def digits_of(text: str) -> int:
 
 def too_large(text: str) -> tuple[str, str] | None:
     """Return the rule and the remedy of a bound that an override exceeds, or None where it is
-    within all bounds.
-    """
+    within all bounds."""
     levels = levels_of(text)
     if levels > MOST_LEVELS:
         rule = f"has {levels} levels of brackets, and at most {MOST_LEVELS} are read"
@@ -99,8 +97,7 @@ def check_yaml(path: Path) -> str:
 
 def load_yaml(path: Path) -> Any:
     """Return the parsed content of a YAML file. Raises ConfigError where the file is not YAML or
-    exceeds a bound.
-    """
+    exceeds a bound."""
     try:
         return yaml.safe_load(check_yaml(path))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
@@ -110,8 +107,7 @@ def load_yaml(path: Path) -> Any:
 
 def load_json(path: Path, most_bytes: int) -> Any:
     """Return the parsed content of a JSON file. Raises ConfigError where the file is not JSON, has
-    more than `most_bytes` bytes or is nested too deeply.
-    """
+    more than `most_bytes` bytes or is nested too deeply."""
     text = read_file(path, most_bytes)
     if levels_of(text) > MOST_LEVELS:
         rule = f"has more than {MOST_LEVELS} levels of lists and mappings"

@@ -52,8 +52,7 @@ def failing_when_full() -> Iterator[None]:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the file system of `path`. Neither the file nor its folders need
-    exist.
-    """
+    exist."""
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     stats = os.statvfs(existing)
     return stats.f_bavail * stats.f_frsize

@@ -88,6 +88,5 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 def shortened(text: str, most: int = 200) -> str:
     """Return a value as messages show it: more than `most` characters are cut to their beginning
-    and their number.
-    """
+    and their number."""
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text):,} characters)"

@@ -67,8 +67,7 @@ def folder_of(key: str, pretrained: str) -> Path:
 
 def _snapshot(pretrained: str, **options: Any) -> str:
     """Return the folder of a snapshot of `owner/name[@revision]` in the hub's cache. `options` go
-    to `huggingface_hub.snapshot_download`.
-    """
+    to `huggingface_hub.snapshot_download`."""
     from huggingface_hub import snapshot_download
 
     match = _NAME.fullmatch(pretrained)

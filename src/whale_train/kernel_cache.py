@@ -15,8 +15,7 @@ CPU_ADAM = "cpu_adam"  # the optimizer of offloaded state
 
 def kernel_cache() -> Path:
     """Return the folder of compiled kernels: TORCH_EXTENSIONS_DIR where it is set, else a folder of
-    this environment in the user's cache.
-    """
+    this environment in the user's cache."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)

@@ -36,8 +36,7 @@ class MetricOptions(BaseModel):
 
 def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]:
     """Return the metrics of the mapping `value` by name, after adding all faults of `value` to
-    `faults`.
-    """
+    `faults`."""
     metrics: dict[str, MetricOptions] = {}
     if value is None:
         return metrics
@@ -61,8 +60,7 @@ def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]
 
 def make_metric(name: str, options: MetricOptions) -> Any:
     """Return the metric of `options`, named `name` in the config. Raises ConfigError where it
-    cannot be imported or made, or is not a metric.
-    """
+    cannot be imported or made, or is not a metric."""
     arguments = called(f"{KEY}.{name}", options.arguments)
     return made_object(f"{KEY}.{name}", options.target, arguments, METRIC)
 
@@ -88,8 +86,7 @@ def numbers_of(name: str, computed: Any) -> dict[str, float]:
 
 def try_metrics(metrics: Mapping[str, MetricOptions]) -> tuple[list[str], list[Fault]]:
     """Return the names of all results of `metrics`, and a fault for each metric that does not take
-    predicted classes. Each metric is made and updated with one prediction.
-    """
+    predicted classes. Each metric is made and updated with one prediction."""
     if not metrics:
         return [], []
     import torch

@@ -129,8 +129,7 @@ class OptimizerOptions(_Options):
 
 def read_optimizer(section: Mapping[str, Any], faults: list[Fault]) -> OptimizerOptions | None:
     """Return the options in the section `optimizer` of a composed config, or None after adding
-    faults.
-    """
+    faults."""
     faults_before = len(faults)
     is_custom = TARGET in section
     values = _with_arguments(section, OPTIMIZER_KEYS) if is_custom else dict(section)
@@ -156,8 +155,7 @@ def read_optimizer(section: Mapping[str, Any], faults: list[Fault]) -> Optimizer
 
 def _with_arguments(section: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     """Return a section in which all keys but `keys` are moved into `given`, the arguments of its
-    class.
-    """
+    class."""
     known = {key: value for key, value in section.items() if key in keys}
     return {**known, "given": {key: x for key, x in section.items() if key not in keys}}
 
@@ -200,8 +198,7 @@ def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> Non
 
 def _refuse_classes_of_groups(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
     """Add a fault for each group with a class where the optimizer is a named one, and for each
-    group that gives `lr` instead of `lr_scale`.
-    """
+    group that gives `lr` instead of `lr_scale`."""
     for number, group in enumerate(optimizer.groups):
         key = f"optimizer.groups[{number}]"
         if group.target is not None and not optimizer.is_custom:

@@ -45,7 +45,7 @@ class TargetKind:
 
     @property
     def fits(self) -> Callable[[type], bool]:
-        """Return the function that returns whether a function may be annotated to return a class."""
+        """Return the function that tells whether a function may be annotated to return a class."""
         return self.returned or self.includes
 
 
@@ -109,7 +109,7 @@ def said(error: BaseException) -> str:
 def by_keyword(
     parameters: Mapping[str, inspect.Parameter],
 ) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the parameters that can be passed by keyword, and whether the callable has `**kwargs`."""
+    """Return the parameters that can be passed by keyword, and whether there is a `**kwargs`."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
     return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -145,8 +145,7 @@ def argument_faults(
 
 def why_not(made: Callable[..., Any], kind: TargetKind) -> str | None:
     """Return the reason why `made` must not be called to make an object of `kind`, or None where it
-    may be called.
-    """
+    may be called."""
     while isinstance(made, partial):
         made = made.func
     if isinstance(made, type):

@@ -14,8 +14,7 @@ def in_bytes(number: float) -> str:
 
 def in_count(number: float) -> str:
     """Return a count as text such as `51.3 M`, with three digits. A count below a thousand is
-    written in full.
-    """
+    written in full."""
     return _scaled(number, ("", "k", "M", "B", "T")).rstrip()
 
 
@@ -28,8 +27,7 @@ def in_seconds(seconds: float) -> str:
 
 def in_rate(per_s: float) -> str:
     """Return samples per second as text: three digits below 100, else a whole number with thousands
-    separators.
-    """
+    separators."""
     return f"{per_s:,.0f}" if per_s >= 100 else _digits(per_s)
 
 
@@ -75,16 +73,14 @@ def fold_modules(paths: Sequence[str], most: int = 4) -> str:
 
 def of_all(used: str, all_of_it: str) -> str:
     """Return a part and its total as text such as `10.3 / 32.0 GB`. Both units are written where
-    they differ.
-    """
+    they differ."""
     number, unit = used.split(" ")
     return f"{number if all_of_it.endswith(' ' + unit) else used} / {all_of_it}"
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
     """Return a number with three digits in the smallest unit that leaves it below 1000. Each of the
-    `units` is a thousand of the one before.
-    """
+    `units` is a thousand of the one before."""
     if number < 999.5:
         return f"{number:.0f} {units[0]}"
     for unit in units[1:]:

@@ -97,8 +97,7 @@ class Rehearsal:
     @classmethod
     def from_json(cls, text: str) -> "Rehearsal":
         """Return the rehearsal in the text of `rehearsal.json`. Raises pydantic.ValidationError
-        where the text is not a rehearsal.
-        """
+        where the text is not a rehearsal."""
         return _reader().validate_json(text)
 
 

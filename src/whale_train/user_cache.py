@@ -8,8 +8,7 @@ VARIABLE = "WHALE_TRAIN_CACHE"
 
 def user_cache(kind: str) -> Path:
     """Return the folder of one kind of files in $WHALE_TRAIN_CACHE, or in the user's cache. The
-    folder may be missing or read-only.
-    """
+    folder may be missing or read-only."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given) / kind

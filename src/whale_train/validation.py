@@ -27,8 +27,7 @@ def as_yaml(value: object) -> str:
 
 def no_truth_value(value: object) -> object:
     """Return `value` unchanged. Raises a pydantic error for a bool, which pydantic would take for
-    an integer.
-    """
+    an integer."""
     if isinstance(value, bool):
         raise PydanticCustomError("int_type", "a truth value")
     return value
@@ -106,8 +105,7 @@ def _within(
 
 def _either(faults: list[Fault]) -> Fault:
     """Return one fault for all faults of a value that could be of several types. Its remedy joins
-    all remedies.
-    """
+    all remedies."""
     first, *others = (x for x in faults if len(faults) == 1 or x.remedy != _QUOTED)
     said = re.compile(r"^use (one of: |one, such as )?")
     remedies = [said.sub("", other.remedy) for other in others]
@@ -209,8 +207,7 @@ def _list_wanted(read_as: Any, given: object) -> tuple[str, str]:
 
 def _read_as(kind: Any, location: Sequence[str | int], as_union: bool = False) -> Any:
     """Return the type that is read at `location` inside a value of `kind`, or None where it is not
-    known. Of a union it is the first member, or the union itself with `as_union`.
-    """
+    known. Of a union it is the first member, or the union itself with `as_union`."""
     for part in (*location, None):
         if part is None and as_union:
             return kind

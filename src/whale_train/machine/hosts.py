@@ -47,8 +47,7 @@ class Seen:
     @classmethod
     def here(cls, shares: bool, environment: Mapping[str, str] = os.environ) -> "Seen":
         """Return the report of this process. The host's id is its number by torchrun's or Slurm's
-        variables, or else its name.
-        """
+        variables, or else its name."""
         name = socket.gethostname()
         numbers = [environment[key] for key in _NODE_NUMBERS if key in environment]
         node = numbers[0] if numbers else name
@@ -91,8 +90,7 @@ class Host:
 
 def joined(seen: Iterable[Seen]) -> tuple[Host, ...]:
     """Return the hosts of a job, in the order of their first ranks. `seen` are the reports of all
-    ranks, in rank order.
-    """
+    ranks, in rank order."""
     by_node: dict[str, dict[int, Seen]] = {}
     for rank, report in enumerate(seen):
         by_node.setdefault(report.node, {})[rank] = report
@@ -132,8 +130,7 @@ def hosts_from_json(text: str | bytes) -> tuple[Host, ...]:
 
 def read_hosts(run_dir: Path) -> tuple[Host, ...]:
     """Return the hosts in `hosts.json` of a run directory, or nothing where the launcher started
-    the ranks and the file does not exist.
-    """
+    the ranks and the file does not exist."""
     try:
         return hosts_from_json((run_dir / HOSTS).read_bytes())
     except FileNotFoundError:

@@ -28,8 +28,7 @@ _ASKING_S = 60.0
 
 def visible_gpus(nvml: Any = None) -> tuple[GpuFacts, ...]:
     """Return the GPUs and MIG slices that CUDA would list in this process; none without a driver.
-    `nvml` is the library; None imports pynvml.
-    """
+    `nvml` is the library; None imports pynvml."""
     nvml = nvml or importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -58,8 +57,7 @@ def _visible(gpus: list[GpuFacts]) -> tuple[GpuFacts, ...]:
 
 def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
     """Return the GPUs whose UUIDs begin with `words`. As in CUDA, the first word that does not
-    match exactly one GPU ends the list.
-    """
+    match exactly one GPU ends the list."""
     chosen = []
     for word in words:
         named = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
@@ -71,8 +69,7 @@ def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
 
 def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
     """Return the UUIDs of the GPUs in CUDA's own order, or in the order of `gpus` where CUDA cannot
-    be asked.
-    """
+    be asked."""
     command = [sys.executable, "-c", _ASKS_CUDA]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -103,8 +100,7 @@ def _all(nvml: Any) -> Iterator[GpuFacts]:
 
 def _card(nvml: Any, handle: Any) -> GpuFacts:
     """Return the facts about the GPU of an NVML `handle`. A figure that the driver does not know is
-    0.
-    """
+    0."""
 
     def asked(name: str, *arguments: Any) -> int:
         return int(_asked(nvml, getattr(nvml, name), handle, *arguments) or 0)
@@ -156,16 +152,14 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
 
 def _bus(pci: Any) -> str:
     """Return a PCI address as lower-case text with four digits of domain. The driver's own has
-    eight.
-    """
+    eight."""
     text = pci.busId
     return (text.decode() if isinstance(text, bytes) else text).lower().removeprefix("0000")
 
 
 def _asked(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the driver's answer, or None where the card or the driver does not support the
-    question.
-    """
+    question."""
     try:
         return function(*arguments)
     except nvml.NVMLError:
