@@ -133,7 +133,7 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         choices = [
             part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
         ]
-        kinds = get_args(_read_as(model, location, whole=True))
+        kinds = get_args(_read_as(model, location, as_union=True))
         if NoneType in kinds and len(kinds) == 2:  # these choices, or nothing
             choices.append("null")
         return Fault(key, shown, "is unknown", nearest(shown, choices))
@@ -153,11 +153,11 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
     if kind.startswith(("tuple", "too_")):
-        of_union = get_args(_read_as(model, location, whole=True))
+        of_union = get_args(_read_as(model, location, as_union=True))
         wanted = next(filter(_is_list, of_union), _read_as(model, location))
         return Fault(key, shown, *_list_wanted(wanted, given))
     if kind == "model_type":
-        of_union = get_args(_read_as(model, location, whole=True))
+        of_union = get_args(_read_as(model, location, as_union=True))
         wanted = next(filter(_is_model, of_union), _read_as(model, location))
         fields = wanted.model_fields.items() if _is_model(wanted) else ()
         names = sorted({field.alias or key for key, field in fields} - {*without})
