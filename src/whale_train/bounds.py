@@ -131,7 +131,7 @@ def _count(text: str) -> int:
     inside itself.
     """
     known: dict[str, tuple[int, int] | None] = {}  # values and levels of an anchor; None: open
-    opened: list[list[Any]] = [["", 0, 0]]  # anchor, values, levels of what is open
+    opened: list[list[Any]] = [["", 0, 0]]  # anchor, values and levels of each open collection
 
     def add(values: int, levels: int) -> None:
         if len(opened) - 1 + levels > MOST_LEVELS:

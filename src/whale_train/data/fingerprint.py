@@ -53,11 +53,11 @@ class Fingerprint:
     def unlike(self, other: "Fingerprint") -> str:
         """Return the first difference between this fingerprint and `other`, or ''."""
         for name in sorted(self.fields.keys() | other.fields.keys()):
-            ours, theirs = self.fields.get(name), other.fields.get(name)
-            if ours is None or theirs is None:
-                return f"it has {'a' if ours is None else 'no'} field {name}"
-            if ours != theirs:
-                return f"{name} is {_described(theirs)}, and was {_described(ours)}"
+            field, other_field = self.fields.get(name), other.fields.get(name)
+            if field is None or other_field is None:
+                return f"it has {'a' if field is None else 'no'} field {name}"
+            if field != other_field:
+                return f"{name} is {_described(other_field)}, and was {_described(field)}"
         if self.num_samples != other.num_samples:
             return f"it has {other.num_samples:,} samples, and had {self.num_samples:,}"
         return "" if self.digest == other.digest else "its samples are others"

@@ -27,11 +27,11 @@ def path_error(path: str, rule: str, remedy: str) -> ConfigError:
 def _started_in() -> str:
     try:
         return os.getcwd()
-    except OSError:  # a folder that somebody removed
+    except OSError:  # the folder was removed
         return ""
 
 
-_STARTED_IN = _started_in()  # before Hydra goes to the run directory (hydra.job.chdir=true)
+_STARTED_IN = _started_in()  # before Hydra changes to the run directory (hydra.job.chdir=true)
 
 
 def missing_path(path: str) -> ConfigError:

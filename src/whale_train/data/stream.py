@@ -199,10 +199,10 @@ def state_fault_of(stream: StreamDataset) -> str:
         state = reader.state()
     except RuntimeError as error:
         return str(error).removeprefix(f"{stream.source.target} ")
-    again = StreamReader(stream, int, 2, state)
+    reloaded = StreamReader(stream, int, 2, state)
     third, other = (
         stream.source.batch([sample], np.array([place]))
-        for place, sample in (*reader.read(1), *again.read(1))
+        for place, sample in (*reader.read(1), *reloaded.read(1))
     )
     if all(np.array_equal(third[name], other[name], equal_nan=True) for name in third):
         return ""

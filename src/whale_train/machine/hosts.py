@@ -108,14 +108,14 @@ def this_host(cards: tuple[GpuFacts, ...]) -> Host:
     return Host(name, name, cores(), memory_bytes(), cards, (), ())
 
 
-def _host(node: str, seen: Mapping[int, Seen]) -> Host:
+def _host(node: str, reports: Mapping[int, Seen]) -> Host:
     """Return the host that the reports of its ranks describe."""
-    first = next(iter(seen.values()))
-    cards = {card.uuid: card for report in seen.values() for card in report.cards}
-    visible = tuple(frozenset(card.uuid for card in report.cards) for report in seen.values())
+    first = next(iter(reports.values()))
+    cards = {card.uuid: card for report in reports.values() for card in report.cards}
+    visible = tuple(frozenset(card.uuid for card in report.cards) for report in reports.values())
     of_host = (node, first.name, first.cores, first.memory_bytes)
-    shares = all(report.shares for report in seen.values())
-    return Host(*of_host, tuple(cards.values()), tuple(seen), visible, shares)
+    shares = all(report.shares for report in reports.values())
+    return Host(*of_host, tuple(cards.values()), tuple(reports), visible, shares)
 
 
 def hosts_to_json(hosts: tuple[Host, ...]) -> str:

@@ -121,6 +121,6 @@ def describe_adapters(model: Any, pretrained: str | None, folder: Path) -> None:
             "base_model_class": made.__name__,
             "parent_library": made.__module__,
         }
-    if isinstance(config.target_modules, set):  # whose order changes from run to run
+    if isinstance(config.target_modules, set):  # its order changes from run to run
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)

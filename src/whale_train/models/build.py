@@ -103,7 +103,7 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
         refused = f"cannot be imported: {said(error)}"
         faults.append(Fault("model.architecture", name, refused, "install what it needs"))
     if not faults and (not isinstance(made, type) or not getattr(made, "config_class", None)):
-        # The lazy module lists its names without importing the thousands of them.
+        # `dir` lists the names of the lazy module without importing the thousands of them.
         names = [n for n in dir(transformers) if _MODEL_NAME.fullmatch(n)]
         close = get_close_matches(name, [n for n in names if not _NO_MODEL_NAME.fullmatch(n)])
         like = f"did you mean {' or '.join(close)}?" if close else RULES["architecture"][1]
@@ -139,7 +139,7 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
         return [Fault("model.config", str(options.config), rule, "correct the value it names")]
     known = {n for n in inspect.signature(config_class).parameters if not n.startswith("_")}
     known |= set(config_class.attribute_map)
-    # Old names (rope_theta) are translated and leave no attribute; a typo leaves its own.
+    # Old names (rope_theta) are translated and become no attribute. A typo becomes one.
     stored = set(vars(config)) - known - _default_attributes(config_class)
     undeclared = [key for key in options.config if key in stored]
     read = _read_settings(made) if undeclared else frozenset()

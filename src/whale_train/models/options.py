@@ -18,7 +18,7 @@ from whale_train.validation import no_truth_value
 
 HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
 ADAPTERS = "model.adapters"
-MISSING = "???"  # how a config says that a value must be given
+MISSING = "???"  # the value in a config that must be given
 
 _OWN_KEYS = (
     *("_target_", "loss", "class_dim", "sync_batchnorm", "loss_over", "samples_are_independent"),
@@ -161,7 +161,7 @@ class ModelOptions(BaseModel):
         try:
             options = cls.model_validate({**values, "arguments": arguments})
         except ValidationError as error:
-            # One fault a key: a bad mapping is one fault however many of its keys are bad.
+            # There is one fault per key: a bad mapping is one fault, even with several bad keys.
             for key in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
                 key = "loss" if key == "own_loss" else key
                 rule, remedy = RULES[key]

@@ -100,11 +100,11 @@ def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) 
     trial = _trial([_SHAPES[dims] for dims in taken])
     updated = _updated(make, trial, seed=0)
     draws = not _are_close(updated, _updated(make, trial, seed=1), trial)
-    unlike = "it draws random numbers" if draws else _unlike_in_parts(make, trial, updated)
+    reason = "it draws random numbers" if draws else _unlike_in_parts(make, trial, updated)
     unsaved = unsaved or _unsaved(make, trial, updated, draws)
     of_decay = float(decay) if isinstance(decay, int | float) else None
     named = (key, target, dict(arguments), of_decay)
-    return OptimizerClass(*named, refused, states, unlike, unsaved, draws)
+    return OptimizerClass(*named, refused, states, reason, unsaved, draws)
 
 
 def _after_a_step(make: MakePart, dims: int) -> tuple[Optimizer, Tensor]:
@@ -189,9 +189,6 @@ def _distance(updated: Tensor, wanted: Tensor, before: Tensor) -> float:
     return apart / moved if moved else (torch.inf if apart else 0.0)
 
 
-# --- Parts of parameters -------------------------------------------------------------------------
-
-
 def _unlike_in_parts(make: MakePart, trial: _Trial, updated: Sequence[Tensor]) -> str:
     """Return why parts of a parameter get another update than in the full parameter, or '' where
     the updates are equal."""
@@ -204,8 +201,8 @@ def _unlike_in_parts(make: MakePart, trial: _Trial, updated: Sequence[Tensor]) -
             return [half for i in of for half in tensors[i].chunk(2, at)]
 
         how = f"cut in two along its dimension {dim}"
-        if unlike := _unlike(lambda x: _updated(make, x), trial.cut(halves), halves(updated), how):
-            return unlike
+        if reason := _unlike(lambda x: _updated(make, x), trial.cut(halves), halves(updated), how):
+            return reason
     total = sum(value.numel() for value in trial.values)
 
     def flat_halves(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -249,9 +246,6 @@ def _updated_flat(make: MakePart, trial: _Trial, flat: _Trial) -> list[Tensor]:
             _step(optimizer, [parameter], [gradients[number]])
         halves.append(parameter.detach())
     return halves
-
-
-# --- Checkpoints ---------------------------------------------------------------------------------
 
 
 def _unsaved(make: MakePart, trial: _Trial, uninterrupted: Sequence[Tensor], draws: bool) -> str:

@@ -168,7 +168,7 @@ def _encoded(tokenizer: Tokenizer, batch: _Batch) -> tuple[list[Any], list[Any] 
     for messages, place in zip(batch.documents, batch.places, strict=True):
         try:
             of_chat, counted = tokenizer.chat(messages)
-        except Exception as error:  # a template may raise what it likes
+        except Exception as error:  # a template may raise anything
             rule = f"cannot be written as a chat ({error})"
             raise BadRow(place, rule, "use a tokenizer with a template for it") from error
         numbers.append(of_chat)

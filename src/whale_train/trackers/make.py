@@ -27,7 +27,7 @@ def make_tracker(options: BuiltIn | OwnTrackerOptions, key: str) -> Tracker:
 
         return TensorBoardTracker()
     if isinstance(options, MlflowOptions):
-        # MLflow asks for it as it is imported.
+        # MLflow reads the variable when it is imported.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from whale_train.trackers.mlflow_runs import MlflowTracker
 

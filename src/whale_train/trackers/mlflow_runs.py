@@ -61,8 +61,8 @@ class MlflowTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue the numbers of a step. Requests are sent at most once a second."""
-        now = int(time.time() * 1000)
-        self._waiting += [Metric(name, value, now, step) for name, value in values.items()]
+        now_ms = int(time.time() * 1000)
+        self._waiting += [Metric(name, value, now_ms, step) for name, value in values.items()]
         if time.monotonic() - self._sent_s >= _PAUSE_S or len(self._waiting) >= _METRICS_AT_ONCE:
             self._send()
 
@@ -141,11 +141,11 @@ class MlflowTracker:
         a tag, which names the step.
         """
         known = self._client.get_run(self._id).data.params
-        ours = {
+        parameters = {
             key: shortened(text, _PARAM_CHARACTERS - 100) for key, text in run.parameters.items()
         }
-        self._send_params(self._id, {key: x for key, x in ours.items() if key not in known})
-        for key, text in ours.items():
+        self._send_params(self._id, {key: x for key, x in parameters.items() if key not in known})
+        for key, text in parameters.items():
             if known.get(key, text) != text:
                 self._client.set_tag(self._id, f"{key} after step {run.step}", text)
         for path in run.files:

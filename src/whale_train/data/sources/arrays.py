@@ -151,7 +151,7 @@ def _read_members(path: str) -> list[_Member]:
             return [_read_member(path, archive, info) for info in members]
     except (OSError, RequestError):
         raise
-    except Exception as error:  # zipfile says what it does not expect in a dozen kinds of errors
+    except Exception as error:  # zipfile raises a dozen kinds of errors for damaged archives
         if not zipfile.is_zipfile(path):
             raise path_error(path, "is not an .npz file", _REMEDY) from error
         said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -247,7 +247,7 @@ def _unpacked(
         if len(content) < stop - start:
             raise EOFError("the member ends early")
         flat[start:stop] = np.frombuffer(content, np.uint8)
-    file.read(1)  # the end, at which zipfile compares checksums
+    file.read(1)  # zipfile compares checksums when it reads the end
     return np.ndarray(shape, dtype, flat.data, order="F" if fortran_order else "C")
 
 

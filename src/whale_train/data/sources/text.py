@@ -121,7 +121,7 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
         if path.is_dir():
             return _joined(_below(path, source_only=False), options.max_bytes)
         size = path.stat().st_size
-        if not size:  # which cannot be mapped
+        if not size:  # an empty file cannot be mapped
             return np.empty(0, np.uint8)
         return np.memmap(path, np.uint8, mode="r", shape=(min(size, options.max_bytes or size),))
     except OSError as error:

@@ -372,14 +372,14 @@ def _pairs(options: TextFilesOptions, source: TokenStore, target: TokenStore) ->
             np.full((len(rows), size), filling, np.int64)
             for size, filling in zip(lengths, (pad, IGNORED_LABEL), strict=True)
         ]
-        seen = np.zeros((len(rows), length), np.int64)
+        attention_mask = np.zeros((len(rows), length), np.int64)
         for row, sample in enumerate(rows):
             for into, store, layout in zip(tokens, (source, target), layouts, strict=True):
                 for start, count in layout.segments(int(sample)):
                     into[row, :count] = store.tokens(int(start), int(start + count))
             (_, count), *_ = layouts[0].segments(int(sample))
-            seen[row, :count] = 1
-        return {"input_ids": tokens[0], "attention_mask": seen, "labels": tokens[1]}
+            attention_mask[row, :count] = 1
+        return {"input_ids": tokens[0], "attention_mask": attention_mask, "labels": tokens[1]}
 
     vocabulary = source.description.vocabulary
     fields = (

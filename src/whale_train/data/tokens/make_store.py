@@ -111,7 +111,7 @@ def _make(request: StoreRequest, folder: Path, watch: Watch | None) -> None:
         for left in (unfinished, folder):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         order = {**asdict(request), "store": str(unfinished), "progress": str(progress)}
-        # Files, since a pipe that nobody reads is full after 64 kB.
+        # Files are used, since a pipe without a reader is full after 64 kB.
         with TemporaryFile() as orders, TemporaryFile() as said, TemporaryFile() as complained:
             orders.write(json.dumps(order).encode())
             orders.seek(0)
@@ -154,7 +154,7 @@ def _tell(folder: Path, request: StoreRequest, watch: Watch | None) -> None:
     """Report the progress of the process that makes the store to `watch`."""
     if watch is None:
         return
-    with suppress(OSError, ValueError):  # not there yet, or being written
+    with suppress(OSError, ValueError):  # the file may be missing or half written
         watch(int(_progress(folder).read_text(encoding="ascii")), request.size_bytes)
 
 

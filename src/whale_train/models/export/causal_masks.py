@@ -90,18 +90,18 @@ def _computed(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     """
     waiting = [node]
     while waiting:
-        now = waiting[-1]
-        if now in made:
+        current = waiting[-1]
+        if current in made:
             waiting.pop()
             continue
-        if now.target is _SIZE:
-            size = now.meta.get("val")
+        if current.target is _SIZE:
+            size = current.meta.get("val")
             # The batch size is the only size that is not a number.
-            made[now] = _BATCH if isinstance(size, SymInt) else size
+            made[current] = _BATCH if isinstance(size, SymInt) else size
             continue
-        if now.op != "call_function" or not _is_pure(now.target):
-            raise _NoConstant(now.name)
-        missing = [x for x in now.all_input_nodes if x not in made]
+        if current.op != "call_function" or not _is_pure(current.target):
+            raise _NoConstant(current.name)
+        missing = [x for x in current.all_input_nodes if x not in made]
         if missing:
             waiting += missing
             continue
@@ -111,12 +111,12 @@ def _computed(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
                 return made[value]
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
-        args = fx.node.map_aggregate(now.args, argument)
-        kwargs = fx.node.map_aggregate(now.kwargs, argument)
+        args = fx.node.map_aggregate(current.args, argument)
+        kwargs = fx.node.map_aggregate(current.kwargs, argument)
         try:
-            made[now] = now.target(*args, **kwargs)  # type: ignore[operator]
+            made[current] = current.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:  # operations raise errors of many kinds for such values
-            raise _NoConstant(now.name) from error
+            raise _NoConstant(current.name) from error
     return made[node]
 
 
@@ -132,9 +132,9 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a node that no other node reads, and then the nodes that only it read."""
     waiting = [node]
     while waiting:
-        now = waiting.pop()
-        if now.users or now.op != "call_function" or now._erased:
+        current = waiting.pop()
+        if current.users or current.op != "call_function" or current._erased:
             continue
-        read = list(now.all_input_nodes)
-        graph.erase_node(now)
+        read = list(current.all_input_nodes)
+        graph.erase_node(current)
         waiting += read

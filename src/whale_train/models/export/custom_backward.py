@@ -86,12 +86,12 @@ class Watch:
             if self._buffers.get(path) is not buffer:
                 self._replaced = self._replaced or path.removeprefix(MODEL_PREFIX)
         nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)]
-        seen = set()
+        visited = set()
         while nodes:
             node = nodes.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             function = getattr(node, "_forward_cls", None)
             if function is not None and function.__module__ != _OF_CUSTOM_OPERATIONS:
                 self._functions.setdefault(function)

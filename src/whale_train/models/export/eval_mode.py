@@ -60,12 +60,12 @@ def _where(trained: list[tuple[_Call, fx.Node]], evaluated: list[tuple[_Call, fx
     Both lists begin at the difference. Of the modules of the two first calls, it is the one whose
     operations differ between the lists.
     """
-    unlike = [
+    differing = [
         module_path(calls[0][1])
         for calls in (trained, evaluated)
         if calls and _targets(trained, calls[0][1]) != _targets(evaluated, calls[0][1])
     ]
-    return unlike[0] if unlike else module_path((trained or evaluated)[0][1])
+    return differing[0] if differing else module_path((trained or evaluated)[0][1])
 
 
 def _targets(calls: list[tuple[_Call, fx.Node]], node: fx.Node) -> list[str]:

@@ -138,7 +138,7 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
                     dynamic_shapes={name: {0: samples} for name in batch},
                     strict=False,
                 )
-            except Exception as error:  # whatever the user's forward raises while it is traced
+            except Exception as error:  # the user's forward may raise anything while traced
                 if watch.draws:
                     return None, f"torch.export would lose the state of {watch.draws}"
                 narrower = suggested(error, sizes)

@@ -68,9 +68,9 @@ def _agrees(function: type[Function], args: Sequence[Any], scale: float) -> bool
         trained = [i for i, x in enumerate(own) if x.requires_grad]
         seeds = [torch.randn_like(own[i]) for i in trained]
         wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        theirs = _gradients([own[i] for i in trained], seeds, wanted)
+        own_gradients = _gradients([own[i] for i in trained], seeds, wanted)
         derived = _gradients([plain[i] for i in trained], seeds, wanted)
-    return all(map(_close, theirs, derived))
+    return all(map(_close, own_gradients, derived))
 
 
 def _drawn(args: Sequence[Any], scale: float) -> list[Any]:

@@ -36,7 +36,7 @@ def with_constants(
             continue
         if value.numel():
             lost.append(path)
-        else:  # a cache before its first token
+        else:  # an empty tensor, such as a cache before its first token
             _put(graph, path, torch.empty_like(value, device="cpu"))
     if not lost:
         return graph

@@ -142,8 +142,8 @@ def _earlier_writers(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     earlier_writers: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
         read = {root for value in node.all_input_nodes for root in memory[value]}
-        seen = [w for root in read for w in writers.get(root, ())]
-        names = [w.name for w in dict.fromkeys(seen) if w not in node.all_input_nodes]
+        all_writers = [w for root in read for w in writers.get(root, ())]
+        names = [w.name for w in dict.fromkeys(all_writers) if w not in node.all_input_nodes]
         if names:
             earlier_writers[node.name] = tuple(names)
         for value in _given_to_write(node):

@@ -161,12 +161,12 @@ def _equal(first: nn.Module, second: nn.Module, i: int, j: int) -> bool:
     for (path, a), (other_path, b) in pairs:
         if path != other_path or type(a) is not type(b) or _tensors(a) != _tensors(b):
             return False
-        ours, theirs = _settings(a), _settings(b)
-        if ours.keys() != theirs.keys():
+        first_settings, second_settings = _settings(a), _settings(b)
+        if first_settings.keys() != second_settings.keys():
             return False
-        for key, value in ours.items():
-            is_index = value is not True and value == i and theirs[key] == j
-            if theirs[key] != value and not is_index:
+        for key, value in first_settings.items():
+            is_index = value is not True and value == i and second_settings[key] == j
+            if second_settings[key] != value and not is_index:
                 return False
     return True
 
@@ -238,24 +238,24 @@ class _Unfolding:
             raise CannotUnfold(f"{where}: blocks differ in number of operations")
         targets = {operation.name: operation.target for operation in self.first}
         for b, c in zip(self.second, self.last, strict=True):
-            ours, theirs = list(references(b)), list(references(c))
+            second_names, last_names = list(references(b)), list(references(c))
             second_path = self.fold.block(self.fold.start + 1)
             same_path = (
                 _moved_path(c.path, self.fold.block(self.fold.start + 2), second_path) == b.path
             )
-            alike = _without_names(b) == _without_names(c) and same_path
-            if not alike or len(ours) != len(theirs):
+            is_equal = _without_names(b) == _without_names(c) and same_path
+            if not is_equal or len(second_names) != len(last_names):
                 raise CannotUnfold(f"{where}: {b.name} and {c.name} differ")
-            for our_name, other in zip(ours, theirs, strict=True):
+            for our_name, other in zip(second_names, last_names, strict=True):
                 if other in self.shared:
-                    alike = our_name == other
+                    is_equal = our_name == other
                 elif other in self.in_last:
-                    alike = self.in_second.get(our_name) == self.in_last[other]
+                    is_equal = self.in_second.get(our_name) == self.in_last[other]
                 elif other in self.in_second:  # passed on from block to block
-                    alike = targets.get(our_name) == self.second[self.in_second[other]].target
+                    is_equal = targets.get(our_name) == self.second[self.in_second[other]].target
                 else:
-                    alike = our_name == other
-                if not alike:
+                    is_equal = our_name == other
+                if not is_equal:
                     raise CannotUnfold(f"{where}: {b.name} and {c.name} read different values")
         inside = self.in_second.keys() | self.in_last.keys()
         for operation in self.graph:
@@ -288,14 +288,14 @@ class _Unfolding:
     def copied(self, number: int, copy: int) -> Operation:
         """Return the operation `number` of the `copy`-th block after the second."""
         source = self.last[number]
-        here = self.fold.block(self.fold.start + KEPT - 1)
-        there = self.fold.block(self.fold.start + 1 + copy)
+        last_path = self.fold.block(self.fold.start + KEPT - 1)
+        copy_path = self.fold.block(self.fold.start + 1 + copy)
         return _renamed(
             source,
             {name: self.name_for(name, copy) for name in references(source)},
             name=self.copy_name(number, copy),
-            module=_moved_path(source.module, here, there),
-            path=_moved_path(source.path, here, there),
+            module=_moved_path(source.module, last_path, copy_path),
+            path=_moved_path(source.path, last_path, copy_path),
         )
 
     def name_for(self, name: str, copy: int) -> str:
@@ -327,16 +327,16 @@ class _Unfolding:
         if operation.name in self.in_last:
             for name in names.keys() & self.in_second.keys():
                 names[name] = self.copy_name(self.in_second[name], self.fold.left_out)
-        here = there = ""
+        old = new = ""
         number = self.number_of(operation)
         if number is not None and number >= KEPT - 1:
             index = self.fold.start + number
-            here, there = self.fold.block(index), self.fold.block(index + self.fold.left_out)
+            old, new = self.fold.block(index), self.fold.block(index + self.fold.left_out)
         return _renamed(
             operation,
             names,
-            module=_moved_path(operation.module, here, there),
-            path=_moved_path(operation.path, here, there),
+            module=_moved_path(operation.module, old, new),
+            path=_moved_path(operation.path, old, new),
         )
 
 
@@ -390,9 +390,9 @@ def _renamed(operation: Operation, names: Mapping[str, str], **changes: Any) -> 
     )
 
 
-def _moved_path(path: str, here: str, there: str) -> str:
-    """Return a path in module `here` as the same path in module `there`, or any other path
+def _moved_path(path: str, old: str, new: str) -> str:
+    """Return a path in the module `old` as the same path in the module `new`, or any other path
     unchanged."""
-    if here and (path == here or path.startswith(f"{here}.")):
-        return there + path[len(here) :]
+    if old and (path == old or path.startswith(f"{old}.")):
+        return new + path[len(old) :]
     return path

@@ -54,9 +54,9 @@ def profile_key(
 
     Return None for a model whose profile may depend on more than the key's content.
     """
-    ours = options.target.startswith(_OWN_MODELS)
+    is_ours = options.target.startswith(_OWN_MODELS)
     given = (options.arguments, options.config, options.adapters)
-    if not ours or options.own_loss is not None or not all(map(_is_plain, given)):
+    if not is_ours or options.own_loss is not None or not all(map(_is_plain, given)):
         return None
     search = [os.getcwd(), *sys.path]  # where a model's class is looked for
     try:
