@@ -297,7 +297,7 @@ class Request(BaseModel):
     blank_labels: tuple[str, tuple[int, ...]] | None = None
 
     def to_json(self) -> str:
-        """Return the request as JSON, as `request.json` has it."""
+        """Return the request as JSON, in the form of `request.json`."""
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
 
     @classmethod
@@ -574,7 +574,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 
 
 def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
-    """Add faults for options that do not go together with the number of steps of the run."""
+    """Add faults for options that contradict the number of steps of the run."""
     train, mode = sections["train"], sections.get("mode")
     verify, optimizer = sections.get("verify"), sections.get("optimizer")
     if mode == "verify" and isinstance(verify, VerifyOptions):
@@ -726,7 +726,7 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
 
 
 def _refuse_tf32(train: TrainOptions, faults: list[Fault]) -> None:
-    """Add a fault for TF32 where products have factors of 16 bits."""
+    """Add a fault for TF32 where the precision of training has 16 bits."""
     if train.tf32 and train.precision in ("bf16", "fp16"):
         rule = f"has no effect on train.precision={train.precision}"
         faults.append(Fault("train.tf32", "true", rule, "use train.precision=fp32, or false"))

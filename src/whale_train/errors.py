@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a request.
+    """One fault of a request.
 
     key: the full path that a user would type (`strategy.graph.replicate.degree`).
     value: the value that the user gave; '' where none was given.
@@ -30,7 +30,7 @@ class Fault:
 
 
 class RequestError(Exception):
-    """A request that cannot be served (exit status 2), with all its faults."""
+    """A request cannot be served (exit status 2). The exception has all faults of the request."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = tuple(faults)
@@ -46,7 +46,7 @@ class PlanError(RequestError):
 
 
 class LaunchError(Exception):
-    """A run that was started and failed (exit status 1)."""
+    """A run was started and failed (exit status 1)."""
 
 
 _MOST_CHOICES = 40  # the most choices that a message names one by one
@@ -55,8 +55,8 @@ _MOST_CHOICES = 40  # the most choices that a message names one by one
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that a mistyped name was probably meant to be, or None where none is close.
 
-    Among close choices, the first with the same letters in another order is preferred, since
-    difflib does not see those.
+    Among close choices, the first with the same letters in another order is preferred, because
+    difflib does not recognise transposed letters.
     """
     close = get_close_matches(name, sorted(choices), cutoff=0.6)
     same_letters = (choice for choice in close if sorted(choice) == sorted(name))

@@ -16,7 +16,7 @@ class Instead:
 
     settings: settings that can be set together, each with an example of a value; empty where no
         setting takes the place.
-    note: what the user has to know of the settings, or why there is none.
+    note: what the user has to know of the settings, or why there are none.
     """
 
     settings: tuple[str, ...]

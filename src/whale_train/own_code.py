@@ -1,4 +1,4 @@
-"""Import what a config names by `_target_`, after checking that it is of the kind asked for.
+"""Import the class or function that a config names by `_target_`, after checking its kind.
 
 A config can name anything that can be imported, and gives the arguments of the call. `os.system` is
 no model, and it must not be called to learn that. A class may be called if it is of the kind, and a
@@ -38,7 +38,7 @@ class TargetKind:
 
     @property
     def remedy(self) -> str:
-        """Return the remedy for what is not of this kind."""
+        """Return the remedy for an object that is not of this kind."""
         short = ".".join(self.name.split(".")[-2:])
         usual = f"name a {self.name} class, or a function annotated to return one (-> {short})"
         return self.wanted or usual

@@ -79,8 +79,8 @@ def of_all(used: str, all_of_it: str) -> str:
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
-    """Return a number with three digits in the smallest unit that leaves it below 1000. Each of the
-    `units` is a thousand of the one before."""
+    """Return a number with three digits in the smallest unit that leaves it below 1000. Each unit
+    is a thousand of the unit before it."""
     if number < 999.5:
         return f"{number:.0f} {units[0]}"
     for unit in units[1:]:

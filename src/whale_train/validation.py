@@ -198,7 +198,7 @@ def _is_model(kind: object) -> bool:
 
 
 def _list_wanted(read_as: Any, given: object) -> tuple[str, str]:
-    """Return the rule and the remedy for a value that is no list of the type `read_as`."""
+    """Return the rule and the remedy for a value that is not a list of the type `read_as`."""
     if get_args(read_as)[1:] == (Ellipsis,):
         rule = "is an empty list" if given == [] else "is not a list"
         return rule, "write one, such as [first, second]"
@@ -226,14 +226,14 @@ def _read_as(kind: Any, location: Sequence[str | int], as_union: bool = False) -
 
 
 def _tagged(read_as: Any) -> dict[str, type[BaseModel]]:
-    """Return the models of a tagged union by their tag; nothing for any other type."""
+    """Return the models of a tagged union by tag, or an empty dict for any other type."""
     union = get_args(read_as)[0] if get_origin(read_as) is Annotated else None
     return {kind.model_fields["kind"].default: kind for kind in get_args(union)}
 
 
 def _known_keys(name: str, section: str, read_as: Any, without: Collection[str]) -> str:
-    """Return the remedy for a key that a section does not have. Keys `without` effect are not
-    named."""
+    """Return the remedy for a key that a section does not have. The remedy does not name keys
+    `without` effect."""
     if not (isinstance(read_as, type) and issubclass(read_as, BaseModel)):
         return f"remove {section}.{name}"
     instead = known_elsewhere(f"{section}.{name}")

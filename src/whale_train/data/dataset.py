@@ -73,7 +73,7 @@ class HeldBackRows:
     rows: Indices
 
     def training_rows(self, indices: Indices) -> Indices:
-        """Return the row of each of the training samples `indices`, int64 `[n]`."""
+        """Return the row number of each training sample in `indices`, int64 `[n]`."""
         training_before = self.rows - np.arange(len(self.rows))
         return indices + np.searchsorted(training_before, indices, side="right")
 

@@ -1,4 +1,4 @@
-"""Paths a user names in `data.path`: made absolute once, with errors for unusable ones."""
+"""Resolve the paths that a user names in `data.path`, and describe unusable ones as errors."""
 
 import os
 import stat

@@ -61,9 +61,9 @@ def class_dim(logits: Sequence[Any], labels: Sequence[Any], wanted: int | None) 
 def read_logits(
     shapes: Sequence[tuple[int, ...]], batch: Mapping[str, Any], wanted: int | None
 ) -> Logits | None:
-    """Return the logits of `batch` as the loss reads them, or None where there are none.
+    """Return the logits of `batch` as the loss reads them, or None where the loss reads no logits.
 
-    shapes: shapes of computed logits, of which the first are those of `batch`.
+    shapes: shapes of all computed logits; the first shape is that of the logits of `batch`.
     wanted: as in `class_dim`.
     """
     read = class_dim(shapes[0], batch["labels"].shape, wanted) if shapes else None

@@ -1,4 +1,4 @@
-"""A small GPT: the reference language model, written as a user would write theirs.
+"""A small GPT: the reference language model, written in the way a user would write one.
 
 It knows nothing of whale-train. A pre-norm decoder (GPT-2, Radford et al. 2019) with learned
 positions and fused causal attention.
@@ -95,7 +95,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a GELU layer of four times the width, each behind a norm and a residual."""
+    """Attention and a GELU layer of four times the width, each with a norm before it and a residual
+    around it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -218,7 +218,7 @@ def _scalar(computed: object, loss: Callable[..., object]) -> Tensor:
 
 
 def _member(output: object, name: str) -> Tensor | None:
-    """Return a tensor of a model's output, or None where there is none.
+    """Return the loss or the logits in a model's output, or None where the output has no tensor.
 
     It is the attribute or key `name`, else the first tensor of a sequence, else the output itself.
     """

@@ -255,7 +255,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a mixture of experts, each behind a norm and a residual."""
+    """Attention and a mixture of experts, each with a norm before it and a residual around it."""
 
     def __init__(self, width: int, heads: int, ffn: int, routing: Routing, dropout: float) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ class ModelOptions(BaseModel):
 
     @property
     def class_name(self) -> str:
-        """Return the name of the class as a reader knows it, without its module."""
+        """Return the name of the model's class, without its module."""
         return (self.is_hugging_face and self.architecture) or self.target.rpartition(".")[2]
 
     @classmethod
@@ -135,7 +135,7 @@ class ModelOptions(BaseModel):
         """Return the options in the plain mapping of a composed config.
 
         Raises ConfigError with all faults: missing or malformed keys, and for a Hugging Face model
-        keys that are not options. (Settings of the architecture belong into `config`.)
+        keys that are not options. Settings of its architecture belong in `config`.
         """
         given = {str(key): value for key, value in mapping.items() if value != MISSING}
         hugging_face = given.get("_target_") == HUGGING_FACE

@@ -31,7 +31,7 @@ class _RateAlone(Optimizer):
         super().__init__([torch.zeros((), device="cpu", requires_grad=True)], {"lr": lr})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update nothing."""
+        """Do nothing."""
 
 
 class ScheduledRates:

@@ -97,7 +97,7 @@ class _Images:
     def _drawn(self, stream: str, numbers: Indices, side: int) -> NDArray[np.float32]:
         """Return nearly normal numbers, float32 `[n, channels, side, side]`, for each of `numbers`.
 
-        They are a function of the stream and of each number alone.
+        They depend only on the stream and on each number.
         """
         shape = (self.options.channels, side, side)
         num_pixels = self.options.channels * side * side

@@ -66,7 +66,11 @@ class PackOptions(BaseModel):
 
 
 class FieldPair(BaseModel):
-    """Fields of the two texts of `data.objective=seq2seq`, under `data.field`."""
+    """Options of the two fields of `data.objective=seq2seq`, under `data.field`.
+
+    source: the field of the source text.
+    target: the field of the text to predict.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

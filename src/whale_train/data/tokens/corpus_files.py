@@ -63,8 +63,8 @@ def corpus_files(path: str, key: str) -> list[str]:
 
 
 def suffix_of(file: str) -> str:
-    """Return the suffix that tells a file's format, in lower case and without that of a
-    compression; '' for a file of another format."""
+    """Return the suffix that tells a file's format, in lower case and without a compression's
+    suffix; '' for a file of another format."""
     name = os.path.basename(file).lower()
     is_compressed = name.endswith(COMPRESSED)
     suffix = os.path.splitext(name.removesuffix(COMPRESSED))[1]

@@ -27,8 +27,8 @@ def kept_tensors(module: LossModule) -> dict[str, Tensor]:
 
 
 def other_names(model: Any) -> dict[str, str]:
-    """Return transformers' other names of tied tensors, each with the tensor's name here, which is
-    its first."""
+    """Return the names under which transformers saves tied tensors, by the first path of each
+    tensor in the model."""
     tied = getattr(model, "all_tied_weights_keys", None)
     return dict(tied) if isinstance(tied, Mapping) else {}
 
