@@ -33,7 +33,7 @@ def class_dim(logits: Sequence[Any], labels: Sequence[Any], wanted: int | None) 
 
     logits, labels: shapes. Sizes are ints, or torch's symbols while a batch of any size is
         exported.
-    wanted: the dimension that the user gives, or None.
+    wanted: the only dimension to try; None tries both.
 
     Logits of two dimensions have their classes last. Otherwise a dimension fits if the logits
     without it have as many places as there are labels, which may be flattened. If both fit, the
