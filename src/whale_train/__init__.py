@@ -1,7 +1,7 @@
 """Train any PyTorch model on any mix of devices from one declarative config.
 
-`compose`, `plan`, `train`, `verify`, `evaluate` and `predict` do from Python what the command
-`whale-train` does.
+`compose`, `plan`, `train`, `verify`, `evaluate` and `predict` do from Python what the modes of the
+command `whale-train` do.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ _ERRORS = ("ConfigError", "LaunchError", "PlanError")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: what none needs is not imported by any."""
+    """Return a public name, importing its module at the first use."""
     if name in _ERRORS:
         from whale_train import errors as module
     elif name in _FUNCTIONS:
@@ -33,5 +33,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the module's names, those that are imported at their first use too."""
+    """Return the module's names, including those that are imported at their first use."""
     return sorted({*globals(), *_FUNCTIONS, *_ERRORS})

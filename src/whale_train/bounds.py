@@ -1,8 +1,8 @@
 """Bound the size of files and requests that others have written.
 
-YAML can name parts of itself again (`*anchor`), so that a few lines stand for more values than any
-memory holds, or for a value inside itself. The values that a text stands for are counted before
-anything is made of it. A bound that is passed is named in the error.
+YAML aliases (`*anchor`) repeat parts of a file, so that a few lines can stand for more values than
+any memory holds, or for a value inside itself. The values are counted before any of them is
+constructed. The error names the bound that is exceeded.
 """
 
 import json
@@ -25,8 +25,8 @@ _DIGITS = re.compile(r"\d(?:_?\d)*")
 
 
 def levels_of(text: str) -> int:
-    """Return the largest number of brackets of an override or of JSON that are open at once.
-    Brackets in quotes are text."""
+    """Return the deepest nesting of brackets in an override or in JSON. Brackets in quotes are
+    text."""
     depth = most = 0
     for character in _QUOTED.sub("", text):
         if character in "{[(":
@@ -45,8 +45,8 @@ def digits_of(text: str) -> int:
 
 
 def too_large(text: str) -> tuple[str, str] | None:
-    """Return the rule of the bound that an override passes, and its remedy; None where it passes
-    none."""
+    """Return the rule and the remedy of a bound that an override exceeds, or None where it is
+    within all bounds."""
     levels = levels_of(text)
     if levels > MOST_LEVELS:
         rule = f"has {levels} levels of brackets, and at most {MOST_LEVELS} are read"
@@ -61,7 +61,8 @@ def too_large(text: str) -> tuple[str, str] | None:
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a file in UTF-8.
 
-    Raises ConfigError where it is larger than `most_bytes`, is no file, or is not text.
+    Raises ConfigError where the path is no file, or the file is larger than `most_bytes` or not
+    text.
     """
     try:
         if path.exists() and not path.is_file():
@@ -79,8 +80,8 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> str:
 def check_yaml(path: Path) -> str:
     """Return the text of a YAML file that is within the bounds.
 
-    Raises ConfigError where the file cannot be read or passes a bound, and yaml.YAMLError where it
-    is no YAML.
+    Raises ConfigError where the file cannot be read or exceeds a bound, and yaml.YAMLError where it
+    is not YAML.
     """
     text = read_file(path)
     try:
@@ -95,8 +96,8 @@ def check_yaml(path: Path) -> str:
 
 
 def load_yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Raises ConfigError where it is no YAML, or passes a
-    bound."""
+    """Return the parsed content of a YAML file. Raises ConfigError where the file is not YAML or
+    exceeds a bound."""
     try:
         return yaml.safe_load(check_yaml(path))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
@@ -105,8 +106,8 @@ def load_yaml(path: Path) -> Any:
 
 
 def load_json(path: Path, most_bytes: int) -> Any:
-    """Return the content of a JSON file. Raises ConfigError where it is no JSON, or passes a
-    bound."""
+    """Return the parsed content of a JSON file. Raises ConfigError where the file is not JSON, has
+    more than `most_bytes` bytes or is nested too deeply."""
     text = read_file(path, most_bytes)
     if levels_of(text) > MOST_LEVELS:
         rule = f"has more than {MOST_LEVELS} levels of lists and mappings"
@@ -119,18 +120,18 @@ def load_json(path: Path, most_bytes: int) -> Any:
 
 
 class _Passed(Exception):
-    """The error of a bound that is passed. Its arguments are the rule and the remedy."""
+    """A bound is exceeded. The arguments of the exception are the rule and the remedy."""
 
 
 def _count(text: str) -> int:
-    """Return the number of values that a YAML text stands for. Parts that are named again count
-    each time.
+    """Return the number of values that a YAML text expands to. An alias counts as all values of its
+    anchor.
 
-    Raises _Passed where it has too many levels, a number with too many digits, or a value inside
-    itself.
+    Raises _Passed where the text has too many levels, a number with too many digits, or a value
+    inside itself.
     """
     known: dict[str, tuple[int, int] | None] = {}  # values and levels of an anchor; None: open
-    opened: list[list[Any]] = [["", 0, 0]]  # anchor, values, levels of what is open
+    opened: list[list[Any]] = [["", 0, 0]]  # anchor, values and levels of each open collection
 
     def add(values: int, levels: int) -> None:
         if len(opened) - 1 + levels > MOST_LEVELS:
@@ -143,11 +144,11 @@ def _count(text: str) -> int:
     for event in yaml.parse(text, Loader=_Loader):
         kind = type(event)
         if kind is yaml.AliasEvent:
-            there = known.get(event.anchor, (0, 0))
-            if there is None:
+            expanded = known.get(event.anchor, (0, 0))
+            if expanded is None:
                 rule = f"has a value that is inside itself (line {event.start_mark.line + 1})"
                 raise _Passed(rule, "write what it stands for")
-            add(*there)
+            add(*expanded)
         elif kind is yaml.ScalarEvent:
             if digits_of(event.value) > MOST_DIGITS and not event.style:
                 rule = f"has a number of {digits_of(event.value)} digits, and at most "
@@ -166,5 +167,5 @@ def _count(text: str) -> int:
 
 
 def _refusal(path: Path, rule: str, remedy: str) -> ConfigError:
-    """Return the ConfigError of a file."""
+    """Return a ConfigError with one fault, whose key is the path of the file."""
     return ConfigError([Fault(str(path), "", rule, remedy)])

@@ -1,8 +1,8 @@
-"""Read the composed config into a Request, validated whole.
+"""Read the composed config into a validated Request.
 
-All code behind this file reads the Request, and no DictConfig. Sections that other packages own
-(the model, the data, the strategy, the hardware) are read by those. Here they are put together, and
-all faults of all sections are raised at once.
+All later code reads the Request, and no DictConfig. The packages that own a section (the model, the
+data, the strategy, the hardware) read it themselves. Here the sections are put together, and all
+faults of all sections are raised at once.
 """
 
 from collections.abc import Mapping
@@ -48,15 +48,15 @@ Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
 
 
 class _Section(BaseModel):
-    """A section of the config that is read here. Unknown keys are refused."""
+    """A section of the config that this module reads. Unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class WatchedMetric(_Section):
-    """A result of evaluations that a run goes by.
+    """A result of evaluations that decides about the run.
 
-    metric: its name in `metrics.jsonl`, as `evaluation_loss`.
+    metric: the name of the result in `metrics.jsonl`, as `evaluation_loss`.
     better: which values are better; None: lower ones of a loss, else higher ones.
     """
 
@@ -70,10 +70,10 @@ class WatchedMetric(_Section):
 
 
 class StopAfterOptions(WatchedMetric):
-    """Options of a run that ends early, under `train.stop_after`.
+    """Options of early stopping, under `train.stop_after`.
 
-    evaluations: number of evaluations in a row, none of which was better, after which it ends.
-    min_change: a value is better where it is so by more than that.
+    evaluations: number of evaluations in a row without a better value after which the run ends.
+    min_change: a value is better only where it differs from the best by more than this.
     """
 
     evaluations: _Count
@@ -83,36 +83,36 @@ class StopAfterOptions(WatchedMetric):
 class TrainOptions(_Section):
     """Options of training, under `train`.
 
-    steps: number of optimizer steps. With `epochs` it is set by `in_steps`, which knows the data.
-    epochs: passes over the data, in place of a number of steps; a part of one counts too.
+    steps: number of optimizer steps. Where `epochs` is given, `in_steps` sets it.
+    epochs: passes over the data, in place of a number of steps; may be a fraction.
     global_batch: samples of a step, of all devices together.
-    accumulate: number of micro-batches in which every device takes its share of a step.
+    accumulate: number of gradient accumulation steps: micro-batches of every device in a step.
     precision: the precision of training; None lets the devices decide.
     loss_scale: the first loss scale of fp16; None is 2^15.
-    tf32: whether GPUs round the factors of fp32 products to 10 bits.
-    reduce_dtype: the dtype in which copies exchange gradients, the precision of the run or fp32.
+    tf32: whether GPUs round the factors of fp32 products to 10 bits of mantissa.
+    reduce_dtype: the dtype in which replicas exchange gradients: the precision of the run, or fp32.
     grad_clip: the gradient norm to clip to; None and 0 are off.
     grad_norm: whether the gradient norm is measured in every step.
     trace: whether the run writes a timeline of what every rank did.
     report: whether the run ends with a page about it, `report.html`.
-    compile: whether blocks run what torch.compile makes of them.
+    compile: whether blocks are compiled by torch.compile.
     profile: the first and the last step that torch's profiler records.
     evaluate_every: number of steps between evaluations; None is never.
     evaluation_samples: the largest number of samples of an evaluation.
-    stop_after: the metric whose best value ends the run once it is not reached any more; None ends
-        it after its last step.
+    stop_after: the metric that ends the run early, once it stops improving; None ends the run after
+        its last step.
     tensorboard: whether TensorBoard is among the trackers.
-    on_nan: what becomes of a run whose loss or gradient norm is not finite; None goes on. A step
-        that it skips leaves everything as it was, the learning rate's schedule too, and a hundred
-        of them in a row end the run.
-    resume: the path or URL of the checkpoint that training goes on from, or of a run (its newest),
+    on_nan: what a loss or gradient norm that is not finite does: `stop` the run, `skip` the step,
+        or None, which goes on. A skipped step changes nothing, not even the learning rate's
+        schedule; a hundred skipped steps in a row end the run.
+    resume: the path or URL of the checkpoint to resume from, or of a run (its newest checkpoint),
         or `auto` (the newest of this run's own directory, or of `checkpoint.to`).
-    resume_data: whether a run goes on with the `same` data alone, or with `any`, which begins with
-        its first sample where it is other data.
-    delink_at: the step after which layers that shared their weights (`model.share_layers`) go on by
-        themselves, or `plateau`, once the loss has stopped falling.
-    router_bias_rate: how far the biases by which routers choose experts move after every step,
-        towards equal loads; None is never.
+    resume_data: whether a run resumes with the `same` data alone, or with `any`; other data begins
+        with its first sample.
+    delink_at: the step after which layers that share their weights (`model.share_layers`) get
+        weights of their own, or `plateau`: once the loss has stopped falling.
+    router_bias_rate: how far the biases of routers move after every step, towards equal loads of
+        the experts; None is never.
     """
 
     steps: _Count = 100
@@ -144,22 +144,22 @@ class LauncherOptions(_Section):
     """Options that say where the ranks run, under `launcher`.
 
     kind: how the ranks are started. `ssh` starts them on `hosts`; `slurm` submits the job; `local`
-        and `emulate` start them here, on the devices or on CPU processes that stand for them;
-        `auto` chooses one of these two.
+        starts them on this machine's devices; `emulate` starts CPU processes that stand for
+        devices; `auto` chooses `local` or `emulate`.
     hosts: the hosts of `ssh`.
     python: the path of Python on the hosts of `ssh`.
-    nodes: number of nodes of `slurm`; None takes that of the inventory.
-    ranks_per_node: number of ranks on each node of `slurm`; None takes that of the inventory.
+    nodes: number of nodes of `slurm`; None takes the inventory's.
+    ranks_per_node: number of ranks on each node of `slurm`; None takes the inventory's.
     wait: whether the command waits for the end of the job of `slurm`.
     sbatch: further options of sbatch.
     threads: number of threads of each rank; None shares the cores among the ranks.
-    timeout_s: seconds after which a rank that waits for others fails, naming those that did not
-        come.
-    max_restarts: how often a job goes on from its newest checkpoint after a rank or a host has
+    timeout_s: seconds that a rank waits for other ranks. Then it fails, and names the missing
+        ranks.
+    max_restarts: how often a job restarts from its newest checkpoint after a rank or a host has
         died.
-    device_speed: whether ranks that stand for devices are slowed to their device's speed, relative
-        to the fastest.
-    link_speed: whether their links are slowed to their relative bandwidth.
+    device_speed: whether emulated devices are slowed to their device's speed, relative to the
+        fastest.
+    link_speed: whether the links of emulated devices are slowed to their relative bandwidth.
     """
 
     kind: Literal["auto", "local", "emulate", "ssh", "slurm"] = "auto"
@@ -180,18 +180,19 @@ class LauncherOptions(_Section):
 class CheckpointOptions(_Section):
     """Options of checkpoints, under `checkpoint`.
 
-    path: the checkpoint, or the run (its newest), that a mode of `READING` reads: a path or a URL.
+    path: the path or URL of the checkpoint that a mode of `READING` reads, or of a run, whose
+        newest checkpoint is read.
     every: number of optimizer steps between checkpoints, or a time such as "30min"; None writes
         none.
-    grace_s: seconds that a run has to save once more when it is told to end.
+    grace_s: seconds that a run has for a last checkpoint when it is told to end.
     keep: number of the newest checkpoints that stay; None keeps all.
-    asynchronous: whether checkpoints are written beside the steps that follow, or before them. It
-        is `async` in the config.
-    final: whether the run ends with the trained weights in its directory: the last ones, or those
-        of the `best` checkpoint.
-    best: the metric whose best value makes a checkpoint, which is kept; None: there is none.
-    to: the URL of a folder to which checkpoints and the trained weights are copied; None: they are
-        on this machine alone.
+    asynchronous: whether checkpoints are written while the next steps run, or before them. Named
+        `async` in the config.
+    final: whether the run writes trained weights into its directory at the end: those of the last
+        step, or those of the `best` checkpoint.
+    best: the metric whose best value makes a checkpoint, which is kept; None writes none.
+    to: the URL of a folder to which checkpoints and the trained weights are copied; None copies
+        nothing.
     """
 
     path: str | None = Field(None, min_length=1)
@@ -213,13 +214,14 @@ class CheckpointOptions(_Section):
 
     @property
     def every_steps(self) -> int | None:
-        """Return the number of steps between checkpoints, or None where there are none or a clock
+        """Return the number of steps between checkpoints, or None where none are written or a time
         decides."""
         return self.every if isinstance(self.every, int) else None
 
     @property
     def every_s(self) -> float | None:
-        """Return the seconds between checkpoints, or None where there are none or steps decide."""
+        """Return the seconds between checkpoints, or None where none are written or steps
+        decide."""
         if not isinstance(self.every, str):
             return None
         unit = next(unit for unit in ("min", "s", "h") if self.every.endswith(unit))
@@ -230,7 +232,7 @@ class VerifyOptions(_Section):
     """Options of `mode=verify`, under `verify`.
 
     steps: number of the run's first steps that are compared.
-    tolerance: the allowed difference, relative to the largest element of what is compared; None
+    tolerance: the allowed difference, relative to the largest element of the compared tensor; None
         lets the precision decide.
     """
 
@@ -241,7 +243,7 @@ class VerifyOptions(_Section):
 class AuditOptions(_Section):
     """Options of `mode=audit`, under `audit`.
 
-    step: the step of which it is shown which device took which samples; None is none.
+    step: the step whose samples are shown device by device; None shows none.
     """
 
     step: _Count | None = None
@@ -256,21 +258,21 @@ class Request(BaseModel):
         there is none.
     seed: the seed of weights, data order and dropout.
     names: the option chosen in each config group.
-    strategy, hardware: sections as written. The packages that own them read them against something
-        else: the strategy into nodes, the hardware against this machine.
+    strategy, hardware: sections as written. The packages that own them read them later: the
+        strategy into nodes, the hardware against this machine.
     model, data, optimizer, launcher, train, verify, checkpoint: the sections of these names.
     rehearse: the ranks that are rehearsed: none (False), one of each kind (True), `all`, or a tuple
         of ranks.
-    callbacks: code of the user's own that is called at moments of the run.
+    callbacks: the user's own code that is called at moments of the run.
     metrics: metrics of the evaluations, by name.
-    trackers: keepers of the run's curves, TensorBoard's among them where `train.tensorboard` asks
+    trackers: keepers of the run's curves, including TensorBoard's where `train.tensorboard` asks
         for it.
-    files: the plan's notes about the user's own config files that have the names of built-in ones.
+    files: the plan's notes about the user's own config files that replace built-in ones.
     run: the run directory that `mode=audit` reads.
     against: the plan or run that `mode=view` shows beside the one of `checkpoint.path`.
     audit: the section of this name.
-    blank_labels: dtype and shape of the labels that the samples of `mode=predict` do not have, and
-        which their model takes; None where they have them, or need none.
+    blank_labels: dtype and shape of labels that the model takes and the samples of `mode=predict`
+        lack; None where no labels are missing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -300,22 +302,23 @@ class Request(BaseModel):
     blank_labels: tuple[str, tuple[int, ...]] | None = None
 
     def to_json(self) -> str:
-        """Return the request as JSON, as `request.json` has it."""
+        """Return the request as JSON, in the form of `request.json`."""
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Request":
-        """Return the request of a text of `to_json`. Raises ValueError where it is none."""
+        """Return the request in a text that `to_json` wrote. Raises ValueError for any other
+        text."""
         return cls.model_validate_json(text)
 
     @property
     def is_pseudo(self) -> bool:
-        """Return whether layers share their weights for a time, and are to part later
+        """Return whether layers share their weights at first and are delinked later
         (Pseudo-to-Real)."""
         return self.model.share_layers and self.train.delink_at is not None
 
     def without_evaluations(self) -> "Request":
-        """Return the request of a run that evaluates nothing, and tells nobody of its steps."""
+        """Return the request without evaluations, metrics, trackers and callbacks."""
         data = self.data
         if "evaluation" in type(data).model_fields:
             data = data.model_copy(update={"evaluation": None})
@@ -336,8 +339,7 @@ class Request(BaseModel):
         return self.checkpoint.saves or self.is_pseudo or bool(self.callbacks.listed)
 
     def strategy_graph(self) -> Strategy:
-        """Return the nodes of the strategy. It was read without faults when the request was
-        read."""
+        """Return the nodes of the strategy, which `read_request` has found to be without faults."""
         faults: list[Fault] = []
         strategy = read_strategy(self.strategy, self.names.get("strategy", "strategy"), faults)
         assert strategy is not None, faults
@@ -350,7 +352,7 @@ def read_request(
     """Return the Request of a composed config. Raises ConfigError with all faults.
 
     config: the composed config, without Hydra's own part.
-    names: Hydra's choices, group by group, which name things in messages and plans.
+    names: Hydra's choices by config group, which name things in messages and plans.
     files: the plan's notes about the user's own config files.
     """
     plain = {"audit": {}, **_plain(config)}
@@ -412,7 +414,7 @@ def read_request(
 
 def in_mode(request: Request, mode: Mode) -> Request:
     """Return a request in another mode. Raises ConfigError for values that are wrong or without
-    effect there."""
+    effect in that mode."""
     faults: list[Fault] = []
     sections = {name: getattr(request, name) for name in Request.model_fields} | {"mode": mode}
     _compared(list(request.compare), mode, faults)
@@ -424,7 +426,7 @@ def in_mode(request: Request, mode: Mode) -> Request:
 
 
 def _add_path(plain: dict[str, Any], faults: list[Fault]) -> None:
-    """Put the value of `path` where the mode reads it: an audit in `run`, others in
+    """Move the value of `path` to the key that the mode reads: `run` for an audit, else
     `checkpoint.path`."""
     path, section = plain["path"], plain.get("checkpoint")
     other = "run" if plain.get("mode") == "audit" else "checkpoint"
@@ -442,8 +444,8 @@ def _add_path(plain: dict[str, Any], faults: list[Fault]) -> None:
 
 
 def _with_steps(section: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
-    """Return the section `train` without a number of steps that is null. Adds a fault where it
-    gives steps and epochs."""
+    """Return the section `train` without `steps` where that is null. Adds a fault where both steps
+    and epochs are given."""
     given = {key: value for key, value in section.items() if key != "steps" or value is not None}
     if "steps" in given and given.get("epochs") is not None:
         rule = f"is not the only end of the run (train.steps={as_yaml(given['steps'])})"
@@ -453,12 +455,14 @@ def _with_steps(section: Mapping[str, Any], faults: list[Fault]) -> dict[str, An
 
 
 def in_steps(request: Request, num_samples: int) -> Request:
-    """Return the request with the optimizer steps of `train.epochs`, where it has some.
+    """Return the request with `train.epochs` converted to optimizer steps, or unchanged without
+    epochs.
 
     num_samples: number of training samples in the data.
 
-    The last step is the one in which the last sample is seen; it goes on into the next epoch where
-    it has room. Raises ConfigError with all faults of options that name steps.
+    The last step is the one that takes the last sample of the last epoch; where its batch has room,
+    it takes samples of the next epoch too. Raises ConfigError with all faults of options that name
+    steps.
     """
     epochs = request.train.epochs
     if epochs is None:
@@ -485,7 +489,7 @@ def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
 
 
 def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ...]:
-    """Return the names of the strategies to compare. Adds a fault for a value that is no list of
+    """Return the names of the strategies to compare. Adds a fault for a value that is not a list of
     names, and for a mode that compares nothing."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
@@ -500,7 +504,7 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
 
 def _rehearsed(value: object, mode: object, faults: list[Fault]) -> object:
     """Return the ranks to rehearse, as in `Request.rehearse`. Adds a fault for a value that names
-    none."""
+    no ranks."""
     asked: object = tuple(value) if isinstance(value, list) else value
     ranks = asked if isinstance(asked, tuple) else ()
     are_ranks = all(type(rank) is int and rank >= 0 for rank in ranks)
@@ -516,8 +520,8 @@ def _rehearsed(value: object, mode: object, faults: list[Fault]) -> object:
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    """Return the config as plain values, with interpolations resolved. Raises ConfigError for an
-    interpolation that cannot be resolved."""
+    """Return the config as plain values, with interpolations resolved. Raises ConfigError where one
+    cannot be resolved."""
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
@@ -576,7 +580,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 
 
 def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
-    """Add faults for options that do not go together with the number of steps of the run."""
+    """Add faults for options that contradict the number of steps of the run."""
     train, mode = sections["train"], sections.get("mode")
     verify, optimizer = sections.get("verify"), sections.get("optimizer")
     if mode == "verify" and isinstance(verify, VerifyOptions):
@@ -590,8 +594,8 @@ def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 def _refuse_custom(
     optimizer: OptimizerOptions, train: TrainOptions, mode: object, faults: list[Fault]
 ) -> None:
-    """Add a fault for an optimizer that is given by its class where its moments would have to be
-    known, or where the mode measures our own."""
+    """Add a fault for a custom optimizer where its moments would have to be known, or where the
+    mode measures our own optimizers."""
     if optimizer.target is None:
         return
     if train.delink_at is not None:
@@ -608,7 +612,7 @@ def _refuse_path(
     checkpoint: CheckpointOptions, mode: object, run: object, faults: list[Fault]
 ) -> None:
     """Add a fault for an export without a checkpoint, and for a checkpoint that the mode does not
-    read. Where `run` names one in its place, that is the fault."""
+    read. The remedy differs where `run` gives the checkpoint's path."""
     if mode in READING and checkpoint.path is None and run is None:
         remedy = "name a run directory or a checkpoint in one, as checkpoint=runs/MY_RUN"
         faults.append(Fault("checkpoint", "", f"must be given to mode={mode}", remedy))
@@ -625,8 +629,8 @@ def _refuse_path(
 def _refuse_to(
     checkpoint: CheckpointOptions, sections: Mapping[str, Any], faults: list[Fault]
 ) -> None:
-    """Add a fault for copies into a store where nothing is there to copy, or that are not named by
-    a URL."""
+    """Add a fault for `checkpoint.to` where the run has nothing to copy, or where it is not a
+    URL."""
     to, mode, rule = checkpoint.to, sections.get("mode"), ""
     if to is None:
         return
@@ -646,8 +650,9 @@ def _refuse_to(
 
 
 def _refuse_run(sections: Mapping[str, Any], faults: list[Fault]) -> None:
-    """Add a fault for an audit of no run, for a run or a step that the mode does not audit, and for
-    a plan that the mode does not compare. Where `checkpoint` names the run, that is the fault."""
+    """Add a fault for an audit without a run, for a run or a step that the mode does not audit, and
+    for a plan that the mode does not compare. The remedy differs where `checkpoint` gives the path
+    of the run."""
     run, audit, mode = (sections.get(key) for key in ("run", "audit", "mode"))
     against, checkpoint = sections.get("against"), sections.get("checkpoint")
     path = checkpoint.path if isinstance(checkpoint, CheckpointOptions) else None
@@ -677,7 +682,8 @@ def _refuse_run(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 
 
 def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> None:
-    """Add a fault for profiled steps that the run does not have, and for a mode without a run."""
+    """Add a fault for profiled steps that the run does not have, and for a mode that trains
+    nothing."""
     if train.profile is None:
         return
     first, last = train.profile
@@ -692,7 +698,7 @@ def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> N
 
 
 def _refuse_resume_data(train: TrainOptions, faults: list[Fault]) -> None:
-    """Add a fault where other data is allowed and the run goes on from no checkpoint."""
+    """Add a fault where other data is allowed and the run resumes from no checkpoint."""
     if train.resume_data == "any" and train.resume is None:
         rule = "has no effect on a run that goes on from no checkpoint (train.resume=null)"
         faults.append(Fault("train.resume_data", "any", rule, "leave it out, or set train.resume"))
@@ -701,7 +707,8 @@ def _refuse_resume_data(train: TrainOptions, faults: list[Fault]) -> None:
 def _refuse_delinking(
     train: TrainOptions, model: ModelOptions | None, mode: object, faults: list[Fault]
 ) -> None:
-    """Add a fault for layers to part that share nothing, or that would not part before the end."""
+    """Add a fault for delinking layers that share nothing, or for delinking at or after the last
+    step."""
     if train.delink_at is None:
         return
     rule, remedy = "", f"use a step before the last, or {PLATEAU}"
@@ -717,8 +724,8 @@ def _refuse_delinking(
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
-    """Add faults for fp16, or for skipped steps, without the gradient norm, and for a loss scale in
-    another precision."""
+    """Add faults for fp16 or skipped steps without the gradient norm, and for a loss scale without
+    fp16."""
     if train.precision == "fp16" and not train.grad_norm:
         rule = "is off, and train.precision=fp16 finds overflow by the gradient's norm"
         faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
@@ -732,7 +739,7 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
 
 
 def _refuse_tf32(train: TrainOptions, faults: list[Fault]) -> None:
-    """Add a fault for TF32 where products have factors of 16 bits."""
+    """Add a fault for TF32 where the precision of training has 16 bits."""
     if train.tf32 and train.precision in ("bf16", "fp16"):
         rule = f"has no effect on train.precision={train.precision}"
         faults.append(Fault("train.tf32", "true", rule, "use train.precision=fp32, or false"))
@@ -741,7 +748,7 @@ def _refuse_tf32(train: TrainOptions, faults: list[Fault]) -> None:
 def _refuse_steps(verify: VerifyOptions, train: object, faults: list[Fault]) -> None:
     """Add a fault where more steps are to be verified than the run has.
 
-    A verification takes the first steps of a run, at that run's learning rates.
+    A verification takes the first steps of a run, at the run's learning rates.
     """
     if isinstance(train, TrainOptions) and verify.steps > train.steps:
         rule = f"is more than the run has (train.steps={train.steps})"

@@ -16,7 +16,7 @@ _LITTLE_BYTES = 2**16
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether an error says that there was no room for what was written."""
+    """Return whether an error says that there was no room left for a write."""
     return error.errno in _FULL
 
 
@@ -24,8 +24,8 @@ def is_full(error: OSError) -> bool:
 def writing(path: Path, wanted_bytes: int) -> Iterator[None]:
     """Run the code of the context, which writes `wanted_bytes` to the file `path`.
 
-    Raises an OSError of the same number where there is no room. Its text has the path, the bytes
-    wanted and the bytes free.
+    Raises an OSError with the same errno where there is no room. The text of the error has the
+    path, the bytes wanted and the bytes free.
     """
     try:
         yield
@@ -39,8 +39,7 @@ def writing(path: Path, wanted_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def failing_when_full() -> Iterator[None]:
-    """Run the code of the context, which is a run. Raises LaunchError where there is no room for
-    what it writes."""
+    """Run the code of the context, which is a run. Raises LaunchError where the disk is full."""
     try:
         yield
     except OSError as error:
@@ -52,15 +51,14 @@ def failing_when_full() -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that a file is on. The file and its folders need not
+    """Return the free bytes of the file system of `path`. Neither the file nor its folders need
     exist."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    stats = os.statvfs(there)
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    stats = os.statvfs(existing)
     return stats.f_bavail * stats.f_frsize
 
 
 def has_no_room(folder: Path) -> str:
-    """Return the message about a folder without room for the record of a failure, or '' where there
-    is room."""
+    """Return a message where `folder` has no room for the record of a failure, else ''."""
     free = free_bytes(folder)
     return f"there is no room in {folder} ({in_bytes(free)} free)" if free < _LITTLE_BYTES else ""

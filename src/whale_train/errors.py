@@ -1,7 +1,7 @@
 """Define the three errors of whale-train, and the fault that two of them are made of.
 
-A request that cannot be served is reported whole: every check adds its faults to one list, and the
-list is raised once. `assert` is kept for our own bugs.
+All faults of a request are reported at once: every check adds to one list, which is raised at the
+end. `assert` is kept for our own bugs.
 """
 
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a request.
+    """One fault of a request.
 
     key: the full path that a user would type (`strategy.graph.replicate.degree`).
-    value: the value that was given there; '' where none was.
+    value: the value that the user gave; '' where none was given.
     rule: the rule that does not hold, as a predicate.
     remedy: the nearest thing that would hold.
     """
@@ -30,7 +30,7 @@ class Fault:
 
 
 class RequestError(Exception):
-    """A request that cannot be served (exit status 2), with all its faults."""
+    """A request cannot be served (exit status 2). The exception has all faults of the request."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = tuple(faults)
@@ -46,17 +46,17 @@ class PlanError(RequestError):
 
 
 class LaunchError(Exception):
-    """A run that was started and failed (exit status 1)."""
+    """A run was started and failed (exit status 1)."""
 
 
-_MOST_CHOICES = 40  # that a message names one by one
+_MOST_CHOICES = 40  # the most choices that a message names one by one
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that a mistyped name was probably meant to be, or None where none is close.
 
-    Among close choices, the first with the same letters in another order is preferred, since
-    difflib does not see those.
+    Among close choices, the first with the same letters in another order is preferred, because
+    difflib does not recognise transposed letters.
     """
     close = get_close_matches(name, sorted(choices), cutoff=0.6)
     same_letters = (choice for choice in close if sorted(choice) == sorted(name))
@@ -66,7 +66,7 @@ def closest(name: str, choices: Iterable[str]) -> str | None:
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a remedy for a mistyped name: the closest choice, if there is one, then all choices.
 
-    Of more than 40 choices those that begin with the name come first, and 20 are named.
+    Of more than 40 choices only 20 are named, those that begin with the name first.
     """
     ordered = sorted(choices)
     close = closest(name, ordered)
@@ -80,13 +80,13 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """Return the first `most` names as text, and how many more there are."""
+    """Return the first `most` names as text, followed by the number of further names."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Return a value as a message shows it. One of more than `most` characters is given by its
-    beginning and its length."""
+    """Return a value as messages show it: more than `most` characters are cut to their beginning
+    and their number."""
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text):,} characters)"

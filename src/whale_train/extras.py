@@ -1,11 +1,11 @@
-"""The packages that parts of whale-train need and an installation need not have."""
+"""Name the optional packages that parts of whale-train need."""
 
 from importlib.metadata import requires
 
 
 def how_to_install(package: str) -> str:
-    """Return the remedy for a missing package: the command that installs it, in a version that
-    this version of whale-train works with."""
-    wanted = (text.partition(";")[0].strip() for text in requires("whale-train") or ())
-    named = (text for text in wanted if text.startswith(package))
-    return f"pip install '{next(named, package)}'"
+    """Return the remedy for a missing package: the pip command that installs a version within the
+    range of whale-train's requirements."""
+    requirements = (text.partition(";")[0].strip() for text in requires("whale-train") or ())
+    matching = (text for text in requirements if text.startswith(package))
+    return f"pip install '{next(matching, package)}'"

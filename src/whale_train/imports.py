@@ -1,4 +1,4 @@
-"""Import many modules at once, without what only takes time."""
+"""Import many modules at once without garbage collection, which only costs time there."""
 
 import gc
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import modules inside of the context without garbage collections.
+    """Suspend garbage collection while modules are imported inside of the context.
 
-    What an import makes stays as long as the process does, so that collections find nothing: they
-    are a sixth of the time that torch, its compiler and DeepSpeed take. Later collections do not
-    look through it either.
+    Imported objects live as long as the process, so that collections free nothing. They are a sixth
+    of the import time of torch, its compiler and DeepSpeed. On exit all objects are frozen, so that
+    later collections skip them too.
     """
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Own the folder of DeepSpeed's compiled kernels: one for each Python environment.
 
-torch's own default is one folder for all environments of a user. Two environments with other
-headers compile over each other there at every start.
+torch's own default is one folder for all environments of a user. Two environments with different
+headers overwrite each other's kernels in that folder at every start.
 """
 
 import os
@@ -14,8 +14,8 @@ CPU_ADAM = "cpu_adam"  # the optimizer of offloaded state
 
 
 def kernel_cache() -> Path:
-    """Return the folder of compiled kernels: TORCH_EXTENSIONS_DIR where it is set, else one of this
-    environment in the user's cache."""
+    """Return the folder of compiled kernels: TORCH_EXTENSIONS_DIR where it is set, else a folder of
+    this environment in the user's cache."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)

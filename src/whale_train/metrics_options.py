@@ -1,7 +1,7 @@
 """Read `metrics` of the config: metrics of evaluations, each tried before anything starts.
 
-They are torchmetrics' classes, or others with `update(predicted, target)`, `compute()` and
-`reset()`.
+A metric is an object with `update(predicted, target)`, `compute()` and `reset()`, as torchmetrics'
+classes have them.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ METRIC = TargetKind(
 class MetricOptions(BaseModel):
     """Options of a metric.
 
-    target: path of its class, or of a function that returns one.
-    arguments: keyword arguments that it is called with.
+    target: path of the metric's class, or of a function that returns a metric.
+    arguments: keyword arguments of the class or function.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,7 +35,7 @@ class MetricOptions(BaseModel):
 
 
 def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]:
-    """Return the metrics of the mapping `value` by name, and add what is wrong with it to
+    """Return the metrics of the mapping `value` by name, after adding all faults of `value` to
     `faults`."""
     metrics: dict[str, MetricOptions] = {}
     if value is None:
@@ -60,7 +60,7 @@ def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]
 
 def make_metric(name: str, options: MetricOptions) -> Any:
     """Return the metric of `options`, named `name` in the config. Raises ConfigError where it
-    cannot be imported or made, or is none."""
+    cannot be imported or made, or is not a metric."""
     arguments = called(f"{KEY}.{name}", options.arguments)
     return made_object(f"{KEY}.{name}", options.target, arguments, METRIC)
 
@@ -68,8 +68,8 @@ def make_metric(name: str, options: MetricOptions) -> Any:
 def numbers_of(name: str, computed: Any) -> dict[str, float]:
     """Return the results of a metric as numbers by name.
 
-    computed: a number, which has the metric's `name`; a tensor, whose elements have it with their
-        places; or a mapping of such, as of a collection of metrics, which have it with their keys.
+    computed: a number, which is named `name`; a tensor, whose elements are named `name_0`, `name_1`
+        and so on; or a mapping of such (a collection of metrics), named `name_KEY`.
 
     Raises TypeError or ValueError for anything else.
     """
@@ -85,8 +85,8 @@ def numbers_of(name: str, computed: Any) -> dict[str, float]:
 
 
 def try_metrics(metrics: Mapping[str, MetricOptions]) -> tuple[list[str], list[Fault]]:
-    """Return the names of what metrics compute, and the faults of those that do not take classes:
-    each is made, and given one answer."""
+    """Return the names of all results of `metrics`, and a fault for each metric that does not take
+    predicted classes. Each metric is made and updated with one prediction."""
     if not metrics:
         return [], []
     import torch

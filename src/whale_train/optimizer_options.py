@@ -1,8 +1,8 @@
 """Read the options of the optimizer and of its schedule, without importing either.
 
-A named optimizer is one of ours, and knows all its keys. One that is given by its class
-(`_target_`) takes every key that is not defined here as an argument. What it makes of them is found
-out by `launcher/planning/own_optimizers.py`.
+A named optimizer is one of ours, whose keys are all known. An optimizer that is given by its class
+(`_target_`) takes every key that is not defined here as an argument.
+`launcher/planning/own_optimizers.py` tries such a class.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,9 @@ class _Options(BaseModel):
 class OfClass(_Options):
     """A class that is named by its path, and the arguments of its constructor.
 
-    target: the path of the class, or of a function that is annotated to return one of its kind.
-    given: its arguments.
+    target: the path of the class, or of a function that is annotated to return an object of its
+        kind.
+    given: the keyword arguments of the constructor.
     """
 
     target: str = Field(alias=TARGET, pattern=PATH)
@@ -52,9 +53,9 @@ class GroupOptions(_Options):
     match: patterns of the parameters' paths, or of modules that hold them, in which `*` stands for
         any text (`*.bias`, `lm_head`).
     weight_decay: the group's weight decay; None is the optimizer's.
-    lr_scale: the group's learning rate, as a part of the optimizer's.
-    target: the class of the group's own optimizer; None: it has none.
-    given: the arguments of its own optimizer.
+    lr_scale: the group's learning rate, as a multiple of the optimizer's.
+    target: the class of the group's own optimizer; None where the group has none.
+    given: the keyword arguments of the group's own optimizer.
     """
 
     match: Annotated[
@@ -82,13 +83,13 @@ class OptimizerOptions(_Options):
     lr: the learning rate after the warm-up.
     weight_decay, momentum, betas, eps, fused: arguments of the named optimizers, under torch's
         names.
-    no_decay: the parameters that have no weight decay; None is none of them.
+    no_decay: the parameters that have no weight decay; None: all have it.
     groups: groups of parameters with options of their own. A parameter is of the first group that
-        it matches, and then `no_decay` is not about it.
+        it matches, and `no_decay` does not apply to it.
     schedule: how the learning rate falls after the warm-up, by name or by the class of a scheduler.
     warmup_steps: number of steps of linear growth.
-    decay_steps: number of the last steps, in which the learning rate of `wsd` falls.
-    final_lr_fraction: the part of `lr` that is left at the last step.
+    decay_steps: number of steps at the end of the run in which the learning rate of `wsd` falls.
+    final_lr_fraction: the learning rate of the last step, as a fraction of `lr`.
     target: the class of a custom optimizer; None for the named ones.
     given: the arguments of a custom optimizer, beside `lr`.
     """
@@ -127,7 +128,8 @@ class OptimizerOptions(_Options):
 
 
 def read_optimizer(section: Mapping[str, Any], faults: list[Fault]) -> OptimizerOptions | None:
-    """Return the options in the plain mapping of a composed config, or None after adding faults."""
+    """Return the options in the section `optimizer` of a composed config, or None after adding
+    faults."""
     faults_before = len(faults)
     is_custom = TARGET in section
     values = _with_arguments(section, OPTIMIZER_KEYS) if is_custom else dict(section)
@@ -152,13 +154,14 @@ def read_optimizer(section: Mapping[str, Any], faults: list[Fault]) -> Optimizer
 
 
 def _with_arguments(section: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a section with all but `keys` as the arguments of its class."""
+    """Return a section in which all keys but `keys` are moved into `given`, the arguments of its
+    class."""
     known = {key: value for key, value in section.items() if key in keys}
     return {**known, "given": {key: x for key, x in section.items() if key not in keys}}
 
 
 def _refuse_own_names(section: Mapping[str, Any], faults: list[Fault]) -> None:
-    """Add faults for what only an optimizer that is given by its class has."""
+    """Add faults for keys of a named optimizer that only a custom optimizer has."""
     if "given" in section:
         rule, remedy = "is not a key here", "remove optimizer.given"
         faults.append(Fault("optimizer.given", as_yaml(section["given"]), rule, remedy))
@@ -194,8 +197,8 @@ def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> Non
 
 
 def _refuse_classes_of_groups(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
-    """Add a fault for each class of a group beside a named optimizer, and for each learning rate
-    that a group has of its own."""
+    """Add a fault for each group with a class where the optimizer is a named one, and for each
+    group that gives `lr` instead of `lr_scale`."""
     for number, group in enumerate(optimizer.groups):
         key = f"optimizer.groups[{number}]"
         if group.target is not None and not optimizer.is_custom:
@@ -211,7 +214,7 @@ def _refuse_classes_of_groups(optimizer: OptimizerOptions, faults: list[Fault]) 
 
 
 def _refuse_ineffective_schedule(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
-    """Add a fault for each setting that the chosen schedule does not read, or needs."""
+    """Add a fault for each setting that the chosen schedule does not read, or that it lacks."""
     schedule = optimizer.schedule
     if isinstance(schedule, OfClass):
         named = schedule.class_name
@@ -236,7 +239,7 @@ def _refuse_ineffective_schedule(optimizer: OptimizerOptions, faults: list[Fault
 
 
 def refuse_long_schedule(optimizer: OptimizerOptions, steps: int, faults: list[Fault]) -> None:
-    """Add a fault where the learning rate falls in more steps than the warm-up leaves."""
+    """Add a fault where `decay_steps` of `wsd` is more than the steps after the warm-up."""
     left = steps - optimizer.warmup_steps
     if optimizer.schedule == "wsd" and optimizer.decay_steps > max(left, 0):
         rule = f"is more than the steps after the warm-up ({max(left, 0)})"

@@ -1,8 +1,8 @@
 """Translate the settings of other trainers into settings of this one.
 
 The names are those of Lightning, transformers' TrainingArguments, accelerate, DeepSpeed,
-Megatron-LM, torchtitan, Keras and EPL. A name stands for every path that ends with it, so that `lr`
-is `train.lr`, `trainer.lr` and `--lr` as well. Where two names fit, the longer path is meant.
+Megatron-LM, torchtitan, Keras and EPL. A name matches every path that ends with it: `lr` matches
+`train.lr`, `trainer.lr` and `--lr`. Of two names that match, the longer one is taken.
 """
 
 import shlex
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 class Instead:
     """The settings that take the place of another trainer's setting.
 
-    settings: settings that can be set together, each with an example of a value; empty where there
-        is none.
-    note: what the user has to know of them, or why there is no setting.
+    settings: settings that can be set together, each with an example of a value; empty where no
+        setting takes the place.
+    note: what the user has to know of the settings, or why there are none.
     """
 
     settings: tuple[str, ...]
@@ -24,7 +24,7 @@ class Instead:
 
     @property
     def remedy(self) -> str:
-        """Return the end of a message, from the semicolon on."""
+        """Return the remedy of a message: the text after the semicolon."""
         if not self.settings:
             return f"there is none: {self.note}"
         settings = " ".join(shlex.quote(x) if " " in x else x for x in self.settings)
@@ -267,7 +267,7 @@ def known_elsewhere(key: str, taken: Iterable[str] = ()) -> Instead | None:
     have it.
 
     key: the key or flag, with or without leading dashes.
-    taken: keys of this request's own, which are not looked up.
+    taken: keys of this request, which are not looked up.
     """
     parts = key.lstrip("+~-").replace("-", "_").lower().split(".")
     if ".".join(parts) in taken:

@@ -1,8 +1,8 @@
-"""Import what a config names by `_target_`, after checking that it is of the kind asked for.
+"""Import the class or function that a config names by `_target_`, after checking its kind.
 
-A config can name anything that can be imported, and what it names is called with arguments that the
-config gives. `os.system` is no model; nothing is called to learn that. A class may be called if it
-is of the kind, and a function if it is annotated to return one.
+A config can name anything that can be imported, and gives the arguments of the call. `os.system` is
+no model, and it must not be called to learn that. A class may be called if it is of the kind, and a
+function if it is annotated to return an object of the kind.
 """
 
 import importlib
@@ -24,9 +24,9 @@ PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"  # of a class or function in a module
 class TargetKind:
     """Kind of thing that `_target_` may name.
 
-    name: what one is called in messages, as `torch.nn.Module`.
+    name: the name of the kind in messages, as `torch.nn.Module`.
     includes: function that returns whether a class is of the kind.
-    returned: function that returns whether what a function returns is of a fitting class; None: as
+    returned: function that returns whether a function may be annotated to return a class; None is
         `includes`.
     wanted: the remedy for what is not of the kind; '' for the usual one.
     """
@@ -38,20 +38,20 @@ class TargetKind:
 
     @property
     def remedy(self) -> str:
-        """Return the remedy for what is not of this kind."""
+        """Return the remedy for an object that is not of this kind."""
         short = ".".join(self.name.split(".")[-2:])
         usual = f"name a {self.name} class, or a function annotated to return one (-> {short})"
         return self.wanted or usual
 
     @property
     def fits(self) -> Callable[[type], bool]:
-        """Return the function that tells whether a function may return objects of a class."""
+        """Return the function that tells whether a function may be annotated to return a class."""
         return self.returned or self.includes
 
 
 @contextmanager
 def importable(folder: str) -> Iterator[None]:
-    """Make `folder` the first place modules are looked for."""
+    """Put `folder` first on the module search path inside of the context."""
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
@@ -61,10 +61,10 @@ def importable(folder: str) -> Iterator[None]:
 
 
 def imported(key: str, target: str, kind: TargetKind) -> Callable[..., Any]:
-    """Return the class or function at the path `target`: of a module, or of a class in one.
+    """Return the class or function at the path `target`, which is in a module or in a class of one.
 
     `key` is the key of the config that names it, for messages. Raises ConfigError where it cannot
-    be had, or is not of the `kind`.
+    be imported, or is not of the `kind`.
     """
     path, _, name = target.rpartition(".")
     parts = path.split(".")
@@ -102,14 +102,14 @@ def imported(key: str, target: str, kind: TargetKind) -> Callable[..., Any]:
 
 
 def said(error: BaseException) -> str:
-    """Return an exception in one line: its type and text."""
+    """Return an exception as one line: its type and text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def by_keyword(
     parameters: Mapping[str, inspect.Parameter],
 ) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the parameters that can be given by name, and whether any other name is taken too."""
+    """Return the parameters that can be passed by keyword, and whether there is a `**kwargs`."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
     return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -118,11 +118,12 @@ def by_keyword(
 def argument_faults(
     made: Callable[..., Any], given: Mapping[str, Any], section: str, name: str, hint: str = ""
 ) -> list[Fault]:
-    """Return the faults of arguments `given` to `made`: those it does not know, and missing ones.
+    """Return a fault for each argument in `given` that `made` does not take, and for each missing
+    one.
 
-    section: the key of the config that the arguments stand under.
+    section: the key of the config that holds the arguments.
     name: the name of `made`, for messages.
-    hint: an end of the remedy for unknown arguments.
+    hint: text that is added to the remedy for unknown arguments.
     """
     try:
         parameters = inspect.signature(made).parameters
@@ -143,15 +144,15 @@ def argument_faults(
 
 
 def why_not(made: Callable[..., Any], kind: TargetKind) -> str | None:
-    """Return the reason why `made` must not be called for a thing of `kind`, or None where it may
-    be."""
+    """Return the reason why `made` must not be called to make an object of `kind`, or None where it
+    may be called."""
     while isinstance(made, partial):
         made = made.func
     if isinstance(made, type):
         return None if kind.includes(made) else f"is a class, and not a {kind.name}"
     if not inspect.isroutine(made):
         return f"is of type {type(made).__name__}, not a class"
-    # A wrapper has the annotations of what it wraps, whose module knows their names.
+    # A wrapper has the annotations of the wrapped function, whose module defines their names.
     function = inspect.unwrap(made)
     annotations = getattr(made, "__annotations__", {})
     if "return" not in annotations:
@@ -171,7 +172,8 @@ def why_not(made: Callable[..., Any], kind: TargetKind) -> str | None:
 def _names_only(
     kind: TargetKind, annotation: object, function: Callable[..., Any], owner: object
 ) -> bool:
-    """Return whether the return `annotation` of `function` names things of `kind` and nothing else.
+    """Return whether the return `annotation` of `function` admits objects of `kind` and nothing
+    else.
 
     `owner` is the class that `function` belongs to, and the meaning of `Self`; None for a function
     outside of classes.
@@ -196,10 +198,10 @@ def _names_only(
 
 
 def called(key: str, value: Any) -> Any:
-    """Return an argument of a config, in which mappings with a `_target_` are called, inner first.
+    """Return an argument of a config after calling every `_target_` in it, inner ones first.
 
-    A class may be named whose objects can be called, as those of transforms. Raises ConfigError,
-    with the config's `key`.
+    A `_target_` must name a class whose objects can be called, as those of transforms. Raises
+    ConfigError, with the config's `key`.
     """
     if isinstance(value, Mapping):
         inner = {name: called(f"{key}.{name}", item) for name, item in value.items()}
@@ -224,10 +226,10 @@ _CALLABLE = TargetKind(
 
 
 def made_object(key: str, target: str, arguments: Mapping[str, Any], kind: TargetKind) -> Any:
-    """Return the object that the class or function at the path `target` makes of `arguments`.
+    """Return the result of calling the class or function at the path `target` with `arguments`.
 
-    The working directory has to be importable. Raises ConfigError, with the config's `key`, where
-    it cannot be imported, is not of the `kind`, does not take the arguments, or raises.
+    The working directory must be importable. Raises ConfigError, with the config's `key`, where the
+    target cannot be imported, is not of the `kind`, does not take the arguments, or raises.
     """
     made = imported(f"{key}._target_", target, kind)
     faults = argument_faults(made, arguments, key, target.rpartition(".")[2])
@@ -243,17 +245,18 @@ def made_object(key: str, target: str, arguments: Mapping[str, Any], kind: Targe
 def named_function(
     key: str, target: str, arguments: Mapping[str, Any], returns: TargetKind
 ) -> Callable[..., Any]:
-    """Return the function at the path `target`, with `arguments` bound, or an object of a class.
+    """Return the function at the path `target` with `arguments` bound, or a callable object of the
+    class at that path.
 
-    The objects of the class must be callable. The function must be annotated to return something of
-    the kind `returns`. Nothing else is called. Raises ConfigError, with the config's `key`.
+    The function must be annotated to return something of the kind `returns`, and is not called
+    here. Raises ConfigError, with the config's `key`.
     """
     wanted = f"name a function annotated to return a {returns.name}, or a class with a __call__"
     kind = TargetKind("class with a __call__", _can_be_called, returns.includes, wanted)
     made = imported(f"{key}._target_", target, kind)
     if isinstance(made, type):
         return made_object(key, target, arguments, kind)  # type: ignore[no-any-return]
-    given = {f"{key}.{name}" for name in arguments}  # what is not, the caller gives
+    given = {f"{key}.{name}" for name in arguments}  # the caller passes the other arguments
     faults = argument_faults(made, arguments, key, target.rpartition(".")[2])
     if unknown := [fault for fault in faults if fault.key in given]:
         raise ConfigError(unknown)

@@ -1,6 +1,6 @@
 """Write quantities (`1.32 GB`, `98.1 ms`, `51.3 M`) and lists of names (`h.0-11`) as short text.
 
-Bytes are written in decimal units (1 GB = 1e9 bytes), as the inventory's devices are.
+Bytes are written in decimal units (1 GB = 1e9 bytes), as in the inventory of devices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,29 +13,28 @@ def in_bytes(number: float) -> str:
 
 
 def in_count(number: float) -> str:
-    """Return a count as text such as `51.3 M`, with three digits. Below a thousand, it is the
-    number itself."""
+    """Return a count as text such as `51.3 M`, with three digits. A count below a thousand is
+    written in full."""
     return _scaled(number, ("", "k", "M", "B", "T")).rstrip()
 
 
 def in_seconds(seconds: float) -> str:
-    """Return seconds as text such as `98.1 ms`, with three digits. A minute and more is in seconds
-    too."""
+    """Return seconds as text such as `98.1 ms`, with three digits. Seconds are the largest unit."""
     if seconds < 0.9995e-3:
         return f"{_digits(seconds * 1e6)} us"
     return f"{_digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{_digits(seconds)} s"
 
 
 def in_rate(per_s: float) -> str:
-    """Return samples a second as text: three digits, or the whole number with its thousands
-    marked."""
+    """Return samples per second as text: three digits below 100, else a whole number with thousands
+    separators."""
     return f"{per_s:,.0f}" if per_s >= 100 else _digits(per_s)
 
 
 def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
-    """Return numbers as text such as `0-7, 12`, which joins consecutive numbers into runs.
+    """Return numbers as text such as `0-7, 12`, in which runs of consecutive numbers are joined.
 
-    After `most` runs, the text ends with the count of all numbers.
+    Only the first `most` runs are written; of more, the text ends with the count of all numbers.
     """
     ordered = sorted(numbers)
     runs = [
@@ -48,16 +47,17 @@ def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
 
 
 def fold_modules(paths: Sequence[str], most: int = 4) -> str:
-    """Return module paths as text such as `wte, h.0-11, ln_f`, which joins numbered neighbours.
+    """Return module paths as text such as `wte, h.0-11, ln_f`, in which numbered neighbours are
+    joined.
 
-    Where there are more than `most` names, only the first ones, the last one and the count of
-    modules are given.
+    Of more than `most` names, only the first ones, the last one and the count of modules are
+    written.
     """
     keys = []
     for index, path in enumerate(paths):
         words = path.split(".")
         where = max((i for i, word in enumerate(words) if word.isdigit()), default=None)
-        # Along a run the number grows as the index does.
+        # Along a run the number grows with the index, so that their difference is constant.
         run = path if where is None else str(int(words[where]) - index)
         keys.append((words[:where], where, [] if where is None else words[where + 1 :], run))
     names = []
@@ -72,15 +72,15 @@ def fold_modules(paths: Sequence[str], most: int = 4) -> str:
 
 
 def of_all(used: str, all_of_it: str) -> str:
-    """Return two quantities as text such as `10.3 / 32.0 GB`. Both units are given where they
-    differ."""
+    """Return a part and its total as text such as `10.3 / 32.0 GB`. Both units are written where
+    they differ."""
     number, unit = used.split(" ")
     return f"{number if all_of_it.endswith(' ' + unit) else used} / {all_of_it}"
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
-    """Return a number in the first of the `units`, each a thousand of the one before, that takes
-    three digits."""
+    """Return a number with three digits in the smallest unit that leaves it below 1000. Each unit
+    is a thousand of the unit before it."""
     if number < 999.5:
         return f"{number:.0f} {units[0]}"
     for unit in units[1:]:

@@ -15,12 +15,12 @@ FILE = "rehearsal.json"
 
 @dataclass(frozen=True)
 class GroupTraffic:
-    """The operations of one kind that a rank asks for, on one group, in a step.
+    """The collectives or transfers of one kind that a rank issues on one group in a step.
 
     group: the name of the group.
     kind: the kind of operation.
     count: number of operations.
-    num_bytes: bytes of all of them.
+    num_bytes: bytes of all operations together.
     """
 
     group: str
@@ -37,13 +37,13 @@ class KindOfRank:
     ranks: the ranks of the kind.
     task_graphs: the names of the TaskGraphs that they hold.
     error: the error that the step raised; '' where it raised none.
-    place: the place of that error; '' likewise.
-    peak_bytes: bytes at the worst moment of a step, by what holds them.
-    planned_bytes: the plan's bytes, likewise, of the largest of the ranks.
+    place: the place in the code where the step raised; '' where it did not raise.
+    peak_bytes: bytes at the memory peak of a step, by kind of tensor.
+    planned_bytes: bytes that the plan predicts for the largest of the ranks, by kind of tensor.
     traffic: the operations with other ranks in a step.
-    kernels: how often each kind of attention kernel ran.
-    reads: how often the model's own code reads a value on the host, by the place in the code. A GPU
-        waits for the host there.
+    kernels: number of runs of each kind of attention kernel.
+    reads: how often the model's own code reads a value on the host, by the place in the code. Each
+        read makes a GPU wait for the host.
     operations: number of operations that were run.
     seconds: the time that the rehearsal of this kind took, in seconds.
     """
@@ -63,12 +63,12 @@ class KindOfRank:
 
     @property
     def peak(self) -> int:
-        """Return the bytes at the worst moment of a step."""
+        """Return the bytes at the memory peak of a step."""
         return sum(self.peak_bytes.values())
 
     @property
     def planned(self) -> float:
-        """Return the bytes that the plan says a rank needs."""
+        """Return the bytes that the plan predicts for a rank."""
         return sum(self.planned_bytes.values())
 
 
@@ -96,8 +96,8 @@ class Rehearsal:
 
     @classmethod
     def from_json(cls, text: str) -> "Rehearsal":
-        """Return the rehearsal in the text of `rehearsal.json`. Raises pydantic's ValidationError
-        where it is none."""
+        """Return the rehearsal in the text of `rehearsal.json`. Raises pydantic.ValidationError
+        where the text is not a rehearsal."""
         return _reader().validate_json(text)
 
 

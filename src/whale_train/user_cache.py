@@ -1,4 +1,4 @@
-"""Find the user's cache, which keeps what takes long to make and can be made again."""
+"""Find the user's cache, which holds files that take long to make and can be made again."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ VARIABLE = "WHALE_TRAIN_CACHE"
 
 
 def user_cache(kind: str) -> Path:
-    """Return the folder of one kind of files in $WHALE_TRAIN_CACHE, or in the user's cache. It may
-    not be there, and may be one that nothing can be written to."""
+    """Return the folder of one kind of files in $WHALE_TRAIN_CACHE, or in the user's cache. The
+    folder may be missing or read-only."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given) / kind

@@ -1,4 +1,4 @@
-"""Read values by pydantic, and put its complaints into the words of all messages."""
+"""Validate values with pydantic, and translate its errors into faults."""
 
 import math
 import re
@@ -18,7 +18,7 @@ DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
 
 
 def as_yaml(value: object) -> str:
-    """Return a value as a user would write it."""
+    """Return a value as YAML on one line, as a user would write it."""
     if isinstance(value, str):
         return value
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
@@ -26,8 +26,8 @@ def as_yaml(value: object) -> str:
 
 
 def no_truth_value(value: object) -> object:
-    """Return `value`, which is to be an integer. Raises a validation error for `true`, which
-    pydantic takes for 1."""
+    """Return `value` unchanged. Raises a pydantic error for a bool, which pydantic would take for
+    an integer."""
     if isinstance(value, bool):
         raise PydanticCustomError("int_type", "a truth value")
     return value
@@ -41,7 +41,7 @@ def validated(
     kind: a type that pydantic knows.
     value: plain values. The text `???` in a mapping stands for a value that must be given.
     section: the key of the value in the config, for messages.
-    faults: gets all that is wrong with the value.
+    faults: the list to which all faults of the value are added.
     without: keys without effect, which remedies for unknown keys do not name.
     """
     if isinstance(value, dict):
@@ -56,7 +56,7 @@ def validated(
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         faults_by_key: dict[str, list[Fault]] = {}
-        problems, kept = error.errors(), list[Any]()
+        problems, inner = error.errors(), list[Any]()
         for problem in problems:
             if str(problem["loc"][-1:] and problem["loc"][-1]) in missing:
                 continue
@@ -64,11 +64,11 @@ def validated(
                 continue  # pydantic counts the valid items alone
             absent = problem["type"] == "missing"
             problem["loc"] = _within(value, problem["loc"], _tagged(kind), absent)
-            kept.append(problem)
-        for problem in kept:
+            inner.append(problem)
+        for problem in inner:
             is_list = isinstance(problem["input"], list | tuple | dict)
-            # What may be of several kinds is wrong by what is inside, where its kind has an inside.
-            if not is_list or not _has_inside(problem["loc"], kept):
+            # The members of a union report the same value. The problems inside of it say more.
+            if not is_list or not _has_inside(problem["loc"], inner):
                 fault = _fault(problem, section, kind, without)
                 faults_by_key.setdefault(fault.key, []).append(fault)
         faults += [_either(same) for same in faults_by_key.values()]
@@ -76,7 +76,7 @@ def validated(
 
 
 def _has_inside(location: tuple[Any, ...], problems: Sequence[Any]) -> bool:
-    """Return whether one of `problems` is about something inside the value at `location`."""
+    """Return whether one of pydantic's `problems` lies inside the value at `location`."""
     around = len(location)
     return any(len(x["loc"]) > around and x["loc"][:around] == location for x in problems)
 
@@ -84,14 +84,14 @@ def _has_inside(location: tuple[Any, ...], problems: Sequence[Any]) -> bool:
 def _within(
     value: Any, location: tuple[Any, ...], tags: Container[Any], absent: bool
 ) -> tuple[Any, ...]:
-    """Return the parts of one of pydantic's paths that lead to something in `value`.
+    """Return the parts of one of pydantic's paths that index into `value`.
 
-    Other parts of such a path name kinds that a value could be of, where it may be one of several.
-    `tags` are the tags of a tagged union, one of which may begin the path. The last part of the
-    path of a value that is `absent` leads to nothing in `value`, and is kept.
+    The other parts name members of a union. `tags` are the tags of a tagged union; a tag at the
+    beginning of the path stays. The last part of the path of an `absent` value indexes nothing, and
+    stays too.
     """
-    kept = list(location[:1]) if location[:1] and location[0] in tags else []
-    rest = location[len(kept) :]
+    indices = list(location[:1]) if location[:1] and location[0] in tags else []
+    rest = location[len(indices) :]
     for place, part in enumerate(rest):
         if (isinstance(value, dict) and part in value) or (
             isinstance(value, list | tuple) and part in range(len(value))
@@ -99,13 +99,13 @@ def _within(
             value = value[part]
         elif not (absent and place == len(rest) - 1):
             continue
-        kept.append(part)
-    return tuple(kept)
+        indices.append(part)
+    return tuple(indices)
 
 
 def _either(faults: list[Fault]) -> Fault:
-    """Return one fault for all faults of one value, which could be of several kinds. Its remedy
-    joins theirs."""
+    """Return one fault for all faults of a value that could be of several types. Its remedy joins
+    all remedies."""
     first, *others = (x for x in faults if len(faults) == 1 or x.remedy != _QUOTED)
     said = re.compile(r"^use (one of: |one, such as )?")
     remedies = [said.sub("", other.remedy) for other in others]
@@ -113,8 +113,7 @@ def _either(faults: list[Fault]) -> Fault:
 
 
 def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -> Fault:
-    """Return one of pydantic's complaints as a fault. The tag of a union is dropped from its
-    path."""
+    """Return one of pydantic's errors as a fault. The tag of a union is dropped from the path."""
     location = list(problem["loc"])
     tagged = _tagged(read_as)
     tag = str(location.pop(0)) if location and location[0] in tagged else ""
@@ -134,7 +133,7 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         choices = [
             part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
         ]
-        kinds = get_args(_read_as(model, location, whole=True))
+        kinds = get_args(_read_as(model, location, as_union=True))
         if NoneType in kinds and len(kinds) == 2:  # these choices, or nothing
             choices.append("null")
         return Fault(key, shown, "is unknown", nearest(shown, choices))
@@ -154,11 +153,11 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
     if kind.startswith(("tuple", "too_")):
-        of_union = get_args(_read_as(model, location, whole=True))
+        of_union = get_args(_read_as(model, location, as_union=True))
         wanted = next(filter(_is_list, of_union), _read_as(model, location))
         return Fault(key, shown, *_list_wanted(wanted, given))
     if kind == "model_type":
-        of_union = get_args(_read_as(model, location, whole=True))
+        of_union = get_args(_read_as(model, location, as_union=True))
         wanted = next(filter(_is_model, of_union), _read_as(model, location))
         fields = wanted.model_fields.items() if _is_model(wanted) else ()
         names = sorted({field.alias or key for key, field in fields} - {*without})
@@ -199,18 +198,18 @@ def _is_model(kind: object) -> bool:
 
 
 def _list_wanted(read_as: Any, given: object) -> tuple[str, str]:
-    """Return the rule and the remedy for a value that is no list of the type `read_as`."""
+    """Return the rule and the remedy for a value that is not a list of the type `read_as`."""
     if get_args(read_as)[1:] == (Ellipsis,):
         rule = "is an empty list" if given == [] else "is not a list"
         return rule, "write one, such as [first, second]"
     return "is not a list of two numbers", "use one, such as [0.9, 0.999]"
 
 
-def _read_as(kind: Any, location: Sequence[str | int], whole: bool = False) -> Any:
-    """Return the type that is read at `location` inside a value of `kind`; None where it is not
-    known. Of a union it is the first, unless the `whole` is asked for."""
+def _read_as(kind: Any, location: Sequence[str | int], as_union: bool = False) -> Any:
+    """Return the type that is read at `location` inside a value of `kind`, or None where it is not
+    known. Of a union it is the first member, or the union itself with `as_union`."""
     for part in (*location, None):
-        if part is None and whole:
+        if part is None and as_union:
             return kind
         while get_origin(kind) in (Annotated, UnionType, Union):
             inner = [x for x in get_args(kind) if x is not NoneType]
@@ -227,14 +226,14 @@ def _read_as(kind: Any, location: Sequence[str | int], whole: bool = False) -> A
 
 
 def _tagged(read_as: Any) -> dict[str, type[BaseModel]]:
-    """Return the models of a tagged union by their tag; nothing for any other type."""
+    """Return the models of a tagged union by tag, or an empty dict for any other type."""
     union = get_args(read_as)[0] if get_origin(read_as) is Annotated else None
     return {kind.model_fields["kind"].default: kind for kind in get_args(union)}
 
 
 def _known_keys(name: str, section: str, read_as: Any, without: Collection[str]) -> str:
-    """Return the remedy for a key that a section does not have. Keys `without` effect are not
-    named."""
+    """Return the remedy for a key that a section does not have. The remedy does not name keys
+    `without` effect."""
     if not (isinstance(read_as, type) and issubclass(read_as, BaseModel)):
         return f"remove {section}.{name}"
     instead = known_elsewhere(f"{section}.{name}")

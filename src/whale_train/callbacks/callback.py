@@ -1,6 +1,6 @@
-"""Define what a callback is: code of the user's own at six moments of a run.
+"""Define callbacks: the user's own code at six moments of a run.
 
-A class is one if it has at least one of the six methods; those that it lacks are not called.
+A class is a callback if it has at least one of the six methods. The others are not called.
 """
 
 from collections.abc import Mapping
@@ -10,30 +10,31 @@ from typing import Any, Literal, Protocol
 from whale_train.own_code import TargetKind
 from whale_train.trackers.tracker import RunDescription, Status
 
-Wish = Literal["save", "end"] | None  # what a callback asks the run for
+Wish = Literal["save", "end"] | None  # a callback's request to the run
 
 
 class Callback(Protocol):
     """Code that is called at moments of a run, on rank 0, in the thread that trains."""
 
     def start(self, run: RunDescription) -> None:
-        """Begin. The weights are there, and no step was taken since `run.step`."""
+        """Begin. The weights are loaded, and no step after `run.step` has been taken."""
 
     def step(self, step: int, values: Mapping[str, Any]) -> Wish:
-        """Take note of optimizer step `step`, with its line of `metrics.jsonl`.
+        """Take note of optimizer step `step`. `values` is the step's line of `metrics.jsonl`.
 
-        It is called while the step after it is computed. Returns "save" for a checkpoint after one
-        of the next two steps, "end" for the end of the run there, or None.
+        The call comes while the next step is computed. Returns "save" to write a checkpoint after
+        one of the next two steps, "end" to end the run after one of them, or None.
         """
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> Wish:
-        """Take note of the evaluation after `step`. Returns as `step` does."""
+        """Take note of the results of the evaluation after `step`. Returns "save", "end" or None,
+        as `Callback.step` does."""
 
     def save(self, step: int, folder: Path) -> None:
-        """Take note of the checkpoint after `step`, which is whole."""
+        """Take note of the complete checkpoint in `folder`, written after `step`."""
 
     def failure(self, error: BaseException) -> None:
-        """Take note of the exception that ends this rank, and with it the run."""
+        """Take note of the exception that ends this rank and the run."""
 
     def end(self, status: Status, summary: Mapping[str, Any]) -> None:
         """End. `summary` is the content of `summary.json`."""

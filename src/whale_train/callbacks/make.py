@@ -1,4 +1,4 @@
-"""Make callbacks of their options, or say why one cannot be made."""
+"""Make callbacks from their options, or say why one cannot be made."""
 
 import os
 
@@ -9,8 +9,8 @@ from whale_train.own_code import argument_faults, called, importable, imported, 
 
 
 def refuse_callbacks(options: CallbacksOptions) -> None:
-    """Raise ConfigError with all faults of callbacks that cannot be imported, or are none, or take
-    other arguments. None is made."""
+    """Raise ConfigError with a fault for each callback that cannot be imported, is not a callback,
+    or does not take its arguments. No callback is made."""
     faults: list[Fault] = []
     for callback in options.listed:
         try:
@@ -27,7 +27,7 @@ def refuse_callbacks(options: CallbacksOptions) -> None:
 
 def make_callback(options: CallbackOptions) -> object:
     """Return the callback of `options`. Raises ConfigError where it cannot be imported or made, or
-    is none."""
+    is not a callback."""
     with importable(os.getcwd()):
         arguments = called(options.key, options.arguments)
         return made_object(options.key, options.target, arguments, CALLBACK)

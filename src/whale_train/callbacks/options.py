@@ -1,4 +1,4 @@
-"""Read `callbacks` of the config: code of the user's own, and what becomes of its errors."""
+"""Read `callbacks` of the config: the user's own code, and what its errors do to the run."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -15,9 +15,9 @@ KEY, ON_ERROR = "callbacks", "on_error"
 class CallbackOptions(BaseModel):
     """Options of a callback.
 
-    name: its name in the config.
-    target: path of its class, or of a function that returns one.
-    arguments: keyword arguments that it is called with.
+    name: the callback's name in the config.
+    target: path of the callback's class, or of a function that returns a callback.
+    arguments: keyword arguments of the class or function.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,7 +35,7 @@ class CallbackOptions(BaseModel):
 class CallbacksOptions(BaseModel):
     """Options of all callbacks.
 
-    on_error: what becomes of a run when a callback raises: it stops, or goes on without it.
+    on_error: what the run does when a callback raises: it stops, or goes on without that callback.
     listed: the callbacks, in the order in which they are called.
     """
 
@@ -46,7 +46,8 @@ class CallbacksOptions(BaseModel):
 
 
 def read_callbacks(value: object, faults: list[Fault]) -> CallbacksOptions:
-    """Return the callbacks of the mapping `value`, and add what is wrong with it to `faults`."""
+    """Return the callbacks of the mapping `value`, after adding all faults of `value` to
+    `faults`."""
     if not isinstance(value, Mapping):
         remedy = f"use '{KEY}={{mine: {{_target_: my_module.MyCallback}}}}'"
         faults.append(Fault(KEY, as_yaml(value), "is not a mapping", remedy))

@@ -7,10 +7,10 @@
         plan.json, request.json
         manifest.json         every file with its size and CRC-32: written last
 
-A checkpoint is written in a folder with another name, and gets its own when it has its manifest. A
-safetensors file (`checkpoints/safetensors_files.py`) has one block of a name, so that a rank has
-several files where it saves several blocks of a tensor. Ranks write the files, and the launcher
-checks them: neither torch nor hydra is imported here.
+A checkpoint is written in a folder with another name, which is renamed once the manifest is
+written. A safetensors file (`checkpoints/safetensors_files.py`) has at most one block of a name, so
+that a rank writes several files where it saves several blocks of a tensor. Ranks write the files,
+and the launcher checks them: neither torch nor hydra is imported here.
 """
 
 import json
@@ -35,8 +35,8 @@ from whale_train.checkpoints.url_path import Place, UrlPath
 CHECKPOINTS = "checkpoints"  # in the run directory
 MODEL = "model"  # in the run directory too: the trained weights
 PARTS_OF_MODEL = ".parts_of_model"  # the weights that ranks hand to rank 0 at the end of a run
-UNFINISHED_MODEL = ".unfinished_model"  # the folder in which rank 0 joins them
-BEST = "best.json"  # beside the checkpoints: which of them is the best, and by what
+UNFINISHED_MODEL = ".unfinished_model"  # the folder in which rank 0 joins the weights
+BEST = "best.json"  # beside the checkpoints: the step of the best one, and its metric
 STOP = "stop"  # a file by which the launcher asks the ranks to save and end
 SAVED = "checkpoints.jsonl"  # one line for each checkpoint, written or failed
 MANIFEST = "manifest.json"
@@ -62,7 +62,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a checkpoint. Its file has a checksum of the rest, too.
+    """The manifest of a checkpoint. The file also has a checksum of its own content.
 
     step: number of optimizer steps done.
     seconds: the time that writing the files took, in seconds.
@@ -85,8 +85,8 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Place) -> "Manifest":
-        """Return the manifest of a checkpoint. Raises BrokenCheckpoint where it is missing, damaged
-        or not valid."""
+        """Return the manifest of a checkpoint. Raises BrokenCheckpoint where the manifest is
+        missing, damaged or not valid."""
         path = checkpoint / MANIFEST
         content = read_json(path)
         try:
@@ -104,7 +104,7 @@ class Manifest:
 
 
 def _record(path: object, bytes: object, crc32: object) -> FileRecord:
-    """Return the record of a file from the values in a manifest.
+    """Return the record of a file from its entry in a manifest.
 
     Raises ValueError for values of other types, and for a path outside of the checkpoint.
     """
@@ -129,35 +129,36 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def unfinished(checkpoint: Path) -> Path:
-    """Return the folder in which a checkpoint is written before it is whole."""
+    """Return the folder in which a checkpoint is written until it is complete."""
     return checkpoint.with_name(f"{_UNFINISHED}{checkpoint.name}")
 
 
 def unfinished_in(run_dir: Path) -> list[Path]:
-    """Return the paths of checkpoints and trained weights in a run directory that were never
-    finished."""
+    """Return the paths of unfinished checkpoints and unfinished trained weights in a run
+    directory."""
     model = [run_dir / name for name in (PARTS_OF_MODEL, UNFINISHED_MODEL)]
     return [*unfinished_checkpoints(run_dir), *(path for path in model if path.exists())]
 
 
 def unfinished_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the folders of checkpoints that are being written, or whose writing was cut off."""
+    """Return the folders of checkpoints that are being written, or whose writing was
+    interrupted."""
     return sorted((run_dir / CHECKPOINTS).glob(f"{_UNFINISHED}*"))
 
 
 def unfinished_before(run_dir: Path, step: int) -> list[Path]:
     """Return the folders of unfinished checkpoints of steps before `step`.
 
-    Another rank may be writing into the folder of a later step: it goes on once its own part of
-    this checkpoint is written.
+    Later steps are left out, because another rank may be writing them: a rank goes on once its own
+    part of this checkpoint is written.
     """
     numbered = _numbered(run_dir / CHECKPOINTS, f"{_UNFINISHED}step_")
     return [path for number, path in numbered if number < step]
 
 
 def best_step(folder: Place) -> int | None:
-    """Return the step of the best checkpoint in a folder of checkpoints; None where there is
-    none."""
+    """Return the step of the best checkpoint in a folder of checkpoints, or None where `best.json`
+    names none."""
     try:
         return int(json.loads((folder / BEST).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -165,22 +166,22 @@ def best_step(folder: Place) -> int | None:
 
 
 def checkpoints_in(folder: _Folder) -> list[_Folder]:
-    """Return the checkpoints in a folder, the newest first, including those that are not whole."""
+    """Return the checkpoints in a folder, the newest first, including incomplete ones."""
     return [path for _, path in sorted(_numbered(folder, "step_"), reverse=True)]
 
 
 def _numbered(folder: _Folder, prefix: str) -> list[tuple[int, _Folder]]:
-    """Return the number and the path of every entry of a folder whose name is `prefix` and a
-    number."""
+    """Return the number and the path of every entry of a folder whose name is `prefix` followed by
+    a number."""
     candidates = [(path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*")]
     return [(int(number), path) for number, path in candidates if number.isdecimal()]
 
 
 def check(checkpoint: Place) -> Manifest:
-    """Read every byte of a checkpoint, and return its manifest. Of the tensors in a store only the
-    sizes of their files are looked at, since ranks read parts of them.
+    """Read every byte of a checkpoint, and return its manifest.
 
-    Raises BrokenCheckpoint, which names the file that is not as it was written.
+    In a store, only the sizes of tensor files are checked, since each rank reads parts of them.
+    Raises BrokenCheckpoint, which names the first file that differs from the manifest.
     """
     manifest = Manifest.read(checkpoint)
     sizes: Mapping[str, int] | None = None
@@ -197,7 +198,7 @@ def check(checkpoint: Place) -> Manifest:
 
 
 def _fault(checkpoint: Place, record: FileRecord, sizes: Mapping[str, int] | None) -> str:
-    """Return the fault of a file of a checkpoint, or '' where it is as it was written.
+    """Return the fault of a file of a checkpoint, or '' where the file agrees with its record.
 
     sizes: the bytes of the files in a store, by path; None for a checkpoint on a disk.
     """
@@ -233,8 +234,8 @@ def checksum(path: Place) -> int:
 def tensor_files(folder: Place) -> list[Place]:
     """Return the safetensors files in a folder of a checkpoint.
 
-    Only files in the manifest are returned: others in the folder do not belong to the checkpoint.
-    Where the folder is in no checkpoint, all files are returned.
+    Files that are not in the manifest are left out: they do not belong to the checkpoint. Outside
+    of a checkpoint, all safetensors files of the folder are returned.
     """
     if not (folder.parent / MANIFEST).exists():
         return sorted(folder.glob("*.safetensors"))
@@ -245,5 +246,5 @@ def tensor_files(folder: Place) -> list[Place]:
 
 def stored_tensors(folder: Place) -> dict[str, list[StoredBlock]]:
     """Return the blocks of every tensor in a folder of a checkpoint, by name. Raises
-    BrokenCheckpoint where a file is broken, or blocks do not make up a tensor."""
+    BrokenCheckpoint where a file is broken, or where blocks do not make up a tensor."""
     return join_blocks(tensor_files(folder))

@@ -1,4 +1,4 @@
-"""Read `state.json` of a checkpoint: all state of a run that is in no tensor."""
+"""Read `state.json` of a checkpoint: all state of a run that is not in tensors."""
 
 from typing import Annotated, Any
 
@@ -30,14 +30,14 @@ class CheckpointState(BaseModel):
 
     step: number of optimizer steps done.
     samples: number of samples seen.
-    num_samples: number of samples in the data; None in checkpoints that do not say.
+    num_samples: number of samples in the data; None where the checkpoint does not say.
     loss_scale: the state of fp16's loss scale; None in other precisions.
-    delinks: whether layers that share their weights part here.
+    delinks: whether layers that share their weights are delinked at this step.
     skipped: number of steps without an update, among those done.
     data: the fingerprint of the data; None in checkpoints without one.
-    trackers: where trackers keep the run's curves, by tracker.
+    trackers: the state that each tracker returned, by tracker.
     watched: the best values of evaluations so far, by the option that watches them.
-    stream: the pass over a stream of the user's own, and what its `state_dict` returned; None for
+    stream: the pass over a stream of the user's own, and the result of its `state_dict`; None for
         other data.
     """
 
@@ -56,8 +56,8 @@ class CheckpointState(BaseModel):
 
     @classmethod
     def read(cls, checkpoint: Place) -> "CheckpointState":
-        """Return the state of a checkpoint. Raises BrokenCheckpoint where it is missing or not
-        valid."""
+        """Return the state of a checkpoint. Raises BrokenCheckpoint where `state.json` is missing
+        or not valid."""
         path = checkpoint / STATE
         content: Any = read_json(path)
         try:

@@ -1,14 +1,14 @@
-"""Copy checkpoints and trained weights into a store, and remove old ones there.
+"""Copy checkpoints and trained weights into a store, and remove old ones from it.
 
     URL/
-        run.json              the run whose checkpoints these are
+        run.json              the run that wrote the checkpoints
         step_N/               a checkpoint as on the disk, its manifest written last
-        best.json             beside them, as in the folder of checkpoints
+        best.json             the best checkpoint, as in the run directory
         model/                the trained weights
         request.json, summary.json    of the run, written after the weights
 
-A folder without a manifest is no checkpoint. Whatever replaces or removes a checkpoint removes its
-manifest first.
+A folder without a manifest is no checkpoint. To replace or remove a checkpoint, its manifest is
+removed first.
 """
 
 import os
@@ -28,16 +28,16 @@ from whale_train.checkpoints.checkpoint_files import (
 from whale_train.checkpoints.safetensors_files import BrokenCheckpoint
 from whale_train.checkpoints.url_path import StoreError, UrlPath
 
-HELD = ".held"  # beside the checkpoints: links to the files of the one that is copied
+HELD = ".held"  # beside the checkpoints: links to the files of the checkpoint that is being copied
 _OF_RUN = ("request.json", "summary.json")
 
 
 def hold(checkpoint: Path) -> Path | None:
-    """Return a folder that has a checkpoint's files for as long as it is copied, though the run
-    may remove the checkpoint meanwhile. `release` removes it.
+    """Return a folder of hard links to a checkpoint's files, so that the run may remove the
+    checkpoint while it is copied. `release` removes the folder.
 
-    It has links to the files; on a file system without links it is the checkpoint itself. Returns
-    None where the checkpoint is not there, or is being removed.
+    Returns `checkpoint` itself on a file system without links, and None where the checkpoint is
+    missing or is being removed.
     """
     held = checkpoint.parent / HELD / checkpoint.name
     shutil.rmtree(held, ignore_errors=True)
@@ -60,20 +60,20 @@ def _link(source: Path, target: Path) -> None:
 
 
 def release(held: Path) -> None:
-    """Remove a folder of `hold`, which is no checkpoint."""
+    """Remove a folder that `hold` returned, unless it is the checkpoint itself."""
     if held.parent.name == HELD:
         shutil.rmtree(held, ignore_errors=True)
-        with suppress(OSError):  # not made, or with files of a run that was killed
+        with suppress(OSError):  # it does not exist, or has files of a run that was killed
             held.parent.rmdir()
 
 
 def copy_checkpoint(source: Path, target: UrlPath, copied: Callable[[int], None]) -> int:
-    """Copy a whole checkpoint to a folder of a store, and return the bytes of its files.
+    """Copy a complete checkpoint to a folder of a store, and return the bytes of its files.
 
-    copied: is called with the bytes of every file that is there.
+    copied: called after every file with its bytes.
 
-    Nothing is copied where the store has the same manifest already. Raises StoreError, and
-    FileNotFoundError where a file of the checkpoint is not there any more.
+    Nothing is copied where the store already has the same manifest. Raises StoreError, and
+    FileNotFoundError where a file of the checkpoint was removed meanwhile.
     """
     text = (source / MANIFEST).read_bytes()
     manifest = Manifest.read(source)
@@ -93,7 +93,7 @@ def copy_checkpoint(source: Path, target: UrlPath, copied: Callable[[int], None]
 
 
 def _content(path: UrlPath) -> bytes | None:
-    """Return the bytes of a file, or None where there is none."""
+    """Return the bytes of a file, or None where the file does not exist."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -107,38 +107,41 @@ def remove_checkpoint(target: UrlPath) -> None:
 
 
 def copy_best(folder: Path, to: UrlPath) -> None:
-    """Copy the file that says which checkpoint of `folder` is the best, where the store has that
-    checkpoint. Raises StoreError."""
+    """Copy the `best.json` of `folder` to a store that has the best checkpoint. Raises
+    StoreError."""
     best = best_step(folder)
     if best is not None and (to / f"step_{best}" / MANIFEST).is_file():
         (to / BEST).put(folder / BEST)
 
 
 def prune(to: UrlPath, keep: int | None) -> list[int]:
-    """Remove all but the newest `keep` whole checkpoints of a store, and the best. Folders without
-    a manifest count for nothing, and are removed.
+    """Remove all but the best and the newest `keep` checkpoints of a store, and folders without a
+    manifest.
 
-    keep: None keeps all that are whole.
+    keep: number of complete checkpoints that stay besides the best; None keeps all.
 
-    Returns the steps of those that stay. Raises StoreError.
+    Returns the steps of the remaining checkpoints, ascending. Raises StoreError.
     """
-    whole = []
+    complete = []
     for checkpoint in checkpoints_in(to):
         if (checkpoint / MANIFEST).is_file():
-            whole.append(checkpoint)
+            complete.append(checkpoint)
         else:
             checkpoint.remove()
     if keep is not None:
         best = f"step_{best_step(to)}"
-        for old in [x for x in whole if x.name != best][keep:]:
+        for old in [x for x in complete if x.name != best][keep:]:
             remove_checkpoint(old)
-            whole.remove(old)
-    return sorted(int(x.name.removeprefix("step_")) for x in whole)
+            complete.remove(old)
+    return sorted(int(x.name.removeprefix("step_")) for x in complete)
 
 
 def remove_after(to: UrlPath, step: int) -> None:
-    """Remove the checkpoints of a store that are of later steps than the one that a run goes on
-    from, and those without a manifest. Raises StoreError."""
+    """Remove the checkpoints of steps after `step` from a store, and folders without a manifest.
+    Raises StoreError.
+
+    step: the step of the checkpoint that a run resumes from.
+    """
     for checkpoint in checkpoints_in(to):
         is_later = int(checkpoint.name.removeprefix("step_")) > step
         if is_later or not (checkpoint / MANIFEST).is_file():
@@ -148,8 +151,10 @@ def remove_after(to: UrlPath, step: int) -> None:
 def copy_model(run_dir: Path, to: UrlPath, copied: Callable[[int], None]) -> int:
     """Copy the trained weights of a run into a store, and return their bytes.
 
-    The run's request and summary follow: they are removed first, so that a summary is there only
-    beside whole weights. Raises StoreError.
+    copied: called after every file with its bytes.
+
+    The run's request and summary are removed first and copied last, so that a store with a summary
+    has complete weights. Raises StoreError.
     """
     for name in reversed(_OF_RUN):
         (to / name).remove()

@@ -1,9 +1,9 @@
 """Read the headers of safetensors files: the blocks of tensors in each file, and their places.
 
-The header of a checkpoint's file says where in the whole tensor each block begins, as
-`torch.distributed.checkpoint`'s safetensors storage does, whose reader reads these files. A header
-is checked whole here, so that a later reader of a tensor finds what the header promised. Neither
-torch nor the safetensors library is imported.
+The header of a checkpoint's file gives the offsets of each block in the full tensor, in the format
+of `torch.distributed.checkpoint`'s safetensors storage, whose reader can read these files. The
+header is validated completely, so that later reads of tensors cannot fail by it. Neither torch nor
+the safetensors library is imported.
 """
 
 import json
@@ -20,9 +20,9 @@ from whale_train.checkpoints.url_path import Place, UrlPath
 # Bytes of the longest header that the safetensors library reads, and of the longest JSON file that
 # is read here.
 MOST_JSON_BYTES = 100_000_000
-_HEAD_BYTES = 2**15  # read of a file at first, where most headers end
+_HEAD_BYTES = 2**15  # the first read of a file, which has all of most headers
 _AT_ONCE = 16  # files of a store whose headers are read at the same time
-_LARGEST = 2**63 - 1  # the largest int64, which all sizes of a tensor must fit in
+_LARGEST = 2**63 - 1  # the largest int64: all sizes of a tensor must fit in it
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's key of the offsets in a header, and the key below it
 _OF_TENSOR = "saved_offsets"
 # Bytes of an element, by the codes of safetensors for the dtypes that checkpoints have.
@@ -35,8 +35,7 @@ Shape = tuple[int, ...]
 
 
 class BrokenCheckpoint(Exception):
-    """The error of a checkpoint that lacks something, or is not as it was written. Its message says
-    what."""
+    """A checkpoint lacks something, or differs from what was written. The message says how."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Block:
     shape: Shape
 
     def overlap(self, other: "Block") -> "Block | None":
-        """Return the elements that both blocks have, or None where there are none."""
+        """Return the elements that are in both blocks, or None where there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = tuple(map(min, self.stops, other.stops))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -76,7 +75,7 @@ class StoredBlock:
     file: the safetensors file.
     dtype: the code of safetensors for the dtype.
     block: the elements of the tensor that are stored.
-    start: the byte of the file at which they begin.
+    start: the offset of the block's data in the file, in bytes.
     """
 
     file: Place
@@ -88,12 +87,12 @@ class StoredBlock:
 def header(
     tensors: Mapping[str, tuple[str, Sequence[int], int]], offsets: Mapping[str, Sequence[int]]
 ) -> bytes:
-    """Return the first bytes of a safetensors file: the length of a JSON text, and that text.
+    """Return the header of a safetensors file: the length of a JSON text, and the text.
 
     tensors: the dtype code, shape and number of bytes of each tensor, by name, in the order of
         their data.
-    offsets: the index at which each stored block begins in its whole tensor; empty where all are
-        whole.
+    offsets: the index at which each stored block begins in its full tensor; empty where all blocks
+        are full tensors.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if offsets:
@@ -105,7 +104,7 @@ def header(
         content[name] = data
         end += size
     text = json.dumps(content).encode()
-    text += b" " * (-len(text) % 8)  # data is aligned as the format wants it
+    text += b" " * (-len(text) % 8)  # the format aligns data to 8 bytes
     return struct.pack("<Q", len(text)) + text
 
 
@@ -140,8 +139,8 @@ def read_text(path: Place) -> str:
 
 
 def size_of(path: Place) -> int:
-    """Return the bytes of a file. Raises OSError where it is not a regular file: a reader of a pipe
-    would wait for ever."""
+    """Return the bytes of a file. Raises OSError where the path is not a regular file: reading a
+    pipe could block forever."""
     if isinstance(path, UrlPath):
         return path.size()
     status = path.stat()
@@ -151,8 +150,8 @@ def size_of(path: Place) -> int:
 
 
 def read_range(path: Place, start: int, stop: int) -> bytes:
-    """Return the bytes of a file from `start` up to and without `stop`; fewer where a local file
-    ends before. Raises OSError."""
+    """Return the bytes of a file from `start` up to but not including `stop`, or fewer where a
+    local file ends before. Raises OSError."""
     if isinstance(path, UrlPath):
         return path.read_bytes(start, stop)
     with path.open("rb") as file:
@@ -168,8 +167,8 @@ def is_whole_number(value: object) -> bool:
 def stored_blocks(path: Place) -> list[tuple[str, StoredBlock]]:
     """Return the blocks in a safetensors file, each with the name of its tensor.
 
-    A tensor without an offset is whole. Raises BrokenCheckpoint where the file cannot be read, or
-    has another size than its header says.
+    A tensor without offsets is complete in the file. Raises BrokenCheckpoint where the file cannot
+    be read, or has another size than its header says.
     """
     try:
         return list(_blocks_in(path))
@@ -179,8 +178,8 @@ def stored_blocks(path: Place) -> list[tuple[str, StoredBlock]]:
 
 
 def _blocks_in(path: Place) -> list[tuple[str, StoredBlock]]:
-    """Return the blocks of a file, as `stored_blocks` does. Raises ValueError and other exceptions
-    for a header that is not valid."""
+    """Return the blocks of a file with the names of their tensors. Raises ValueError and other
+    exceptions for a header that is not valid."""
     size = size_of(path)
     head = read_range(path, 0, min(size, _HEAD_BYTES))
     (length,) = struct.unpack("<Q", head[:8])
@@ -223,16 +222,16 @@ def _blocks_in(path: Place) -> list[tuple[str, StoredBlock]]:
     return blocks
 
 
-def _numbers(values: object, what: str) -> Shape:
-    """Return a list of whole numbers in a header as a tuple. Raises ValueError for any other value;
-    `what` names it."""
+def _numbers(values: object, name: str) -> Shape:
+    """Return a list of whole numbers in a header as a tuple. Raises ValueError for any other value,
+    with `name` in the message."""
     if not isinstance(values, list) or not all(map(is_whole_number, values)):
-        raise ValueError(f"{what} is {values!r:.40}")
+        raise ValueError(f"{name} is {values!r:.40}")
     return tuple(values)
 
 
 def read_number(stored: StoredBlock) -> float:
-    """Return the value of a scalar in fp32. Raises BrokenCheckpoint for any other block."""
+    """Return the value of an fp32 scalar. Raises BrokenCheckpoint for any other block."""
     if stored.dtype != "F32" or stored.block.shape:
         raise BrokenCheckpoint(f"{stored.file} has no scalar in fp32 where one is wanted")
     (value,) = struct.unpack("<f", read_range(stored.file, stored.start, stored.start + 4))
@@ -242,8 +241,8 @@ def read_number(stored: StoredBlock) -> float:
 def join_blocks(files: Sequence[Place]) -> dict[str, list[StoredBlock]]:
     """Return the blocks of every tensor in the safetensors files, by name.
 
-    Raises BrokenCheckpoint where the blocks of a name do not make up one tensor: they have several
-    dtypes, leave a hole, or have elements twice.
+    Raises BrokenCheckpoint where the blocks of a name do not tile one tensor: their dtypes differ,
+    elements are missing, or elements are stored twice.
     """
     blocks_by_name: dict[str, list[StoredBlock]] = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -258,7 +257,7 @@ def join_blocks(files: Sequence[Place]) -> dict[str, list[StoredBlock]]:
 
 
 def _unlike_a_tensor(blocks: Sequence[Block], dtypes: set[str]) -> str:
-    """Return the reason why blocks do not make up one tensor, or '' where they do."""
+    """Return the reason why blocks do not tile one tensor, or '' where they do."""
     if len(dtypes) > 1:
         return "has several dtypes of"
     if len({len(block.shape) for block in blocks}) > 1:
@@ -268,7 +267,7 @@ def _unlike_a_tensor(blocks: Sequence[Block], dtypes: set[str]) -> str:
         return "has not all of"
     if not shape or 0 in shape:
         return ""
-    # Sorted along the dimension that is cut most often, a block is compared only with those that
+    # Sorted along the dimension with the most cuts, a block is compared only with the blocks that
     # begin before it ends.
     dim = max(range(len(shape)), key=lambda d: len({block.offsets[d] for block in blocks}))
     ordered = sorted(blocks, key=lambda block: block.offsets[dim])
@@ -282,7 +281,7 @@ def _unlike_a_tensor(blocks: Sequence[Block], dtypes: set[str]) -> str:
 
 
 def whole_shape(stored: Sequence[StoredBlock]) -> Shape:
-    """Return the shape of the tensor that the blocks make up."""
+    """Return the shape of the full tensor that the blocks tile."""
     return _whole([block.block.stops for block in stored])
 
 

@@ -1,8 +1,8 @@
 """Name files of an object store by URL, and read, write and remove them through fsspec.
 
-A `UrlPath` has the methods of `pathlib.Path` that readers of checkpoints use, so that they take
-either: a `Place` is one of the two. Files are read by ranges of bytes. What a store raises is
-raised as `StoreError`, once it has been tried a few times.
+A `UrlPath` has the methods of `pathlib.Path` that readers of checkpoints use, so that they accept
+both; `Place` is the union of the two. Files are read by byte ranges. Failed operations are retried,
+and the last failure is raised as `StoreError`.
 """
 
 import re
@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
-# Seconds to wait before each further attempt at an operation that a store has failed.
+# Seconds to wait before each retry of an operation that has failed.
 PAUSES_S = (0.5, 1.5, 4.5)
 _Result = TypeVar("_Result")
 
 
 class StoreError(OSError):
-    """The error of a store: the URL and the store's own words."""
+    """An operation of a store has failed. The message has the URL and the store's own error."""
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is a URL, as `s3://bucket/run` or `dir::file:///run`, and no path."""
+    """Return whether a text is a URL, as `s3://bucket/run` or `dir::file:///run`, and not a
+    path."""
     return _URL.match(text) is not None
 
 
@@ -36,12 +37,13 @@ def place_of(text: str) -> "Place":
 def patiently(
     url: str, call: Callable[[], _Result], pauses_s: Sequence[float] | None = None
 ) -> _Result:
-    """Return the result of an operation of a store, which is tried again where it fails.
+    """Return the result of an operation of a store, which is retried where it fails.
 
     url: the file or folder, for the message.
-    pauses_s: seconds before each further attempt; None: PAUSES_S.
+    call: the operation.
+    pauses_s: seconds before each retry; None is PAUSES_S.
 
-    Raises FileNotFoundError at once, and StoreError for what the last attempt raised.
+    Raises FileNotFoundError at once, and StoreError where the last attempt fails.
     """
     pauses = iter(PAUSES_S if pauses_s is None else pauses_s)
     while True:
@@ -49,7 +51,7 @@ def patiently(
             return call()
         except FileNotFoundError:
             raise
-        except Exception as error:  # each implementation raises errors of its own
+        except Exception as error:  # every fsspec implementation has errors of its own
             pause_s = next(pauses, None)
             if pause_s is None:
                 raise StoreError(f"{url}: {words_of(error)}") from error
@@ -57,7 +59,7 @@ def patiently(
 
 
 def words_of(error: Exception) -> str:
-    """Return the words of a store's error, in one line."""
+    """Return a store's error as one line."""
     if isinstance(error, StoreError):
         return str(error)
     said = str(getattr(error, "strerror", None) or error).strip()
@@ -69,7 +71,7 @@ def words_of(error: Exception) -> str:
 class UrlPath:
     """A file or a folder of a store.
 
-    url: its URL, without a slash at its end.
+    url: the URL, without a slash at its end.
     """
 
     url: str
@@ -93,23 +95,23 @@ class UrlPath:
 
     @property
     def parent(self) -> "UrlPath":
-        """Return the folder of the file or folder."""
+        """Return the folder that contains the file or folder."""
         return UrlPath.of(self.url.rpartition("/")[0] + "/")
 
     @property
     def suffix(self) -> str:
-        """Return the end of the name, from its last dot on."""
+        """Return the suffix of the name, from the last dot on."""
         return Path(self.name).suffix
 
     def absolute(self) -> "UrlPath":
-        """Return the path itself: a URL says where it begins."""
+        """Return the path itself, since a URL is always absolute."""
         return self
 
     def opened(self) -> tuple[Any, str]:
-        """Return fsspec's file system of the URL, and the path in it.
+        """Return fsspec's file system of the URL, and the path in that file system.
 
-        Raises what fsspec and its implementation raise, as ImportError where the implementation is
-        not installed.
+        Raises what fsspec and its implementation raise: ImportError where the implementation is not
+        installed.
         """
         from fsspec.core import url_to_fs
 
@@ -117,17 +119,17 @@ class UrlPath:
         return system, path
 
     def exists(self) -> bool:
-        """Return whether there is a file or a folder. Raises StoreError."""
+        """Return whether the path is a file or a folder. Raises StoreError."""
         return self._entry() is not None
 
     def is_file(self) -> bool:
-        """Return whether there is a file. Raises StoreError."""
+        """Return whether the path is a file. Raises StoreError."""
         entry = self._entry()
         return entry is not None and entry["type"] == "file"
 
     def is_dir(self) -> bool:
-        """Return whether there is a folder: a store that has none has files below it. Raises
-        StoreError."""
+        """Return whether the path is a folder. In a store without folders, a path with files below
+        it is one. Raises StoreError."""
         entry = self._entry()
         return entry is not None and entry["type"] == "directory"
 
@@ -141,7 +143,7 @@ class UrlPath:
         return int(entry["size"])
 
     def _entry(self) -> dict[str, Any] | None:
-        """Return fsspec's description of the file or folder, or None where there is none."""
+        """Return fsspec's description of the file or folder, or None where neither exists."""
 
         def described() -> dict[str, Any]:
             system, path = self.opened()
@@ -155,8 +157,8 @@ class UrlPath:
             return None
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file below a folder, by its path in the folder; empty where
-        there is none. Raises StoreError."""
+        """Return the bytes of every file below a folder, by path in the folder; empty where the
+        folder does not exist. Raises StoreError."""
 
         def listed_below() -> dict[str, int]:
             system, path = self.opened()
@@ -188,11 +190,11 @@ class UrlPath:
     def read_bytes(
         self, start: int = 0, stop: int | None = None, pauses_s: Sequence[float] | None = None
     ) -> bytes:
-        """Return the bytes of a file from `start` on, up to and without `stop`.
+        """Return the bytes of a file from `start` up to but not including `stop`.
 
         pauses_s: as in `patiently`.
 
-        Raises FileNotFoundError, and StoreError where there are fewer.
+        Raises FileNotFoundError, and StoreError where the file has fewer bytes.
         """
 
         def read() -> bytes:
@@ -209,7 +211,7 @@ class UrlPath:
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, content: bytes, pauses_s: Sequence[float] | None = None) -> None:
-        """Write a file. Raises StoreError.
+        """Write a file with the bytes `content`. Raises StoreError.
 
         pauses_s: as in `patiently`.
         """
@@ -222,8 +224,8 @@ class UrlPath:
         self._written(write, pauses_s)
 
     def put(self, source: Path) -> None:
-        """Write a file with the content of a local one. Raises StoreError, and FileNotFoundError
-        where the local file is not there."""
+        """Write a file with the content of the local file `source`. Raises StoreError, and
+        FileNotFoundError where the local file does not exist."""
 
         def put() -> None:
             system, path = self.opened()
@@ -238,7 +240,8 @@ class UrlPath:
         pauses_s: Sequence[float] | None,
         source: Path | None = None,
     ) -> None:
-        """Carry out `write`. A store that finds no file of its own has failed."""
+        """Call `write` with retries. A FileNotFoundError of the store, and not of the local
+        `source`, is a failure and is retried."""
 
         def attempt() -> None:
             try:
@@ -251,8 +254,8 @@ class UrlPath:
         patiently(self.url, attempt, pauses_s)
 
     def remove(self, pauses_s: Sequence[float] | None = None) -> None:
-        """Remove a file, or a folder with all that is in it; nothing happens where there is none.
-        Raises StoreError.
+        """Remove a file, or a folder with all that is in it; do nothing where the path does not
+        exist. Raises StoreError.
 
         pauses_s: as in `patiently`.
         """
@@ -272,7 +275,10 @@ Place = Path | UrlPath
 
 
 def _make_folder(system: Any, path: str) -> None:
-    """Make the folder of a file, in a store that has folders. Object stores, which fsspec calls
-    asynchronous, have none, and some would make a bucket."""
+    """Make the folder of a file, in a store that has folders.
+
+    Object stores, whose fsspec implementations are asynchronous, have none, and some would make a
+    bucket.
+    """
     if not system.async_impl:
         system.makedirs(path.rpartition("/")[0], exist_ok=True)

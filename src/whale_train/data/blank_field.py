@@ -1,4 +1,4 @@
-"""Give samples a field of zeros that their data does not have, as labels yet to be predicted."""
+"""Add a field of zeros to samples, such as labels that are yet to be predicted."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from whale_train.strategies.graph.operation_graph import InputField
 
 @dataclass(frozen=True, eq=False)
 class WithBlankField:
-    """The samples of `dataset`, each with `field` beside its own."""
+    """The samples of `dataset`, each with `field` added, filled with zeros."""
 
     dataset: Dataset
     field: InputField

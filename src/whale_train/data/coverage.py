@@ -1,8 +1,8 @@
 """Count how often the samples of a run were taken, from the places of the run that were trained on.
 
-A run goes through the places 0, 1, 2, ... of an order that is a function of the seed and the sizes
-of the data. The places of one epoch are a permutation of its samples. So whole epochs are counted
-without a table, and only places that are missing or there twice are looked up.
+A run takes the places 0, 1, 2, ... of an order that is a function of the seed and the sizes of the
+data. The places of one epoch are a permutation of the samples. So whole epochs are counted without
+a table, and only missing and repeated places are looked up.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,8 +47,8 @@ class SampleOrder:
         return self.mixture.indices_at(at, self.seed, self.shuffle)
 
     def epochs(self, places: Places) -> Indices:
-        """Return the epoch of its source in which each of the samples at `places` is taken, counted
-        from 0; int64 `[stop - start]`."""
+        """Return the epoch, counted from 0, in which each of the samples at `places` is taken;
+        int64 `[stop - start]`. In a mixture, it is the epoch of the sample's source."""
         at = np.arange(*places, dtype=np.int64)
         if self.mixture is None:
             return at // self.num_samples
@@ -61,31 +61,32 @@ class SampleOrder:
 
 
 def missing_places(taken: Iterable[Places], stop: int) -> list[Places]:
-    """Return the places before `stop` that are in none of the intervals `taken`, ascending."""
+    """Return the places from 0 to `stop` - 1 that are in none of the intervals `taken`,
+    ascending."""
     ordered = sorted(taken)
-    ends, reached = list[Places](), 0
+    gaps, reached = list[Places](), 0
     for start, end in [*ordered, (stop, stop)]:
         if start > reached:
-            ends.append((reached, min(start, stop)))
+            gaps.append((reached, min(start, stop)))
         reached = max(reached, end)
-    return [places for places in ends if places[0] < places[1]]
+    return [places for places in gaps if places[0] < places[1]]
 
 
 def repeated_places(taken: Iterable[Places]) -> list[Places]:
-    """Return the places that are in several of the intervals `taken`, ascending."""
+    """Return the places that are in more than one of the intervals `taken`, ascending."""
     ordered = sorted(places for places in taken if places[0] < places[1])
-    again, reached = list[Places](), 0
+    repeated, reached = list[Places](), 0
     for start, stop in ordered:
         if start < reached:
-            again.append((start, min(stop, reached)))
+            repeated.append((start, min(stop, reached)))
         reached = max(reached, stop)
-    return again
+    return repeated
 
 
 def taken_twice(order: SampleOrder, stop: int) -> tuple[int, ...]:
-    """Return samples that the order takes twice in an epoch, which is none if it is a permutation.
+    """Return the samples that the order takes twice in an epoch: none if an epoch is a permutation.
 
-    The first and the last `CHECKED` of the places before `stop` are looked up.
+    Only the first and the last `CHECKED` places before `stop` are looked up.
     """
     twice: set[int] = set()
     for places in {(0, min(stop, CHECKED)), (max(0, stop - CHECKED), stop)}:
@@ -97,9 +98,10 @@ def taken_twice(order: SampleOrder, stop: int) -> tuple[int, ...]:
 
 
 def not_tiled(replicas: Sequence[Iterable[Places]], batch: int) -> tuple[Places, ...]:
-    """Return the places of a batch that copies of a part of the model do not share out exactly.
+    """Return the places of a batch that the replicas of a part of the model do not take exactly
+    once.
 
-    replicas: the places of the batch that each copy takes.
+    replicas: the places of the batch that each replica takes.
     batch: number of places of the batch.
     """
     taken = [places for replica in replicas for places in dict.fromkeys(replica)]

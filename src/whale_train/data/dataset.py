@@ -1,6 +1,6 @@
 """Datasets: single samples by index, and one set of rows split into training and evaluation.
 
-Which indices an optimizer step takes is decided in `order.py`, never here.
+The indices of an optimizer step are chosen in `order.py`, never here.
 """
 
 import math
@@ -18,7 +18,7 @@ from whale_train.data.random_bits import stream_key
 from whale_train.strategies.graph.operation_graph import InputField
 
 Indices = NDArray[np.int64]
-LENGTHS = " lengths"  # ends the names of arrays `[n]` in a batch: rows of a field before padding
+LENGTHS = " lengths"  # suffix of a batch's arrays `[n]` with the lengths of a field before padding
 Batch = dict[str, NDArray[Any]]
 EvaluationSets = Mapping[
     Annotated[str, StringConstraints(pattern=r"^[A-Za-z]\w*$")], Mapping[str, Any]
@@ -26,7 +26,7 @@ EvaluationSets = Mapping[
 
 
 class Dataset(Protocol):
-    """Samples by index. Reading some samples touches only what they need, in whatever rank asks."""
+    """Samples by index. Any rank may read any samples, at the cost of those samples alone."""
 
     @property
     def fields(self) -> tuple[InputField, ...]:
@@ -38,50 +38,51 @@ class Dataset(Protocol):
 
     @property
     def num_evaluation_samples(self) -> int:
-        """Return the number of samples held back, none of which is a training sample."""
+        """Return the number of samples that are held back from training."""
 
     def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
         """Return the training samples `indices`, in the order asked for.
 
-        `indices` are int64 `[n]`, each in 0..num_samples-1. `draws`, int64 `[n]`, choose all that
-        is random in the samples; those of a run follow from its seed and the samples' places in
-        it. None: the indices. The result has, per field, an array `[n, *field.shape]` of the
-        field's dtype.
+        indices: int64 `[n]`, each in 0..num_samples-1.
+        draws: int64 `[n]`, seeds of all that is random in the samples; None takes the indices. In a
+            run they follow from the seed and each sample's place in the run.
+
+        The result has an array `[n, *field.shape]` of the field's dtype for each field.
         """
 
     def evaluation_samples(self, indices: Indices) -> Batch:
-        """Return the samples `indices` of those held back, in the order asked for.
+        """Return the held-back samples `indices`, in the order asked for.
 
-        `indices` are int64 `[n]`, each in 0..num_evaluation_samples-1. The result is as that of
-        `samples`.
+        `indices` are int64 `[n]`, each in 0..num_evaluation_samples-1. The result has the form of
+        the result of `samples`.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class HeldBackRows:
-    """Rows of a dataset that are held back: the same ones for every seed and on every machine.
+    """Rows of a dataset that are held back: the same rows for every seed and on every machine.
 
     num_rows: number of all rows.
     rows: numbers of the rows held back, int64, ascending.
 
     Rows are drawn at random, because a file is often sorted (by class, by name). The other rows
-    keep their order, so that `shuffle=false` reads a file as it is.
+    keep their order, so that `shuffle=false` reads a file in order.
     """
 
     num_rows: int
     rows: Indices
 
     def training_rows(self, indices: Indices) -> Indices:
-        """Return the row of each of the training samples `indices`, int64 `[n]`."""
+        """Return the row number of each training sample in `indices`, int64 `[n]`."""
         training_before = self.rows - np.arange(len(self.rows))
         return indices + np.searchsorted(training_before, indices, side="right")
 
 
 def hold_back(num_rows: int, fraction: float) -> HeldBackRows:
-    """Return the rows to hold back: the nearest whole number to `fraction` of `num_rows`.
+    """Return the rows to hold back: `fraction` of `num_rows`, rounded to the nearest whole number.
 
-    `fraction` is at least 0 and below 1. At least one row is held back where it is above 0 and
-    there are two rows or more, and never all are.
+    `fraction` is at least 0 and below 1. A fraction above 0 of two or more rows holds back at least
+    one row, and at least one row is left to train on.
     """
     wanted = max(1, round(fraction * num_rows)) if fraction else 0
     count = min(wanted, num_rows - 1)
@@ -91,11 +92,11 @@ def hold_back(num_rows: int, fraction: float) -> HeldBackRows:
 
 @dataclass(frozen=True)
 class Note:
-    """Remark of a plan on the data.
+    """A plan's remark on the data.
 
     key: key of the config that the remark is on.
     value: what the data of that key is taken for.
-    reason: why.
+    reason: the reason.
     """
 
     key: str
@@ -109,15 +110,15 @@ class RowDataset:
 
     fields: tensors of one sample.
     held_back: rows that are held back.
-    read_rows: returns the rows of given numbers, int64 `[n]`, as a batch; their draws, int64 `[n]`,
-        choose what is random in them.
-    read_field: returns one field of rows that follow each other, `[n, *field.shape]`; None for data
-        that the project has or makes itself.
-    notes: what a plan says of the data.
-    workers: processes of each rank that read samples to train on; 0: a thread of the rank does.
-    longest: fields whose batches are cut to their longest row. Beside each of them, batches have
-        the rows' own lengths, int64 `[n]`, under its name and `LENGTHS`.
-    read_held_back: as `read_rows`, of rows that are held back; None: `read_rows` does.
+    read_rows: function that returns the rows of given numbers, int64 `[n]`, as a batch. The second
+        argument, int64 `[n]`, seeds what is random in each row.
+    read_field: function that returns one field of consecutive rows, `[n, *field.shape]`; None where
+        `first_row` cannot search the data.
+    notes: the plan's notes on the data.
+    workers: processes of each rank that read training samples; 0 reads in a thread of the rank.
+    longest: fields whose batches are cut to their longest row. A batch also has the rows' lengths,
+        int64 `[n]`, under the field's name followed by `LENGTHS`.
+    read_held_back: as `read_rows`, for held-back rows; None takes `read_rows`.
     """
 
     fields: tuple[InputField, ...]
@@ -150,7 +151,7 @@ class RowDataset:
 class Place:
     """Place of an integer in the data.
 
-    row: number of the row, held back or not, from 0 on.
+    row: number of the row, from 0 on, among all rows including those held back.
     value: the integer.
     """
 
@@ -162,18 +163,21 @@ _CHUNK_BYTES = 1 << 26
 
 
 def can_be_searched(dataset: Dataset) -> bool:
-    """Return whether the data has rows that somebody may have written wrongly."""
+    """Return whether `first_row` can search the dataset."""
     return isinstance(dataset, RowDataset) and dataset.read_field is not None
 
 
 def first_row(
     dataset: Dataset, field: InputField, chosen: Callable[[NDArray[Any]], NDArray[Any]]
 ) -> Place | None:
-    """Return the first row with `chosen` integers in `field`, and the first of these integers.
+    """Return the first row with `chosen` integers in `field`, and the first of these integers, or
+    None where there is no such row.
 
-    Rows that are held back count. Return None where there is no such row. `chosen` takes the values
-    of some rows, `[n, *field.shape]`, and returns those of them that are looked for. The field is
-    read from its first row on. The data must be one that can be searched (`can_be_searched`).
+    chosen: function that takes the values of some rows, `[n, *field.shape]`, and returns the values
+        that are looked for.
+
+    Rows that are held back count. The field is read from its first row on. `can_be_searched` must
+    be true for the dataset.
     """
     assert isinstance(dataset, RowDataset)
     assert dataset.read_field is not None

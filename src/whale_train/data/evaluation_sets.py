@@ -1,4 +1,4 @@
-"""Open the named evaluation sets of a request: its data with other options."""
+"""Open the named evaluation sets of a request: the training data with other options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from whale_train.strategies.graph.operation_graph import InputField
 from whale_train.validation import validated
 
 KEY = "data.evaluation"
-HELD_BACK = "evaluation"  # the name of the samples that are held back, in the names of metrics
-_Unnamed = DigitsOptions | ClassesOptions | ImagesOptions  # have no sets of a name
-_OWN = ("kind", "evaluation", "evaluation_fraction", "shuffle")  # no options of a set
+HELD_BACK = "evaluation"  # the set of held-back samples, in the names of metrics
+_Unnamed = DigitsOptions | ClassesOptions | ImagesOptions  # these have no named sets
+_OWN = ("kind", "evaluation", "evaluation_fraction", "shuffle")  # a set cannot change these
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedData:
     """The data of a request.
 
-    training: the samples to train on, and those of them that are held back.
-    sets: further samples to evaluate, by name; all are training samples of their dataset.
+    training: the training samples, and the samples held back from them.
+    sets: further evaluation sets by name. All samples of a set are training samples of its dataset.
     """
 
     training: Dataset
@@ -43,8 +43,10 @@ def open_data(
 ) -> OpenedData:
     """Return the data of a request, ready to read.
 
-    `watch` is told how far long preparations are, in bytes. `blank_labels` are the dtype and shape
-    of labels of zeros that all samples get; None: none. Raises ConfigError with all faults.
+    watch: called during long preparations with the bytes done and the bytes in all.
+    blank_labels: dtype and shape of labels of zeros that are added to all samples; None adds none.
+
+    Raises ConfigError with all faults.
     """
     training = open_dataset(options, watch)
     sets = _sets(options, training, watch)
@@ -57,7 +59,8 @@ def open_data(
 
 
 def _sets(options: DataOptions, like: Dataset, watch: Watch | None) -> dict[str, Dataset]:
-    """Return the evaluation sets by name. Their fields are to be those of `like`."""
+    """Return the evaluation sets by name. Raises ConfigError where the fields of a set differ from
+    those of `like`."""
     sets: dict[str, Dataset] = {}
     faults: list[Fault] = []
     named = None if isinstance(options, _Unnamed) else options.evaluation
@@ -106,7 +109,7 @@ def _changed(options: DataOptions, name: str, changes: Mapping[str, Any]) -> Dat
 
 
 def _without_end(name: str, dataset: Dataset) -> list[Fault]:
-    """Return a fault where a set is a stream that does not say how many samples it has."""
+    """Return a fault where a set is a stream without a length."""
     if dataset.num_samples != ENDLESS:
         return []
     rule = "is a stream without a length, and an evaluation goes through all of it"
@@ -114,14 +117,14 @@ def _without_end(name: str, dataset: Dataset) -> list[Fault]:
 
 
 def _of_set(name: str, fault: Fault) -> Fault:
-    """Return a fault of the options of a set under the set's own key."""
+    """Return a fault of the options of a set, with the set's own key."""
     inside = fault.key.removeprefix("data.")
     key = fault.key if inside.startswith("evaluation.") else f"{KEY}.{name}.{inside}"
     return Fault(key, fault.value, fault.rule, fault.remedy)
 
 
 def _unlike(name: str, dataset: Dataset, like: Dataset) -> list[Fault]:
-    """Return a fault where a set has other fields than the data that is trained on."""
+    """Return a fault where the fields of a set differ from those of the training data `like`."""
 
     def described(data: Dataset) -> str:
         return ", ".join(f"{x.name} {x.dtype} {list(x.shape)}" for x in data.fields)

@@ -1,7 +1,7 @@
-"""A folder of parquet, json or csv files as one Arrow table, or the name of the file that is wrong.
+"""A folder of parquet, json or csv files as one Arrow table, or an error that names the bad file.
 
-`datasets` and the readers beneath it fail with errors of many kinds, seldom with the name of the
-file. Where they fail, files are read one by one.
+`datasets` and its readers raise errors of many kinds, which seldom name the file. After such an
+error, the files are read one by one.
 """
 
 import logging
@@ -21,10 +21,10 @@ _WHOLE = "write the file again, or copy it whole"
 
 
 def files_in(folder: Path) -> tuple[str, list[str]]:
-    """Return the reader of a folder's files, and the paths of the files by name.
+    """Return the reader of a folder's files, and the paths of the files, sorted.
 
-    Raises ConfigError where there are no files, where they are of several kinds, and where one is
-    not a file.
+    Raises ConfigError where there are no files, where the files are of several kinds, and where one
+    is not a regular file.
     """
     files = sorted(file for file in folder.glob("*") if file.suffix in READERS)
     readers = sorted({READERS[file.suffix] for file in files})
@@ -41,8 +41,8 @@ def files_in(folder: Path) -> tuple[str, list[str]]:
 def read_files(reader: str, files: Sequence[str]) -> Any:
     """Return the rows of `files`, one file after another, as a `datasets.Dataset`.
 
-    Raises ConfigError naming the file that cannot be read, is empty, or is not like the first, and
-    the OSErrors of reading them together.
+    Raises ConfigError naming the file that cannot be read, is empty, or has other columns than the
+    first. Raises OSError where the system cannot read the files.
     """
     import datasets
 
@@ -74,7 +74,7 @@ def read_files(reader: str, files: Sequence[str]) -> Any:
 def read_saved(path: str) -> Any:
     """Return the `Dataset` or `DatasetDict` that `save_to_disk` wrote to the folder `path`.
 
-    Raises ConfigError for a folder that is damaged.
+    Raises ConfigError where the folder is damaged.
     """
     import datasets
 
@@ -87,9 +87,9 @@ def read_saved(path: str) -> Any:
 
 
 def place_of(row: int, reader: str, files: Sequence[str]) -> tuple[str, int]:
-    """Return the file that has row `row` of all files' rows, and the row's number in that file.
+    """Return the file that holds row `row` of all files together, and the row's number in the file.
 
-    Both numbers are from 0 on.
+    Both row numbers count from 0.
     """
     with _quiet():
         import datasets
@@ -103,7 +103,8 @@ def place_of(row: int, reader: str, files: Sequence[str]) -> tuple[str, int]:
 
 
 def _refuse_other_columns(file: str, table: Any, first_file: str, first: Any) -> None:
-    """Raise ConfigError where columns of `file` have other names or kinds than the first's."""
+    """Raise ConfigError where the columns of `file` have other names or types than the first
+    file's."""
     names, wanted = set(table.column_names), set(first.column_names)
     if names != wanted:
         differences = [f"has {x}" for x in sorted(names - wanted)]
@@ -123,7 +124,7 @@ def _kind(feature: Any) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """Return the innermost cause of an error, in one line."""
+    """Return the innermost cause of an error as one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())
@@ -137,7 +138,7 @@ _MOST = 300  # characters of another library's message
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the log of `datasets` from the output, and its progress where nobody watches."""
+    """Suppress the log of `datasets`, and its progress bars where the output is not a terminal."""
     import datasets
 
     hides = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()

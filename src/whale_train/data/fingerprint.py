@@ -1,9 +1,8 @@
-"""Fingerprints that tell one dataset from another, wherever and in whatever files it is kept.
+"""Fingerprints that tell datasets apart, independently of where and in what files they are kept.
 
-A fingerprint is made of samples as a model is given them, and of nothing that belongs to a machine:
-no path, no time, no format of files. Small data is read whole. Of large data a fixed choice of
-samples is read, so that the cost has a bound; other data that agrees in all of these has the same
-fingerprint.
+A fingerprint is made of samples as the model gets them, and of nothing that depends on a machine:
+no path, no time, no file format. Small data is read completely. Of large data a fixed selection of
+samples is read, which bounds the cost; data that agrees in all of these has the same fingerprint.
 """
 
 import hashlib
@@ -16,10 +15,10 @@ import numpy as np
 from whale_train.data.dataset import Dataset, Indices
 from whale_train.data.stream import looked_at
 
-_MOST_BYTES = 2**24  # of all samples that are read, at most
-_MOST_WHOLE = 2**16  # samples up to which all are read
-_CHOSEN = 2**12  # samples that are read where there are more
-_CHUNK = 2**10
+_MOST_BYTES = 2**24  # the most bytes of samples that are read
+_MOST_WHOLE = 2**16  # the most samples that are all read
+_CHOSEN = 2**12  # samples that are read where the data has more
+_CHUNK = 2**10  # the most samples that are read at once
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Fingerprint:
 
     @classmethod
     def from_plain(cls, content: Any) -> "Fingerprint":
-        """Return the fingerprint that `to_plain` made `content` of, before or after JSON.
+        """Return the fingerprint of a mapping that `to_plain` returned, before or after JSON.
 
         Raises ValueError, KeyError, TypeError or AttributeError for anything else.
         """
@@ -52,14 +51,13 @@ class Fingerprint:
         return cls(fields, int(content["num_samples"]), str(content["digest"]))
 
     def unlike(self, other: "Fingerprint") -> str:
-        """Return the first difference between this fingerprint's data and that of `other`, or
-        ''."""
+        """Return the first difference between this fingerprint and `other`, or ''."""
         for name in sorted(self.fields.keys() | other.fields.keys()):
-            ours, theirs = self.fields.get(name), other.fields.get(name)
-            if ours is None or theirs is None:
-                return f"it has {'a' if ours is None else 'no'} field {name}"
-            if ours != theirs:
-                return f"{name} is {_described(theirs)}, and was {_described(ours)}"
+            field, other_field = self.fields.get(name), other.fields.get(name)
+            if field is None or other_field is None:
+                return f"it has {'a' if field is None else 'no'} field {name}"
+            if field != other_field:
+                return f"{name} is {_described(other_field)}, and was {_described(field)}"
         if self.num_samples != other.num_samples:
             return f"it has {other.num_samples:,} samples, and had {self.num_samples:,}"
         return "" if self.digest == other.digest else "its samples are others"
@@ -83,13 +81,13 @@ def fingerprint(dataset: Dataset) -> Fingerprint:
 
 
 def _read(dataset: Dataset, per_sample: int) -> Indices:
-    """Return the indices of the samples that are read, int64, ascending.
+    """Return the indices of the samples that are read: all, or a selection; int64, ascending.
 
-    They are all samples, or some that stand for them. `per_sample` are the bytes of a sample.
+    per_sample: bytes of a sample.
     """
     within = max(2, _MOST_BYTES // max(1, per_sample))
-    whole = min(_MOST_WHOLE, within)
-    return looked_at(dataset, whole if dataset.num_samples <= whole else min(_CHOSEN, within))
+    limit = min(_MOST_WHOLE, within)
+    return looked_at(dataset, limit if dataset.num_samples <= limit else min(_CHOSEN, within))
 
 
 def _described(field: tuple[str, tuple[int, ...]]) -> str:

@@ -1,7 +1,7 @@
 """Samples of several sources in fixed proportions.
 
-The sources' samples follow each other in one numbering: those of the first, then those of the
-second, and so on. Which of them stands at a place of a run is a function of the place alone.
+All samples have one numbering: first those of the first source, then those of the second, and so
+on. The sample at a place of a run is a function of the place alone.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class MixedDataset:
 
     sources: the sources.
     shares: places of every `BLOCK` places that each source has.
-    notes: what a plan says of the data.
+    notes: the plan's notes on the data.
     """
 
     sources: tuple[Dataset, ...]
@@ -64,7 +64,7 @@ class MixedDataset:
 
     @staticmethod
     def _ranges(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return each source's number, its first index and the one after its last."""
+        """Return the number, the first index and the index after the last of each source."""
         stops = np.cumsum(sizes)
         return [(i, int(stops[i]) - size, int(stops[i])) for i, size in enumerate(sizes)]
 
@@ -94,8 +94,8 @@ class MixedOrder:
     def indices_at(self, positions: Indices, seed: int, shuffle: bool) -> Indices:
         """Return the samples at places `positions` of the whole run, int64 `[n]`.
 
-        Every source is read from its beginning to its end again and again, each time in an order of
-        its own with `shuffle`.
+        Every source is read from beginning to end repeatedly. With `shuffle`, each pass is a new
+        permutation.
         """
         sources, taken = self.taken_at(positions, seed)
         indices, first = np.empty(len(positions), np.int64), self.first
@@ -109,8 +109,8 @@ class MixedOrder:
         return indices
 
     def taken_at(self, positions: Indices, seed: int) -> tuple[Indices, Indices]:
-        """Return the source of each of the places `positions`, and how many places before it in the
-        whole run have the same source; both int64 `[n]`."""
+        """Return the source of each place in `positions`, and the number of earlier places in the
+        run with the same source; both int64 `[n]`."""
         blocks, slots = np.divmod(positions, BLOCK)
         sources, taken = np.empty_like(positions), np.empty_like(positions)
         for block in np.unique(blocks):
@@ -128,8 +128,8 @@ class MixedOrder:
         return tuple(blocks * share + int(n) for share, n in zip(self.shares, begun, strict=True))
 
     def _block(self, block: int, seed: int) -> tuple[Indices, Indices]:
-        """Return the source of each place of a block, and how many places of the block before it
-        have the same source."""
+        """Return the source of each place of a block, and the number of earlier places in the block
+        with the same source; both int64 `[BLOCK]`."""
         key = random_bits(stream_key("mixture", seed), np.array([block]))
         order = permute(np.arange(BLOCK), BLOCK, key)
         sources = np.searchsorted(np.cumsum(self.shares), order, side="right")
@@ -140,10 +140,10 @@ class MixedOrder:
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the places of every `BLOCK` that sources with `weights` have.
+    """Return the number of places in every `BLOCK` for sources with `weights`.
 
-    They are whole numbers near the weights' proportions, by largest remainders. A source may get
-    none.
+    The numbers are proportional to the weights, rounded by the largest-remainder method, and sum to
+    `BLOCK`. A source may get 0.
     """
     exact = np.asarray(weights, np.float64) / sum(weights) * BLOCK
     shares = np.floor(exact).astype(np.int64)
@@ -153,7 +153,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _merged(places: Sequence[Indices], batches: Sequence[Batch]) -> Batch:
-    """Return one batch of several, whose samples go to `places` of it."""
+    """Return several batches as one. The samples of each batch go to its `places`."""
     count = sum(map(len, places))
     merged: Batch = {}
     for name, first in batches[0].items():

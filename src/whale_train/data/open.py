@@ -1,4 +1,4 @@
-"""The list of kinds of data, and the way from the options of one kind to its dataset."""
+"""List the kinds of data, and open a dataset from the options of one kind."""
 
 from typing import Annotated, assert_never
 
@@ -35,7 +35,9 @@ DataOptions = Annotated[
 def open_dataset(options: DataOptions, watch: Watch | None = None) -> Dataset:
     """Return the dataset that `options` describe, ready to read.
 
-    `watch` is told how far long preparations are, in bytes. Raises ConfigError.
+    watch: called during long preparations with the bytes done and the bytes in all.
+
+    Raises ConfigError.
     """
     match options:
         case TextOptions():

@@ -1,7 +1,7 @@
-"""The global order of the samples: those that an optimizer step takes.
+"""The global order of the samples: which ones an optimizer step takes.
 
-It depends on the seed, the dataset's size and the global batch, and on nothing of the plan: that is
-why every plan trains on the same batches.
+The order depends on the seed, the dataset's size and the global batch, and on nothing of the plan.
+So every plan trains on the same batches.
 """
 
 import numpy as np
@@ -18,10 +18,10 @@ def step_indices(
 ) -> Indices:
     """Return the dataset indices of the global batch of step `step` (0-based).
 
-    They are int64 `[global_batch]`. Epochs follow each other without a gap, so a batch may end one
-    and begin the next, and no sample is left out. With `shuffle`, each epoch is a permutation of
-    its own of all samples; otherwise it is 0, 1, 2, ... The cost follows the batch, not the dataset
-    or the step.
+    They are int64 `[global_batch]`. Epochs follow each other without a gap: a batch may end one
+    epoch and begin the next, and no sample is left out. With `shuffle`, each epoch is its own
+    permutation of all samples; otherwise it is 0, 1, 2, ... The cost grows with the batch, not with
+    the dataset or the step.
     """
     return indices_from(step * global_batch, num_samples, global_batch, seed, shuffle)
 
@@ -29,8 +29,8 @@ def step_indices(
 def indices_from(position: int, num_samples: int, count: int, seed: int, shuffle: bool) -> Indices:
     """Return the dataset indices of `count` samples from `position` of the whole run on.
 
-    They are int64 `[count]`, in the order of `step_indices`. A run that goes on takes up where it
-    left off, whatever its batch is then.
+    They are int64 `[count]`, in the order of `step_indices`. A resumed run continues at its
+    position, even with another batch size.
     """
     positions = position + np.arange(count, dtype=np.int64)
     epochs, places = np.divmod(positions, num_samples)
@@ -55,14 +55,14 @@ def evaluation_batches(num_samples: int, global_batch: int) -> list[tuple[float,
     The indices are int64 `[global_batch]`. The weighted sum over the batches of anything that adds
     up over samples is the sum over all samples, once each.
 
-    The samples left after whole batches are repeated as often as a batch has room for them. The
-    room that is still left is filled with one of these samples, and one more batch, of that sample
-    alone, is taken off again. Repeating all that can be repeated keeps what is taken off smaller
-    than what is left, so that few digits cancel.
+    The samples left after whole batches are repeated in a last batch, as often as it has room for
+    all of them. The remaining room is filled with one of these samples. One more batch, of that
+    sample alone, subtracts it again. Repeating as much as possible keeps the subtracted part
+    smaller than the rest, so that few digits cancel.
     """
-    whole, rest = divmod(num_samples, global_batch)
+    num_full, rest = divmod(num_samples, global_batch)
     every = np.arange(num_samples, dtype=np.int64)
-    batches = [(1.0, part) for part in every[: num_samples - rest].reshape(whole, global_batch)]
+    batches = [(1.0, part) for part in every[: num_samples - rest].reshape(num_full, global_batch)]
     if rest:
         times, room = divmod(global_batch, rest)
         left = every[num_samples - rest :]

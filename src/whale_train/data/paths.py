@@ -1,4 +1,4 @@
-"""Paths a user names in `data.path`: made absolute once, with errors for unusable ones."""
+"""Resolve the paths that a user names in `data.path`, and describe unusable ones as errors."""
 
 import os
 import stat
@@ -20,25 +20,25 @@ UserPath = Annotated[str, AfterValidator(_absolute)]
 
 
 def path_error(path: str, rule: str, remedy: str) -> ConfigError:
-    """Return the error of the one fault `rule` of `data.path`, ready to raise."""
+    """Return a ConfigError, ready to raise, with one fault of `data.path`."""
     return ConfigError([Fault("data.path", path, rule, remedy)])
 
 
 def _started_in() -> str:
     try:
         return os.getcwd()
-    except OSError:  # a folder that somebody removed
+    except OSError:  # the folder was removed
         return ""
 
 
-_STARTED_IN = _started_in()  # before Hydra goes to the run directory (hydra.job.chdir=true)
+_STARTED_IN = _started_in()  # before Hydra changes to the run directory (hydra.job.chdir=true)
 
 
 def missing_path(path: str) -> ConfigError:
-    """Return the error of a path where nothing is.
+    """Return the error of a path that does not exist.
 
-    Its remedy names the path that was meant where the command was started, or else the nearest
-    existing one in the folder of `path`, if there is any.
+    The remedy names the path that was meant in the folder where the command was started, or else
+    the most similar name in the folder of `path`, if there is one.
     """
     wanted, here = Path(path), Path(_started_in())
     if _STARTED_IN and str(here) != _STARTED_IN and wanted.is_relative_to(here):
@@ -63,8 +63,8 @@ def missing_path(path: str) -> ConfigError:
 def refuse_special(path: str) -> None:
     """Raise ConfigError for a path that is neither a file nor a folder.
 
-    A device or a pipe may have no end, and is read once. Raises OSError for a path that cannot be
-    looked at.
+    A device or a pipe may be endless, and can be read only once. Raises OSError for a path whose
+    status cannot be read.
     """
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -75,7 +75,7 @@ def refuse_special(path: str) -> None:
 
 
 def unreadable(error: OSError, path: str) -> ConfigError:
-    """Return the error of a path that the system does not let be read, ready to raise."""
+    """Return the error, ready to raise, of a path that the system cannot read."""
     said = error.strerror or " ".join(str(error).split())
     where = str(error.filename or path)
     return path_error(where, f"cannot be read ({said})", "make it readable, or name another path")

@@ -1,7 +1,7 @@
 """A random permutation of 0..n-1 that is computed one element at a time.
 
-No table: any position of any epoch costs the same, with a thousand samples or a billion, and a
-resumed run needs nothing of the steps before.
+There is no table: any position of any epoch costs the same, with a thousand samples or a billion,
+and a resumed run needs no state of earlier steps.
 """
 
 from math import isqrt
@@ -19,15 +19,16 @@ _COUNTERS_PER_ROUND = 2**32
 
 
 def permute(indices: NDArray[np.int64], num_elements: int, key: Bits) -> NDArray[np.int64]:
-    """Return the images of `indices` in the permutation of 0..num_elements-1 that `key` names.
+    """Return the images of `indices` in the permutation of 0..num_elements-1 that `key` selects.
 
     `indices` are int64 `[n]`, each in 0..num_elements-1, and so is the result. `key` is uint64
-    `[1]`, or `[n]` to take each index through a permutation of its own.
+    `[1]`, or `[n]` for a permutation of its own for each index.
 
     A generalised Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary
     Finite Domains", CT-RSA 2002): an index is a cell of a nearly square grid at least as large as
-    the set; rounds shift its row by a random function of its column and the reverse; a cell outside
-    the set goes through the network again until it lands inside.
+    the set. Rounds alternate: one shifts the row by a random function of the column, the next the
+    column by a random function of the row. A cell outside the set goes through the network again
+    until it lands inside.
     """
     if not len(indices):
         return np.empty(0, np.int64)

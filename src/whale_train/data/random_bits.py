@@ -1,8 +1,8 @@
 """Random numbers as a function of (stream, counter), the same on every machine.
 
-NumPy's own generators promise neither random access at this price nor the same stream in every
-version; ranks on hosts with different versions would disagree about the order of the data without
-a word. Integer arithmetic only, so not one bit depends on the processor either.
+NumPy's own generators promise neither cheap random access nor the same stream in every version.
+Ranks on hosts with different versions would silently disagree about the order of the data. Only
+integer arithmetic is used, so that no bit depends on the processor either.
 """
 
 from hashlib import blake2b
@@ -32,7 +32,7 @@ def random_bits(key: Bits, counters: NDArray[np.integer]) -> Bits:
     """Return 64 random bits, a uint64, for each of `counters` (0 or more).
 
     `key` is broadcast against the counters. The bits are those of SplitMix64 started at `key` and
-    read at position `counter`. A result may serve as the key of a further stream.
+    read at position `counter`. A result can be the key of another stream.
     """
     bits = counters.astype(np.uint64) * _INCREMENT + (key + _INCREMENT)
     bits ^= bits >> np.uint64(30)
@@ -46,9 +46,9 @@ def random_bits(key: Bits, counters: NDArray[np.integer]) -> Bits:
 def nearly_normal(bits: Bits) -> NDArray[np.float32]:
     """Return a float32 of mean 0 and standard deviation 1 for each 64 bits.
 
-    It is the scaled sum of their four 16-bit numbers. Such a number is uniform on 0..65535, with
-    variance (2^32 - 1) / 12; the sum of four has mean 131070 and standard deviation sqrt((2^32 - 1)
-    / 3). Values lie within 3.47 of 0.
+    It is the scaled sum of the four 16-bit numbers in the 64 bits. Such a number is uniform on
+    0..65535, with variance (2^32 - 1) / 12; the sum of four has mean 131070 and standard deviation
+    sqrt((2^32 - 1) / 3). Values lie within 3.47 of 0.
     """
     pairs = (bits & _LOW_HALVES) + ((bits >> np.uint64(16)) & _LOW_HALVES)
     total = ((pairs & _LOW_WORD) + (pairs >> np.uint64(32))).astype(np.float32)

@@ -1,10 +1,10 @@
-"""Streams: datasets of the user's own that give one sample after another, and have no numbers.
+"""Streams: the user's own datasets that yield one sample after another, without indices.
 
-Every rank goes through the whole stream, and makes arrays of its own samples alone. A place of the
-run is a place of the stream. Where it ends, another object of the class begins it anew, which is
-told the number of the pass where it has a `set_epoch`: one that had its state loaded may begin
-there again. What is random in a sample is drawn from generators that are seeded by the place, so
-that all ranks go through the same samples.
+Every rank iterates over the whole stream, and makes arrays of its own samples alone. A place of the
+run is a place of the stream. Where the stream ends, another object of the class begins it again. An
+object with `set_epoch` is told the number of the pass, since an object that had a state loaded may
+begin again at that state. Random parts of a sample are drawn from generators that are seeded by the
+place, so that all ranks see the same samples.
 """
 
 import json
@@ -20,9 +20,9 @@ from whale_train.data.generators import kept_generators, seed_generators
 from whale_train.data.sources.own_samples import Samples
 from whale_train.strategies.graph.operation_graph import InputField
 
-ENDLESS = 2**62  # samples of a stream that does not say how many it has
+ENDLESS = 2**62  # the number of samples of a stream without a length
 _END = object()
-_LOOKED_AT = 256
+_LOOKED_AT = 256  # the most samples of a stream that `looked_at` takes
 
 
 @dataclass(eq=False)
@@ -31,10 +31,11 @@ class StreamDataset:
 
     source: makes the stream, and arrays of its samples.
     fields: tensors of a sample.
-    length: number of samples; None where the stream does not say.
+    length: number of samples; None where the stream has no length.
     has_state: whether the stream has `state_dict` and `load_state_dict`.
-    state_fault: why a run cannot go on by the state; '' where it can, and where there is none.
-    keeps: number of samples that are kept for those who ask for them again.
+    state_fault: why a run cannot resume from the state; '' where it can, and for a stream without
+        state.
+    keeps: number of samples that are cached for repeated reads.
     """
 
     source: Samples
@@ -61,16 +62,17 @@ class StreamDataset:
 
     @property
     def lost_place(self) -> str:
-        """Return why a run cannot go on in the stream, as the end of a sentence, or ''."""
+        """Return why a run cannot resume in the stream, as the end of a sentence, or '' where it
+        can."""
         if not self.has_state:
             return "has no state_dict and load_state_dict"
         return self.state_fault
 
     def samples(self, indices: Indices, draws: Indices | None = None) -> Batch:
-        """Return the samples at places of the stream. Their draws are the places.
+        """Return the samples at places `indices` of the stream, int64 `[n]`. The draws are the
+        places.
 
-        Places before those that were asked for last begin the stream anew, as far as they are not
-        kept.
+        A place before the last one read restarts the stream, unless its sample is cached.
         """
         wanted = indices.tolist()
         first = min((x for x in wanted if x not in self._kept), default=None)
@@ -93,10 +95,10 @@ class StreamDataset:
 class StreamReader:
     """Reader of a stream from one place on.
 
-    stream: the stream, which is made anew.
-    draw_of: returns the draw of a place.
-    position: the place of the sample that is read next.
-    state: what `state` returned before that sample; '' at the beginning of the first pass.
+    stream: the stream, of which a new object is made.
+    draw_of: function that returns the draw of a place.
+    position: the place of the next sample.
+    state: the result of `state` before that sample; '' at the beginning of the first pass.
     """
 
     def __init__(
@@ -114,7 +116,8 @@ class StreamReader:
         self._iterator = self._begin(saved.get("state"))
 
     def _begin(self, state: Any = None) -> Iterator[Any]:
-        """Return an iterator over the stream from its beginning, or from a state on."""
+        """Return an iterator over a new object of the stream, from the beginning or from a loaded
+        state."""
         with kept_generators():
             seed_generators(self._draw_of(self.position))
             self._samples = self._stream.source.make()
@@ -125,9 +128,9 @@ class StreamReader:
             return iter(self._samples)
 
     def read(self, count: int) -> Iterator[tuple[int, Any]]:
-        """Yield the places and the samples that come next, `count` of them.
+        """Yield the place and the value of each of the next `count` samples.
 
-        Raises RuntimeError for a stream that has another length than it says.
+        Raises RuntimeError for a stream with more or fewer samples than its length.
         """
         with kept_generators():
             for place in range(self.position, self.position + count):
@@ -137,6 +140,8 @@ class StreamReader:
                 yield place, sample
 
     def _next(self) -> Any:
+        """Return the next sample, beginning the next pass where one ends. Raises RuntimeError for a
+        stream without samples, and for a wrong length."""
         sample = next(self._iterator, _END)
         length, name = self._stream.length, self._stream.source.target
         is_due = length is not None and self.position % length == 0
@@ -155,7 +160,8 @@ class StreamReader:
         return sample
 
     def state(self) -> str:
-        """Return the state of the stream as JSON. Raises RuntimeError for one of other values."""
+        """Return the pass and the state of the stream as JSON. Raises RuntimeError for a state that
+        JSON cannot hold."""
         state = self._samples.state_dict()
         fault = json_fault(state)
         if fault:
@@ -164,8 +170,7 @@ class StreamReader:
 
 
 def json_fault(value: Any, path: str = "state_dict()") -> str:
-    """Return the fault of a value that JSON would not give back, as the end of a sentence, or
-    ''."""
+    """Return why a value would not survive JSON, as the end of a sentence, or '' where it would."""
     if value is None or type(value) in (bool, int, float, str):
         return ""
     if type(value) is list:
@@ -181,10 +186,11 @@ def json_fault(value: Any, path: str = "state_dict()") -> str:
 
 
 def state_fault_of(stream: StreamDataset) -> str:
-    """Return why a run cannot go on by a stream's state, as the end of a sentence, or ''.
+    """Return why a run cannot resume from a stream's state, as the end of a sentence, or '' where
+    it can.
 
-    The state after two samples is given to another object of the class, whose next sample has to be
-    the third. Raises whatever the stream raises.
+    A new object of the class loads the state after two samples. The next sample of the new object
+    must be the third. Raises whatever the stream raises.
     """
     reader = StreamReader(stream, int)
     for _ in reader.read(2):
@@ -193,10 +199,10 @@ def state_fault_of(stream: StreamDataset) -> str:
         state = reader.state()
     except RuntimeError as error:
         return str(error).removeprefix(f"{stream.source.target} ")
-    again = StreamReader(stream, int, 2, state)
+    reloaded = StreamReader(stream, int, 2, state)
     third, other = (
         stream.source.batch([sample], np.array([place]))
-        for place, sample in (*reader.read(1), *again.read(1))
+        for place, sample in (*reader.read(1), *reloaded.read(1))
     )
     if all(np.array_equal(third[name], other[name], equal_nan=True) for name in third):
         return ""
@@ -205,10 +211,10 @@ def state_fault_of(stream: StreamDataset) -> str:
 
 
 def looked_at(dataset: Dataset, count: int) -> Indices:
-    """Return the indices of `count` training samples that stand for all, int64, ascending.
+    """Return the indices of up to `count` training samples that represent all, int64, ascending.
 
-    They are evenly spread, the first and the last among them; those of a stream are its first ones,
-    `_LOOKED_AT` at most.
+    They are evenly spread and include the first and the last. Of a stream they are the first ones,
+    at most `_LOOKED_AT`.
     """
     if isinstance(dataset, StreamDataset):
         return np.arange(min(count, _LOOKED_AT, dataset.num_samples))

@@ -1,7 +1,7 @@
 """Describe the hosts of a job whose ranks others started: their hardware, and their ranks.
 
-Every rank says what it sees. Rank 0 joins that into hosts and writes them down, for the launcher
-that plans.
+Every rank reports its host. Rank 0 joins the reports into hosts and writes them to the run
+directory, for the launcher that plans.
 """
 
 import os
@@ -17,10 +17,11 @@ from whale_train.machine.limits import cores, memory_bytes
 from whale_train.machine.nvml import visible_gpus
 from whale_train.strategies.hardware.gpu_facts import GpuFacts
 
-HOSTS = "hosts.json"  # in the run directory
-MEETING = "meeting"  # a random word there, which tells rank 0's directory from others of its name
-REFUSED = "refused"  # a file there, by which the launcher says that there will be no plan
-# Variables with the number of a rank's host in the job, torchrun's and Slurm's.
+# Files in the run directory.
+HOSTS = "hosts.json"
+MEETING = "meeting"  # a random word, which tells rank 0's directory from others of its name
+REFUSED = "refused"  # the launcher writes it where there will be no plan
+# Variables of torchrun and Slurm with the number of a rank's host in the job.
 _NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID")
 
 
@@ -31,7 +32,7 @@ class Seen:
     node: the id of the host, which no other host of the job has.
     name: the name of the host.
     cores: number of cores that the rank may use.
-    memory_bytes: bytes of memory that ranks may hold there.
+    memory_bytes: bytes of memory that ranks may hold on the host.
     cards: the GPUs that the rank may open.
     shares: whether the host shares rank 0's run directory.
     """
@@ -45,8 +46,8 @@ class Seen:
 
     @classmethod
     def here(cls, shares: bool, environment: Mapping[str, str] = os.environ) -> "Seen":
-        """Return the report of this process. Its host is numbered by torchrun's or Slurm's
-        variables, or else known by its name."""
+        """Return the report of this process. The host's id is its number by torchrun's or Slurm's
+        variables, or else its name."""
         name = socket.gethostname()
         numbers = [environment[key] for key in _NODE_NUMBERS if key in environment]
         node = numbers[0] if numbers else name
@@ -58,7 +59,7 @@ class Seen:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Seen":
-        """Return the report in a text of `to_json`."""
+        """Return the report in a text that `to_json` wrote."""
         return _seen().validate_json(text)
 
 
@@ -68,11 +69,11 @@ class Host:
 
     node: the id of the host, which no other host of the job has.
     name: the name of the host.
-    cores: number of cores that its first rank may use.
-    memory_bytes: bytes of memory that its ranks may hold together.
-    cards: all GPUs that its ranks may open.
+    cores: number of cores that the host's first rank may use.
+    memory_bytes: bytes of memory that the host's ranks may hold together.
+    cards: all GPUs that the host's ranks may open.
     ranks: the ranks on the host.
-    visible: for each rank, the UUIDs of the GPUs that it may open.
+    visible: for each of `ranks`, the UUIDs of the GPUs that it may open.
     shares: whether the host shares rank 0's run directory. Otherwise it has a run directory of its
         own, under the same name.
     """
@@ -88,8 +89,8 @@ class Host:
 
 
 def joined(seen: Iterable[Seen]) -> tuple[Host, ...]:
-    """Return the hosts of the ranks whose reports are `seen`, in rank order. Hosts are in the order
-    of their first ranks."""
+    """Return the hosts of a job, in the order of their first ranks. `seen` are the reports of all
+    ranks, in rank order."""
     by_node: dict[str, dict[int, Seen]] = {}
     for rank, report in enumerate(seen):
         by_node.setdefault(report.node, {})[rank] = report
@@ -107,14 +108,14 @@ def this_host(cards: tuple[GpuFacts, ...]) -> Host:
     return Host(name, name, cores(), memory_bytes(), cards, (), ())
 
 
-def _host(node: str, seen: Mapping[int, Seen]) -> Host:
+def _host(node: str, reports: Mapping[int, Seen]) -> Host:
     """Return the host that the reports of its ranks describe."""
-    first = next(iter(seen.values()))
-    cards = {card.uuid: card for report in seen.values() for card in report.cards}
-    visible = tuple(frozenset(card.uuid for card in report.cards) for report in seen.values())
+    first = next(iter(reports.values()))
+    cards = {card.uuid: card for report in reports.values() for card in report.cards}
+    visible = tuple(frozenset(card.uuid for card in report.cards) for report in reports.values())
     of_host = (node, first.name, first.cores, first.memory_bytes)
-    shares = all(report.shares for report in seen.values())
-    return Host(*of_host, tuple(cards.values()), tuple(seen), visible, shares)
+    shares = all(report.shares for report in reports.values())
+    return Host(*of_host, tuple(cards.values()), tuple(reports), visible, shares)
 
 
 def hosts_to_json(hosts: tuple[Host, ...]) -> str:
@@ -123,13 +124,13 @@ def hosts_to_json(hosts: tuple[Host, ...]) -> str:
 
 
 def hosts_from_json(text: str | bytes) -> tuple[Host, ...]:
-    """Return the hosts in a text of `hosts_to_json`."""
+    """Return the hosts in a text that `hosts_to_json` wrote."""
     return _hosts().validate_json(text)
 
 
 def read_hosts(run_dir: Path) -> tuple[Host, ...]:
-    """Return the hosts that a run directory names. There are none where the launcher started the
-    ranks."""
+    """Return the hosts in `hosts.json` of a run directory, or nothing where the launcher started
+    the ranks and the file does not exist."""
     try:
         return hosts_from_json((run_dir / HOSTS).read_bytes())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """List the GPUs of this host by its driver (NVML), without starting CUDA in this process.
 
-The list has the GPUs that this process may use. They are in the order of `CUDA_VISIBLE_DEVICES`
-where it names them, else of their PCI addresses.
+The list has the GPUs that this process may use, in the order of `CUDA_VISIBLE_DEVICES` where it is
+set, else of their PCI addresses.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from typing import Any
 from whale_train.strategies.hardware.gpu_facts import SWITCH, GpuFacts
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# CUDA has its own order of cards that differ. A process of its own asks for it, and starts CUDA.
+# CUDA has its own order of cards of different models. A process that starts CUDA asks for it.
 _ASKS_CUDA = (
     "import torch\n"
     "for i in range(torch.cuda.device_count()):\n"
@@ -27,8 +27,8 @@ _ASKING_S = 60.0
 
 
 def visible_gpus(nvml: Any = None) -> tuple[GpuFacts, ...]:
-    """Return the GPUs and MIG slices that CUDA has in this process's environment; none without a
-    driver. `nvml` is the library, or None for pynvml."""
+    """Return the GPUs and MIG slices that CUDA would list in this process; none without a driver.
+    `nvml` is the library; None imports pynvml."""
     nvml = nvml or importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -56,8 +56,8 @@ def _visible(gpus: list[GpuFacts]) -> tuple[GpuFacts, ...]:
 
 
 def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
-    """Return the GPUs whose UUIDs begin with `words`, up to the first word that does not name
-    exactly one."""
+    """Return the GPUs whose UUIDs begin with `words`. As in CUDA, the first word that does not
+    match exactly one GPU ends the list."""
     chosen = []
     for word in words:
         named = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
@@ -68,8 +68,8 @@ def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
 
 
 def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
-    """Return the UUIDs of the GPUs that CUDA sees, in its own order. Where CUDA cannot be asked,
-    those of all `gpus` are returned."""
+    """Return the UUIDs of the GPUs in CUDA's own order, or in the order of `gpus` where CUDA cannot
+    be asked."""
     command = [sys.executable, "-c", _ASKS_CUDA]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -84,7 +84,7 @@ def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
 
 
 def _all(nvml: Any) -> Iterator[GpuFacts]:
-    """Yield every GPU of the host. A GPU that is cut by MIG is replaced by its slices."""
+    """Yield every GPU of the host, or the MIG slices of a GPU that is divided."""
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         card = _card(nvml, handle)
@@ -99,7 +99,7 @@ def _all(nvml: Any) -> Iterator[GpuFacts]:
 
 
 def _card(nvml: Any, handle: Any) -> GpuFacts:
-    """Return the facts about the GPU of an NVML `handle`. A fact that the driver does not know is
+    """Return the facts about the GPU of an NVML `handle`. A figure that the driver does not know is
     0."""
 
     def asked(name: str, *arguments: Any) -> int:
@@ -123,7 +123,7 @@ def _card(nvml: Any, handle: Any) -> GpuFacts:
 
 
 def _slice(nvml: Any, handle: Any, card: GpuFacts) -> GpuFacts:
-    """Return the facts about a MIG slice of `card`, which reaches no other GPU over NVLink."""
+    """Return the facts about a MIG slice of `card`. A slice reaches no other GPU over NVLink."""
     return replace(
         card,
         uuid=nvml.nvmlDeviceGetUUID(handle),
@@ -137,8 +137,7 @@ _SLICES = 7  # compute slices of any card that MIG can cut
 
 
 def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
-    """Return the number of NVLinks that are up, by the PCI address of the GPU that they lead to, or
-    SWITCH."""
+    """Return the number of active NVLinks by peer: the PCI address of a GPU, or SWITCH."""
     num_links: dict[str, int] = {}
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if not _asked(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link):
@@ -152,14 +151,16 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
 
 
 def _bus(pci: Any) -> str:
-    """Return a PCI address in the one form that is used here, whichever form the driver has."""
+    """Return a PCI address as lower-case text with four digits of domain. The driver's own has
+    eight."""
     text = pci.busId
     return (text.decode() if isinstance(text, bytes) else text).lower().removeprefix("0000")
 
 
 def _asked(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the driver's answer, or None where it does not answer for this card."""
+    """Return the driver's answer, or None where the card or the driver does not support the
+    question."""
     try:
         return function(*arguments)
-    except nvml.NVMLError:  # the card or the driver does not support it
+    except nvml.NVMLError:
         return None

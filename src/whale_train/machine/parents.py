@@ -1,4 +1,4 @@
-"""Have processes end with the process that started them, however that one ends."""
+"""End processes with the process that started them, however that one ends."""
 
 import ctypes
 import os
@@ -15,11 +15,10 @@ _LOOK_S = 1.0
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process the signal `number` when its parent ends.
+    """Have the kernel send this process the signal `number` when its parent ends (Linux only).
 
-    Exits at once where `parent` is not the parent any more. The kernel keeps the setting over an
-    `exec`, and forgets it in a process that is forked. It is available on Linux alone;
-    `watch_parent` works elsewhere too.
+    Exits at once where `parent` has ended before. The setting survives an `exec`, and is cleared in
+    a forked child (prctl(2)). `watch_parent` works on other systems too.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -28,10 +27,10 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 def watch_parent(parent: int) -> None:
-    """Start a thread that checks for the parent every second, and exits this process when the
-    parent is gone.
+    """Start a thread that checks every second that `parent` still runs, and exits this process when
+    it does not.
 
-    It does so beside whatever the process does or waits for outside of Python.
+    The thread works while the main thread computes or waits outside of Python.
     """
 
     def look() -> None:

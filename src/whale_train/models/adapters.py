@@ -1,8 +1,8 @@
 """Low-rank adapters for a model's weights (LoRA, arXiv 2106.09685), made and named by peft.
 
-The weights that they are added to are frozen, and the adapters alone are trained. This file owns
-what is asked of peft: which settings it knows, the model with the adapters in it, and the folder
-that `PeftModel.from_pretrained` opens.
+The weights with adapters are frozen, and only the adapters are trained. This file owns the calls of
+peft: the settings that peft knows, the model with adapters, and the folder that
+`PeftModel.from_pretrained` opens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,16 +20,16 @@ from whale_train.extras import how_to_install
 from whale_train.hub import is_on_hub
 from whale_train.models.options import ADAPTERS as KEY
 
-WEIGHTS_FILE = "adapter_model.safetensors"  # where peft looks for them
-# Values of `init_lora_weights` that leave the weights alone to which adapters are added. With
-# others the adapters are of no use without the weights as they were changed.
+WEIGHTS_FILE = "adapter_model.safetensors"  # the file that peft reads
+# Values of `init_lora_weights` that leave the base weights unchanged. Other values change them, and
+# the adapters are useless without the changed weights.
 _STARTS = (True, False, "gaussian", "orthogonal")
 # Settings that peft writes itself: the type of adapters, and the class of the model.
 _NOT_SET_HERE = ("peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config")
 
 
 def adapter_faults(settings: Mapping[str, Any]) -> list[Fault]:
-    """Return the faults of the settings of a LoraConfig that can be told without a model."""
+    """Return the faults of the settings of a LoraConfig that can be found without a model."""
     if find_spec("peft") is None:
         remedy = how_to_install("peft")
         return [Fault(KEY, str(settings), "needs peft, which is not installed", remedy)]
@@ -50,10 +50,10 @@ def adapter_faults(settings: Mapping[str, Any]) -> list[Fault]:
 
 
 def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
-    """Return `model` with adapters for the weights that `settings`, those of a LoraConfig, name.
+    """Return `model` with adapters for the weights that the LoraConfig of `settings` selects.
 
-    Nothing else in the model is trained. The adapters are drawn from torch's global generator.
-    Raises ConfigError with what peft refuses.
+    Only the adapters are trainable. They are drawn from torch's global generator. Raises
+    ConfigError where peft refuses the settings.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -66,7 +66,7 @@ def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def stacked_additions(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the modules in `model` whose stacks of expert weights have adapters.
+    """Return the paths of the modules in `model` whose stacked expert weights have adapters.
 
     peft computes the sum of a stack and its adapter anew in every call, by
     `torch.nn.utils.parametrize`.
@@ -80,18 +80,18 @@ def stacked_additions(model: nn.Module) -> tuple[str, ...]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether `model` has adapters of peft, whoever added them."""
+    """Return whether `model` has adapters of peft, no matter what added them."""
     return isinstance(getattr(model, "peft_config", None), dict)
 
 
 def adapter_names(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
-    """Return the name in peft's files of each of the tensors `paths` that is an adapter's.
+    """Return the name in peft's files of every adapter among the tensors at `paths`, by path.
 
-    The keys of the result, and `paths`, are paths in `model`.
+    `paths` are paths in `model`.
     """
     from peft import get_peft_model_state_dict
 
-    held = {path: torch.empty(0) for path in paths}  # it looks at names alone
+    held = {path: torch.empty(0) for path in paths}  # peft reads only the names
     path_of = {id(tensor): path for path, tensor in held.items()}
     named: dict[str, torch.Tensor] = get_peft_model_state_dict(
         model, state_dict=held, save_embedding_layers=False
@@ -104,9 +104,9 @@ def adapter_names(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
 
 
 def describe_adapters(model: Any, pretrained: str | None, folder: Path) -> None:
-    """Write into `folder` the config that peft wants beside the adapters of `model`.
+    """Write peft's config for the adapters of `model` into `folder`.
 
-    `pretrained` names the weights that the adapters are added to; None for random ones.
+    `pretrained` names the weights that have adapters; None for random weights.
     """
     (config,) = model.peft_config.values()
     config = copy(config)
@@ -115,12 +115,12 @@ def describe_adapters(model: Any, pretrained: str | None, folder: Path) -> None:
     if pretrained is not None and is_on_hub(pretrained):
         name, _, revision = pretrained.partition("@")
         config.base_model_name_or_path, config.revision = name, revision or None
-    if config.task_type is None:  # it says to peft which class the weights are opened by
+    if config.task_type is None:  # without it, peft needs the class that opens the weights
         made = type(model)
         config.auto_mapping = {
             "base_model_class": made.__name__,
             "parent_library": made.__module__,
         }
-    if isinstance(config.target_modules, set):  # whose order changes from run to run
+    if isinstance(config.target_modules, set):  # its order changes from run to run
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)

@@ -1,6 +1,6 @@
-"""Building of an `nn.Module` from the options of a model, after finding and checking its class.
+"""Build an `nn.Module` from the options of a model, after importing and checking its class.
 
-It tells models apart by `_target_` only, and measures nothing (see `profile/measure.py`).
+Models are told apart by `_target_` only. Nothing is measured here (see `profile/measure.py`).
 """
 
 import inspect
@@ -32,7 +32,7 @@ from whale_train.own_code import TargetKind, argument_faults, importable, import
 MODULE = TargetKind("torch.nn.Module", lambda made: issubclass(made, nn.Module))
 MOST_PARTS = 250_000  # modules and parameters of a model
 
-# Names in transformers that look like a model's. Auto classes pick a class; they are none.
+# Names in transformers that look like a model's. Auto classes choose a model and are not models.
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")
 
@@ -44,25 +44,25 @@ _READS_SETTING = re.compile(
 
 @contextmanager
 def _importable(folder: str) -> Iterator[None]:
-    """Make `folder` the first place modules are looked for, and tensors made on the way real.
+    """Put `folder` first on the module search path, and make the CPU the default device.
 
-    The default device is the CPU inside: a module first imported while a model is built on the meta
-    device would keep its constants there for ever.
+    A module that is first imported while a model is built on the meta device would otherwise keep
+    its constants on the meta device for ever.
     """
     with importable(folder), torch.device("cpu"):
         yield
 
 
 def _refusal(key: str, value: str, rule: str, remedy: str) -> ConfigError:
+    """Return a ConfigError with one fault."""
     return ConfigError([Fault(key, value, rule, remedy)])
 
 
 def load_class(options: ModelOptions) -> Callable[..., Any]:
     """Return the class or function that `options` names: a user's, or a model of transformers.
 
-    The current working directory is importable. Constructor arguments, and for Hugging Face models
-    the config and the folder of weights, are checked as well. Raises ConfigError with all faults
-    found.
+    The current working directory is importable. Constructor arguments are checked, and for Hugging
+    Face models also the config and the folder of weights. Raises ConfigError with all faults.
     """
     with _importable(os.getcwd()):
         if options.is_hugging_face:
@@ -75,7 +75,7 @@ def load_class(options: ModelOptions) -> Callable[..., Any]:
 
 
 def _argument_faults(made: Callable[..., Any], options: ModelOptions) -> list[Fault]:
-    """Return the faults of constructor arguments: those it does not know, and missing ones."""
+    """Return the faults of constructor arguments: unknown and missing ones."""
     hint = ""
     if not options.target.startswith("whale_train."):
         # The keys of model=gpt, the default, stay when only _target_ is overridden.
@@ -103,7 +103,7 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
         refused = f"cannot be imported: {said(error)}"
         faults.append(Fault("model.architecture", name, refused, "install what it needs"))
     if not faults and (not isinstance(made, type) or not getattr(made, "config_class", None)):
-        # The lazy module lists its names without importing the thousands of them.
+        # `dir` lists the names of the lazy module without importing the thousands of them.
         names = [n for n in dir(transformers) if _MODEL_NAME.fullmatch(n)]
         close = get_close_matches(name, [n for n in names if not _NO_MODEL_NAME.fullmatch(n)])
         like = f"did you mean {' or '.join(close)}?" if close else RULES["architecture"][1]
@@ -129,10 +129,8 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
 
 
 def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
-    """Return the faults of `model.config`.
-
-    They are keys that would be stored and never read, values that are refused, and `use_cache`.
-    """
+    """Return the faults of `model.config`: keys that no code reads, values that are refused, and
+    `use_cache`."""
     config_class = made.config_class
     try:
         config = training_config(config_class, options.config, options.pretrained)
@@ -141,7 +139,7 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
         return [Fault("model.config", str(options.config), rule, "correct the value it names")]
     known = {n for n in inspect.signature(config_class).parameters if not n.startswith("_")}
     known |= set(config_class.attribute_map)
-    # Old names (rope_theta) are translated and leave no attribute; a typo leaves its own.
+    # Old names (rope_theta) are translated and become no attribute. A typo becomes one.
     stored = set(vars(config)) - known - _default_attributes(config_class)
     undeclared = [key for key in options.config if key in stored]
     read = _read_settings(made) if undeclared else frozenset()
@@ -158,12 +156,12 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
 
 
 def _read_settings(made: type) -> frozenset[str]:
-    """Return the settings that the source of the model class `made` reads of a config.
+    """Return the settings that the source of the model class `made` reads from its config.
 
-    A setting counts whether a config class declares it or not: T5's decoder_start_token_id, and
-    DebertaV2's share_att_key, whose default is in a getattr alone. The source is the module of the
-    class, and modules of other models that it takes classes and functions from. The source that all
-    models share is left out: it reads what only some of them act upon.
+    Undeclared settings are included: T5's decoder_start_token_id, and DebertaV2's share_att_key,
+    whose default is in a getattr alone. The source is the module of the class, and the modules of
+    other models whose classes and functions it uses. The source that all models share is left out:
+    it reads settings that only some models act upon.
     """
     own = vars(sys.modules[made.__module__]).values()
     names = {x.__module__ for x in own if isinstance(x, type) or inspect.isfunction(x)}
@@ -174,7 +172,8 @@ def _read_settings(made: type) -> frozenset[str]:
 
 
 def _default_attributes(config_class: Any) -> set[str]:
-    """Return the attributes of a config with its defaults; none of a class that has no default."""
+    """Return the attributes of the default config of a class; none where the class has no
+    default."""
     try:
         return set(vars(config_class()))
     except Exception:  # composite configs (EncoderDecoderConfig) have no default
@@ -184,7 +183,7 @@ def _default_attributes(config_class: Any) -> set[str]:
 def given_config(config_class: Any, settings: dict[str, Any], pretrained: str | None) -> Any:
     """Return the config that a request gives a model of transformers.
 
-    It is the config saved in `pretrained`, if that is given, with `settings` over it. Keys that the
+    It is the config saved in `pretrained`, if that is given, updated with `settings`. Keys that the
     class does not know are kept.
     """
     saved = {}
@@ -196,10 +195,8 @@ def given_config(config_class: Any, settings: dict[str, Any], pretrained: str | 
 
 
 def training_config(config_class: Any, settings: dict[str, Any], pretrained: str | None) -> Any:
-    """Return the config that a model of transformers is trained with.
-
-    It is `given_config`'s without the cache of generation.
-    """
+    """Return the config that a model of transformers is trained with: `given_config` without the
+    cache of generation."""
     config = given_config(config_class, settings, pretrained)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     for part in parts:
@@ -216,10 +213,10 @@ def hugging_face(
 ) -> nn.Module:
     """Return a model of the class `architecture` of transformers.
 
-    Its config is `config` over the defaults or over that of `pretrained`. Its weights are random,
-    from torch's global generator, or those that `pretrained` names, in fp32. With `adapters`, these
-    weights are frozen and have adapters. On the meta device no weights are read. Raises ConfigError
-    for a folder without weights that can be read.
+    The model's config is the default, or the one of `pretrained`, updated with `config`. The
+    weights are fp32: random ones from torch's global generator, or those that `pretrained` names.
+    With `adapters`, these weights are frozen and have adapters. On the meta device no weights are
+    read. Raises ConfigError for a folder without readable weights.
     """
     import transformers
 
@@ -234,15 +231,13 @@ def hugging_face(
 
 
 class _TooManyPartsError(Exception):
-    """Raised where a model's constructor registers more than MOST_PARTS modules and parameters."""
+    """A model's constructor has registered more than MOST_PARTS modules and parameters."""
 
 
 @contextmanager
 def _bounded_parts() -> Iterator[None]:
-    """Raise _TooManyPartsError inside where more than MOST_PARTS parts are registered.
-
-    Parts are modules and parameters.
-    """
+    """Raise _TooManyPartsError where more than MOST_PARTS modules and parameters are registered in
+    the context."""
     left = MOST_PARTS
 
     def count(*_: object) -> None:
@@ -266,9 +261,9 @@ def build_model(options: ModelOptions) -> nn.Module:
     """Return the model on the current default device, in train mode.
 
     Seed torch, or enter `torch.device("meta")`, first. Raises ConfigError when the class cannot be
-    had (see `load_class`), when its constructor raises or makes too many modules and parameters,
-    when a function gives no module though it says so, for parameters without a shape or of complex
-    numbers, and when layers are to be shared and no two are alike.
+    imported (see `load_class`), when the constructor raises or makes too many modules and
+    parameters, when a function does not return a module, for parameters without a shape or of
+    complex numbers, and when layers are to be shared and no two are alike.
     """
     made = load_class(options)
     key, value, remedy = "model._target_", options.target, "correct its arguments or its code"

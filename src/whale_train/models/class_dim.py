@@ -1,8 +1,8 @@
-"""The dimension of a model's logits that is the classes, by the shapes of logits and labels.
+"""Find the dimension of the classes in a model's logits, from the shapes of logits and labels.
 
-`torch.nn.functional.cross_entropy` takes logits [batch, classes, ...] with labels [batch, ...];
-language models return [batch, sequence, classes] with labels [batch, sequence]. Both are read, each
-where the shapes say that it is meant.
+`torch.nn.functional.cross_entropy` takes logits [batch, classes, ...] with labels [batch, ...].
+Language models return [batch, sequence, classes] with labels [batch, sequence]. Both forms are
+accepted, and the shapes tell which one is meant.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 from whale_train.strategies.graph.operation_graph import Logits
 
-FIRST, LAST = 1, -1  # what `model.class_dim` may be
+FIRST, LAST = 1, -1  # the values of `model.class_dim`
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,18 @@ class ClassDim:
 
 
 def class_dim(logits: Sequence[Any], labels: Sequence[Any], wanted: int | None) -> ClassDim | None:
-    """Return the dimension of the classes, or None where there are too few or too many labels.
+    """Return the dimension of the classes, or None where the number of labels fits neither
+    dimension.
 
-    `logits` and `labels` are shapes; labels have one class for each place of the logits. Sizes are
-    ints, or torch's symbols while a batch of any extent is exported. `wanted` is the dimension that
-    the user says (None: none).
+    logits, labels: shapes. Sizes are ints, or torch's symbols while a batch of any size is
+        exported.
+    wanted: the only dimension to try; None tries both.
 
-    Logits of two dimensions have their classes last. Otherwise a dimension fits whose removal
-    leaves as many places as there are labels, which may be flattened. Of two that fit, the one
-    counts that leaves the shape of the labels; or else leaves it but for dimensions of 1. Where
-    both do equally well, logits of three dimensions are a sequence's, classes last, and logits of
-    more are torch's, classes second.
+    Logits of two dimensions have their classes last. Otherwise a dimension fits if the logits
+    without it have as many places as there are labels, which may be flattened. If both fit, the
+    dimension is preferred whose removal leaves the labels' shape, then the one that leaves it up to
+    dimensions of size 1. If both still fit, logits of three dimensions have their classes last,
+    like a sequence's, and logits of more have them second, like torch's.
     """
     dims = (wanted,) if wanted is not None else (LAST,) if len(logits) < 3 else (FIRST, LAST)
     sizes, label_sizes = _known(logits), _known(labels)
@@ -48,10 +49,10 @@ def class_dim(logits: Sequence[Any], labels: Sequence[Any], wanted: int | None) 
     fitting = [dim for dim in dims if prod(places[dim]) == prod(label_sizes)]
     if not fitting:
         return None
-    for kept in (list, _beside_ones):
-        of_shape = [dim for dim in fitting if kept(places[dim][1:]) == kept(label_sizes[1:])]
-        if of_shape:
-            fitting = of_shape
+    for form in (list, _beside_ones):
+        same_shape = [dim for dim in fitting if form(places[dim][1:]) == form(label_sizes[1:])]
+        if same_shape:
+            fitting = same_shape
             break
     last = LAST in fitting and (len(fitting) == 1 or len(logits) < 4)
     return ClassDim(LAST if last else FIRST, is_open=len(fitting) > 1)
@@ -60,9 +61,10 @@ def class_dim(logits: Sequence[Any], labels: Sequence[Any], wanted: int | None) 
 def read_logits(
     shapes: Sequence[tuple[int, ...]], batch: Mapping[str, Any], wanted: int | None
 ) -> Logits | None:
-    """Return the logits of `batch` as the loss reads them; None where there are none.
+    """Return the logits of `batch` as the loss reads them, or None where the loss reads no logits.
 
-    `shapes` are the shapes of logits that were computed, the first of them those of `batch`.
+    shapes: shapes of all computed logits; the first shape is that of the logits of `batch`.
+    wanted: as in `class_dim`.
     """
     read = class_dim(shapes[0], batch["labels"].shape, wanted) if shapes else None
     return None if read is None else Logits(shapes[0][1:], read.dim, read.is_open)
@@ -78,9 +80,9 @@ def _beside_ones(shape: list[int]) -> list[int]:
 
 
 def _known(shape: Sequence[Any]) -> list[int] | None:
-    """Return the sizes of a shape as ints, or None where one follows the values of a tensor.
+    """Return the sizes of a shape as ints, or None where a size depends on the values of a tensor.
 
-    A symbol is its size in the batch that is traced, which the trace is not held to.
+    A symbol becomes its size in the traced batch, without a guard on the trace.
     """
     known = all(isinstance(size, int) or size.node.has_hint() for size in shape)
     return [size if isinstance(size, int) else size.node.hint for size in shape] if known else None

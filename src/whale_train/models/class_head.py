@@ -1,7 +1,7 @@
-"""A small backbone under a head of as many classes as you like: where splitting the head pays.
+"""A small backbone under a head of any number of classes: the case where splitting the head pays.
 
-It knows nothing of whale-train. The shape is that of large-scale classification (faces,
-products), where the classes hold nearly all the parameters.
+It knows nothing of whale-train. The shape is that of large-scale classification (faces, products),
+where the head holds nearly all parameters.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
-"""The precision in which torch computes fp32 in this process.
+"""Set the precision in which torch computes fp32 in this process.
 
-It is the same where a model is measured, exported and trained, for its forward may ask.
+It is the same where a model is measured, exported and trained, because a forward may ask for it.
 """
 
 import warnings
@@ -9,11 +9,11 @@ import torch
 
 
 def compute_fp32(in_tf32: bool) -> None:
-    """Have GPUs compute products, convolutions and recurrences of fp32 in TF32, or none of them.
+    """Have GPUs compute fp32 products, convolutions and recurrences in TF32, or none of them.
 
-    torch's default is TF32 for all but products. The setting is `allow_tf32`: torch refuses to read
-    it, and to enter `cudnn.flags`, once the settings per operation (`fp32_precision`) say something
-    else, while these follow `allow_tf32`. A model may use either.
+    torch's default is TF32 for all but products. `allow_tf32` is set, and not the newer settings
+    per operation (`fp32_precision`): once these differ, torch refuses to read `allow_tf32` and to
+    enter `cudnn.flags`, while they follow `allow_tf32`. A model may use either.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)

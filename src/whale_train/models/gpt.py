@@ -1,4 +1,4 @@
-"""A small GPT: the reference language model, written as a user would write theirs.
+"""A small GPT: the reference language model, written in the way a user would write one.
 
 It knows nothing of whale-train. A pre-norm decoder (GPT-2, Radford et al. 2019) with learned
 positions and fused causal attention.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-IGNORED_LABEL = -100  # the labels cross-entropy leaves out, as in torch and transformers
+IGNORED_LABEL = -100  # labels that cross-entropy ignores, as in torch and transformers
 
 
 class Output(NamedTuple):
@@ -32,11 +32,11 @@ def dropout_layer(probability: float) -> nn.Module:
 
 
 def start_weights(model: nn.Module, depth: int) -> None:
-    """Set the weights of a decoder of `depth` blocks to the values that GPT-2's start with.
+    """Initialise a decoder of `depth` blocks as GPT-2 is initialised.
 
-    They are normal with deviation 0.02, biases 0. The projections back into the residual stream, of
-    which there are 2 x depth, are divided by sqrt(2 x depth). They come from torch's global
-    generator, so that the same seed gives the same weights.
+    Weights are normal with deviation 0.02, biases 0. The 2 x depth projections back into the
+    residual stream are divided by sqrt(2 x depth). Weights are drawn from torch's global generator,
+    so that the same seed gives the same weights.
     """
     for name, parameter in model.named_parameters():
         if name.removesuffix(".weight").endswith(("projection", "contract")):
@@ -51,7 +51,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy of `logits` for the next tokens, an fp32 scalar.
 
     `logits` are [batch, sequence, vocabulary], `labels` int64 [batch, sequence]. The target of a
-    position is the label of the position after it. Labels of -100 do not count.
+    position is the label of the next position. Labels of -100 do not count.
     """
     # Shifting the labels instead of the logits leaves the large tensor uncopied.
     following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
@@ -63,7 +63,8 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [batch, sequence, width]; one weight has query, key and value.
+    """Causal self-attention over [batch, sequence, width], with one weight for query, key and
+    value.
 
     Raises ValueError for a width that `heads` does not divide.
     """
@@ -94,7 +95,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a GELU layer of four times the width, each behind a norm and a residual."""
+    """Attention and a GELU layer of four times the width, each with a norm before it and a residual
+    around it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -113,10 +115,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over `vocab_size` tokens; the weights start as GPT-2's do (`start_weights`).
+    """A decoder over `vocab_size` tokens, with GPT-2's initial weights (`start_weights`).
 
     vocab_size: number of different tokens.
-    sequence_length: tokens of a sequence, at most.
+    sequence_length: largest number of tokens of a sequence.
     width: hidden size, a multiple of `heads`.
     depth: number of blocks.
     heads: attention heads of a block.
@@ -151,8 +153,8 @@ class GPT(nn.Module):
         """Return the logits, and the loss where `labels` are given.
 
         `input_ids` and `labels` are int64 [batch, sequence]. The label of a position is its own
-        token: the shift to the next one is made here. The loss is the mean over the labels that are
-        not -100.
+        token; the loss shifts the labels by one. The loss is the mean over the labels that are not
+        -100.
         """
         positions = torch.arange(input_ids.size(1), device=input_ids.device)
         hidden = self.drop(self.token(input_ids) + self.position(positions))

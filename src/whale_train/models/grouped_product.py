@@ -1,8 +1,8 @@
-"""The product of every expert with its own rows, as one operation that can be exported.
+"""The grouped matrix product of experts and their rows, as one operation that can be exported.
 
-torch has the kernel (`functional.grouped_mm`), but traces it in bf16 alone. Here it is wrapped so
-that shapes, gradients and FLOPs are known in every floating type, and autocast lowers it as other
-products. It knows nothing of whale-train.
+torch has the kernel (`functional.grouped_mm`), but traces it only in bf16. This operation wraps it,
+so that shapes, gradients and FLOPs are known in every floating type, and autocast lowers it like
+other products. It knows nothing of whale-train.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,10 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     rows: [rows, in], sorted by expert.
     weight: [experts, in, out].
-    ends: int32 [experts], the index at which the rows of each expert end. An expert may have no
-        rows. What follows the last end is of no expert, and its results are whatever the memory
-        held.
+    ends: int32 [experts], the index after the last row of each expert. An expert may have no rows.
+        Rows after the last end belong to no expert, and their results are uninitialised memory.
 
-    Rows of `in` and of `out` elements are multiples of 16 bytes.
+    A row of `in` or of `out` elements must be a multiple of 16 bytes.
     """
     return functional.grouped_mm(rows, weight, offs=ends)
 
@@ -43,9 +42,9 @@ def _backward(
 
     `gradient` is the gradient of the product, [rows, out].
     """
-    of_rows = functional.grouped_mm(gradient, weight.mT, offs=ends)
-    # Here the experts' rows are what is summed over, and the result is a stack again.
-    return of_rows, functional.grouped_mm(rows.mT, gradient, offs=ends)
+    rows_gradient = functional.grouped_mm(gradient, weight.mT, offs=ends)
+    # This product sums over the rows of each expert, and its result is a stack again.
+    return rows_gradient, functional.grouped_mm(rows.mT, gradient, offs=ends)
 
 
 @_backward.register_fake
@@ -65,7 +64,8 @@ grouped_mm.register_autograd(_gradients, setup_context=_keep)
 
 
 def _autocast(device: str, key: DispatchKey) -> Callable[..., Tensor]:
-    """Return the kernel of `grouped_mm` under autocast, which computes in autocast's 16 bits."""
+    """Return the kernel of `grouped_mm` under autocast, which computes in autocast's 16-bit
+    dtype."""
 
     def lowered(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
@@ -76,7 +76,7 @@ def _autocast(device: str, key: DispatchKey) -> Callable[..., Tensor]:
     return lowered
 
 
-# The kernels last as long as this. (torch.library.register_autocast casts to one given dtype.)
+# The library keeps the kernels alive. (torch.library.register_autocast casts to one given dtype.)
 _KERNELS: Any = torch.library.Library("whale_train", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _device, _key in (("cpu", DispatchKey.AutocastCPU), ("cuda", DispatchKey.AutocastCUDA)):
     _KERNELS.impl("grouped_mm", _autocast(_device, _key), _key.name)

@@ -1,7 +1,7 @@
 """A small residual network with BatchNorm: the reference image model.
 
-It knows nothing of whale-train. The blocks are those of ResNet (He et al. 2016), for images too
-small for ResNet's own stem.
+It knows nothing of whale-train. The blocks are ResNet's (He et al. 2016), for images too small for
+ResNet's own stem.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Output(NamedTuple):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut.
+    """Two 3x3 convolutions with a shortcut around them.
 
     It maps [batch, inputs, height, width] to [batch, outputs, height / stride, width / stride].
     """
@@ -45,11 +45,12 @@ class ResidualBlock(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Residual network of `depth` blocks of `width` channels, a mean over the image, and a head.
+    """Residual network of `depth` blocks of `width` channels, a mean over the image, and a linear
+    head.
 
-    The head is linear. The second and third block halve the image and double the channels; further
-    ones keep both, so that depth does not shrink an 8x8 image away (BatchNorm needs more than one
-    value a channel, also for a batch of 1).
+    The second and third block halve the image and double the channels. Further blocks keep both, so
+    that depth does not shrink an 8x8 image to nothing (BatchNorm needs more than one value per
+    channel, also for a batch of 1).
     """
 
     def __init__(

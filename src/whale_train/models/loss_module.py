@@ -1,4 +1,4 @@
-"""LossModule, which makes any model one that returns a scalar loss and takes fields of the data."""
+"""Wrap any model as a module that takes fields of the data and returns a scalar loss."""
 
 import inspect
 import os
@@ -14,19 +14,21 @@ from whale_train.models.options import LossOptions, ModelOptions
 from whale_train.own_code import TargetKind, by_keyword, importable, named_function
 from whale_train.strategies.graph.operation_graph import InputField
 
-MODEL_PREFIX = "model."  # what LossModule puts before the model's own parameter paths
-IGNORED_LABEL = -100  # labels that count for nothing, as in torch and transformers
+MODEL_PREFIX = "model."  # the prefix of the model's own parameter paths in LossModule
+IGNORED_LABEL = -100  # labels that cross-entropy ignores, as in torch and transformers
 
 
 def _forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the parameters of a model's forward that can be passed by keyword, and whether it
+    takes `**kwargs`."""
     return by_keyword(inspect.signature(model.forward).parameters)
 
 
 def _takes_labels(model: nn.Module, loss: str) -> bool:
     """Return whether the model is given the labels.
 
-    With the loss cross_entropy they belong to the loss: a model that could do without them would
-    only compute a second loss.
+    With the loss cross_entropy, a model gets labels only where its forward requires them: with
+    optional labels it would only compute a second loss.
     """
     named, open_ended = _forward_parameters(model)
     if "labels" not in named:
@@ -37,7 +39,7 @@ def _takes_labels(model: nn.Module, loss: str) -> bool:
 def forward_fields(
     model: nn.Module, options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[str, ...]:
-    """Return the names of the data's fields that `LossModule` is to be given, in the data's order.
+    """Return the names of the data's fields that `LossModule` takes, in the data's order.
 
     They are the arguments of the model's forward, and the labels where the loss needs them. Raises
     ConfigError with all faults: a field that neither forward nor the loss takes, a forward argument
@@ -84,8 +86,11 @@ _TENSOR = TargetKind("torch.Tensor", lambda made: issubclass(made, Tensor))
 
 
 def own_loss(options: LossOptions) -> Callable[..., object]:
-    """Return the loss of the user's own. Raises ConfigError where it cannot be had, is none, or has
-    tensors of its own, which no rank would train or move."""
+    """Return the loss of the user's own.
+
+    Raises ConfigError where it cannot be imported, is not a loss, or has parameters or buffers,
+    which no rank would train or move.
+    """
     with importable(os.getcwd()), torch.device("cpu"):
         loss = named_function("model.loss", options.target, options.arguments, _TENSOR)
     if isinstance(loss, nn.Module):
@@ -98,13 +103,13 @@ def own_loss(options: LossOptions) -> Callable[..., object]:
 
 
 class LossModule(nn.Module):
-    """A model and its loss as one module, called with a batch by keyword for a scalar loss.
+    """A model and its loss as one module, which takes a batch by keyword and returns a scalar loss.
 
     The loss is the mean over the batch's samples, or over unmasked tokens. It is the model's own,
-    or the cross-entropy of the model's logits, [batch, classes, ...] or [..., classes]
-    (`models/class_dim.py`), with `labels` [batch, ...], where labels of -100 do not count. The
-    model's parameter paths get the prefix `MODEL_PREFIX`. `on_logits`, where it is set, is called
-    with the shape of the logits.
+    the user's own function of logits and labels, or the cross-entropy of the model's logits,
+    [batch, classes, ...] or [..., classes] (`models/class_dim.py`), with `labels` [batch, ...],
+    where labels of -100 do not count. The model's parameter paths get the prefix `MODEL_PREFIX`.
+    `on_logits`, where it is set, is called with the shape of the logits before cross-entropy.
     """
 
     on_logits: Callable[[tuple[int, ...]], None] | None = None
@@ -113,7 +118,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.loss, self.class_dim = options.loss, options.class_dim
-        # In a tuple: a module inside it is none of the model's.
+        # In a tuple, a loss that is a module is not registered as a submodule.
         self._own = () if options.own_loss is None else (own_loss(options.own_loss),)
         self.takes_labels = _takes_labels(model, options.loss)
         named, open_ended = _forward_parameters(model)
@@ -127,8 +132,8 @@ class LossModule(nn.Module):
     def name(self, fields: Iterable[str]) -> None:
         """Add `fields` to the signature of `forward`.
 
-        Fields that a model takes as `**kwargs` have no name there, and torch.export gives a dynamic
-        shape to named arguments alone.
+        Fields that a model takes as `**kwargs` are not named in its signature, and torch.export
+        gives a dynamic shape only to named arguments.
         """
         given = dict(self.signature.parameters)
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -192,7 +197,7 @@ class LossModule(nn.Module):
         if classes.dim == FIRST and logits.dim() > 2:
             logits = logits.movedim(FIRST, LAST)
         if labels.dtype != torch.int64:
-            labels = labels.long()  # of integers torch takes 64 bits and bytes alone
+            labels = labels.long()  # torch takes only int64 and uint8 labels
         return functional.cross_entropy(
             logits.flatten(0, -2).float(),  # a half-precision loss keeps three digits
             labels.flatten(),
@@ -201,8 +206,8 @@ class LossModule(nn.Module):
 
 
 def _scalar(computed: object, loss: Callable[..., object]) -> Tensor:
-    """Return `computed`, of a loss of the user's own, as the scalar tensor that it is. Raises
-    ConfigError where it is none."""
+    """Return `computed`, the result of the user's own `loss`. Raises ConfigError where it is not a
+    scalar tensor."""
     if isinstance(computed, Tensor) and not computed.dim():
         return computed
     name = getattr(loss, "__name__", type(loss).__name__)
@@ -213,7 +218,7 @@ def _scalar(computed: object, loss: Callable[..., object]) -> Tensor:
 
 
 def _member(output: object, name: str) -> Tensor | None:
-    """Return a tensor of a model's output, or None where there is none.
+    """Return the loss or the logits in a model's output, or None where the output has no tensor.
 
     It is the attribute or key `name`, else the first tensor of a sequence, else the output itself.
     """

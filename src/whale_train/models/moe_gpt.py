@@ -1,17 +1,18 @@
 """A GPT whose blocks have a mixture of experts: the reference sparse model.
 
-It knows nothing of whale-train. Every token goes to the `top_k` experts its router likes best; or,
-where experts are prototyped, to the `top_k` best of every group of them (M6-T, Yang et al. 2021,
-arXiv 2105.15082). What keeps experts evenly busy is off unless it is asked for:
+It knows nothing of whale-train. Every token goes to the `top_k` experts with the best scores of its
+router; or, with expert prototyping, to the `top_k` best of every group of experts (M6-T, Yang et
+al. 2021, arXiv 2105.15082). The means of balancing the load are off by default:
 
-- capacity (GShard, Lepikhin et al. 2020, arXiv 2006.16668): an expert takes so many tokens of a
-  sequence, the first ones that want it, and others go without it. Sequences do not compete for
-  room: which token is left out depends on no other sample, nor on a token after it.
-- a loss that balances experts (Switch Transformer, Fedus et al. 2021, arXiv 2101.03961), over the
-  batch or over every sequence.
-- a loss that keeps the router's logits small (ST-MoE, Zoph et al. 2022, arXiv 2202.08906).
-- a bias on what experts are chosen by, which moves against their load after every step (Wang et
-  al. 2024, arXiv 2408.15664; DeepSeek-V3).
+- capacity (GShard, Lepikhin et al. 2020, arXiv 2006.16668): an expert takes a limited number of
+  tokens of a sequence, the first ones that choose it; the other tokens skip it. Sequences do not
+  compete for room: a dropped token depends on no other sample, nor on a later token.
+- an auxiliary loss that balances experts (Switch Transformer, Fedus et al. 2021, arXiv 2101.03961),
+  over the batch or over every sequence.
+- an auxiliary loss that keeps the router's logits small (ST-MoE, Zoph et al. 2022, arXiv
+  2202.08906).
+- a bias on the scores by which experts are chosen, which moves against the load after every step
+  (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3).
 """
 
 from dataclasses import dataclass
@@ -39,14 +40,14 @@ class Routing:
     experts: number of experts.
     top_k: number of experts of each group that a token goes to.
     prototypes: number of groups, which divides `experts`.
-    capacity_factor: room of an expert, relative to the tokens that each would have if all were
-        chosen alike; None for no limit.
+    capacity_factor: capacity of an expert, relative to its tokens under a uniform load; None for no
+        limit.
     balance: factor of the loss that balances experts.
-    balance_over: whether loads are those of the whole `batch` or of every `sequence`.
+    balance_over: whether the load is counted over the whole `batch` or over every `sequence`.
     z_loss: factor of the loss that keeps the router's logits small.
     bias_rate: amount by which a step moves the bias; 0 for no bias.
 
-    Raises ValueError for what does not fit together.
+    Raises ValueError for values that contradict each other.
     """
 
     experts: int
@@ -87,10 +88,8 @@ class Routing:
         return self.prototypes * self.top_k
 
     def capacity(self, tokens: int) -> int | None:
-        """Return the room of an expert for a sequence of `tokens` tokens, in tokens.
-
-        Return None without a limit.
-        """
+        """Return the capacity of an expert for a sequence of `tokens` tokens, in tokens, or None
+        without a limit."""
         if self.capacity_factor is None:
             return None
         return ceil(self.capacity_factor * tokens * self.slots / self.experts)
@@ -101,8 +100,8 @@ class Choice(NamedTuple):
 
     weights: weights of the chosen experts, fp32 [tokens, slots].
     chosen: numbers of the chosen experts, int64 [tokens, slots]; `experts` stands for an expert
-        that has no room.
-    auxiliary: auxiliary losses of the samples, fp32 [batch]; None without any.
+        without room.
+    auxiliary: auxiliary losses of the samples, fp32 [batch]; None where the router has none.
     """
 
     weights: Tensor
@@ -113,8 +112,8 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """Router of the tokens in [batch, sequence, width] to experts.
 
-    The weights are the chosen experts' probabilities among all experts of their prototype, as they
-    are: even a single one has a gradient then.
+    The weights are the chosen experts' probabilities among all experts of their prototype, not
+    renormalised, so that even a single chosen expert has a gradient.
     """
 
     bias: Tensor
@@ -129,7 +128,7 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor) -> Choice:
         """Return the experts of every token of `hidden`, [batch, sequence, width].
 
-        In training mode the bias, if there is one, is moved.
+        In training mode the bias, if there is one, is updated.
         """
         routing, (batch, sequence, _) = self.routing, hidden.shape
         # In half precision neighbouring experts' probabilities would be equal.
@@ -148,8 +147,8 @@ class Router(nn.Module):
             counts = torch.zeros(batch, routing.experts, dtype=torch.int64, device=wanted.device)
             counts = counts.scatter_add(1, wanted, torch.ones_like(wanted))
             if room is not None:
-                kept = _has_room(wanted, counts, room).view(chosen.shape)
-                chosen = torch.where(kept, chosen, routing.experts)
+                has_room = _has_room(wanted, counts, room).view(chosen.shape)
+                chosen = torch.where(has_room, chosen, routing.experts)
             if routing.balance:
                 auxiliary = routing.balance * self._unbalance(probabilities, counts)
             if routing.bias_rate and self.training:
@@ -163,7 +162,7 @@ class Router(nn.Module):
         """Return the weights and the numbers of every prototype's best experts.
 
         `probabilities` are [tokens, experts], or [tokens, prototypes, group] with several
-        prototypes. The results have `top_k` as their last extent.
+        prototypes. The last dimension of both results has size `top_k`.
         """
         if not self.routing.bias_rate:
             weights, chosen = torch.topk(probabilities, self.routing.top_k, dim=-1)
@@ -175,10 +174,10 @@ class Router(nn.Module):
     def _unbalance(self, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Return each sample's part of the loss that balances experts, fp32 [batch].
 
-        It is the mean over prototypes of the number of a prototype's experts times the sum over
-        experts of the part of the tokens that asks for an expert, times its mean probability; 1
-        where all are asked for alike. `counts`, int64 [batch, experts], are the slots that ask for
-        each expert: whole numbers, exact, and without a gradient.
+        For a prototype of `group` experts it is `group` times the sum over experts of the fraction
+        of slots that choose an expert, times the expert's mean probability; 1 under a uniform load.
+        The result is the mean over prototypes. `counts`, int64 [batch, experts], are the slots that
+        choose each expert: exact whole numbers without a gradient.
         """
         batch, shape = counts.shape[0], (self.routing.prototypes, self.routing.group)
         if self.routing.balance_over == "batch":
@@ -189,9 +188,10 @@ class Router(nn.Module):
         return (part * likely).sum((1, 2)) * self.routing.group / self.routing.prototypes
 
     def _move_bias(self, counts: Tensor) -> None:
-        """Lower the bias of experts that more tokens ask for than the mean, and raise the others'.
+        """Lower the bias of experts with more than the mean load, and raise the bias of those with
+        less.
 
-        `counts`, int64 [batch, experts], are the slots that ask for each expert.
+        `counts`, int64 [batch, experts], are the slots that choose each expert.
         """
         load = counts.sum(0).view(self.routing.prototypes, self.routing.group)
         # Both sides are multiplied by the number of experts, as a mean is no whole number.
@@ -200,10 +200,11 @@ class Router(nn.Module):
 
 
 def _has_room(wanted: Tensor, counts: Tensor, room: int) -> Tensor:
-    """Return whether each slot of a sequence is among the first `room` that want its expert.
+    """Return whether each slot of a sequence is among the first `room` slots that choose its
+    expert.
 
     wanted: expert of each slot, int64 [batch, slots of a sequence].
-    counts: number of slots that want each expert, int64 [batch, experts].
+    counts: number of slots that choose each expert, int64 [batch, experts].
 
     The result is bool [batch, slots of a sequence].
     """
@@ -226,12 +227,12 @@ class Experts(nn.Module):
         self.limited = routing.capacity_factor is not None
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sums of what the tokens' experts give, [tokens, width].
+        """Return the weighted sums of the results of each token's experts, [tokens, width].
 
         `tokens` are [tokens, width], `weights` and `chosen` [tokens, slots].
         """
-        # One row for each expert of each token, those of one expert next to each other: all
-        # shapes are known beforehand, whatever the router says. Rows of no expert are the last.
+        # There is one row for each slot, sorted by expert, so that shapes do not depend on the
+        # router's choice. Rows without an expert are last.
         expert, order = torch.sort(chosen.flatten(), stable=True)
         numbers = torch.arange(self.expand.shape[0], device=tokens.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
@@ -243,10 +244,10 @@ class Experts(nn.Module):
         return summed
 
     def _of_experts(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """Return `rows`, [rows, ...], with zeros and zero gradients where they are of no expert.
+        """Return `rows`, [rows, ...], with zeros and zero gradients in rows without an expert.
 
-        `expert`, int64 [rows], is the expert of each row. Grouped products leave rows of no expert
-        as they find their memory.
+        `expert`, int64 [rows], is the expert of each row. Grouped products leave such rows
+        uninitialised.
         """
         if not self.limited:
             return rows
@@ -254,7 +255,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a mixture of experts, each behind a norm and a residual."""
+    """Attention and a mixture of experts, each with a norm before it and a residual around it."""
 
     def __init__(self, width: int, heads: int, ffn: int, routing: Routing, dropout: float) -> None:
         super().__init__()
@@ -281,19 +282,19 @@ class MoEGPT(nn.Module):
     """A decoder over `vocab_size` tokens with a mixture of experts in every block.
 
     vocab_size: number of different tokens.
-    sequence_length: tokens of a sequence, at most.
+    sequence_length: largest number of tokens of a sequence.
     width: hidden size, a multiple of `heads`.
     depth: number of blocks.
     heads: attention heads of a block.
     ffn: hidden units of an expert.
-    experts: experts of a block.
-    top_k: experts of a block that a token goes to; with several prototypes, of each of them.
+    experts: number of experts of a block.
+    top_k: experts of a block that a token goes to; with several prototypes, of each prototype.
     dropout: probability that an element is dropped; 0 for no dropout.
 
-    The other arguments are those of `Routing`. Losses of routers are averaged over samples, added
-    up over blocks, and added to the model's. Rows of `width` and of `ffn` elements are multiples of
-    16 bytes, as grouped products want them. Weights start as GPT-2's do. Raises ValueError for a
-    width that `heads` does not divide, and as `Routing` does.
+    The other arguments are those of `Routing`. The routers' losses are averaged over samples,
+    summed over blocks, and added to the model's loss. A row of `width` or of `ffn` elements must be
+    a multiple of 16 bytes, which grouped products require. The initial weights are GPT-2's. Raises
+    ValueError for a width that `heads` does not divide, and where `Routing` raises.
     """
 
     def __init__(

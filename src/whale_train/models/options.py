@@ -1,4 +1,4 @@
-"""Options of the `model` group of a config, read and checked without importing any model."""
+"""Read and check the options of the `model` group of a config, without importing any model."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -18,14 +18,14 @@ from whale_train.validation import no_truth_value
 
 HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
 ADAPTERS = "model.adapters"
-MISSING = "???"  # how a config says that a value must be given
+MISSING = "???"  # the value in a config that must be given
 
 _OWN_KEYS = (
     *("_target_", "loss", "class_dim", "sync_batchnorm", "loss_over", "samples_are_independent"),
     *("init", "share_layers"),
 )
 _HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters")
-# What the model group itself defines; every other key under model is an argument of its class.
+# The keys that the model group defines; every other key under model is an argument of its class.
 MODEL_KEYS = (*_OWN_KEYS, *_HUGGING_FACE_KEYS)
 RULES = {
     "_target_": ("is not the path of a class", "write model._target_=package.module.Class"),
@@ -46,7 +46,7 @@ RULES = {
 }
 
 
-OWN_LOSS = "own"  # the value of `loss` where it is of the user's own
+OWN_LOSS = "own"  # the value of `loss` for a loss of the user's own
 
 
 class LossOptions(BaseModel):
@@ -54,7 +54,7 @@ class LossOptions(BaseModel):
 
     target: path of a function of predictions and labels that returns a tensor, or of a class whose
         objects are such functions.
-    arguments: its keyword arguments, or those of the class.
+    arguments: keyword arguments of the function, or of the class's constructor.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,22 +69,22 @@ class ModelOptions(BaseModel):
     target: path of the class or function that makes the model.
     loss: the model's own loss, the cross-entropy of its logits, or a loss of the user's own.
     own_loss: the loss of the user's own; None where there is none.
-    class_dim: dimension of the classes in the logits that `loss=cross_entropy` reads; None: by
-        their shape (`models/class_dim.py`).
+    class_dim: dimension of the classes in the logits that `loss=cross_entropy` reads; None infers
+        it from their shape (`models/class_dim.py`).
     sync_batchnorm: whether batch norms are computed over the whole batch.
-    loss_over: what a batch's loss is of its samples' losses, where the model's graph does not say
-        it.
-    samples_are_independent: the user vouches for a model that nothing has proven to be trained
-        equally in parts.
-    init: how initial weights are made that no folder has. With `whole` they are as one process
-        draws them. With `sharded` they are made tensor by tensor where they are wanted, for models
-        that no host could hold; these are other draws, the same whatever the plan.
-    share_layers: whether layers of a list that are alike have the weights of the first.
+    loss_over: whether a batch's loss is the mean or the sum of its samples' losses, where the
+        model's graph does not tell; None where it tells.
+    samples_are_independent: whether the user vouches that a batch may be split, where nothing has
+        proven that the model then trains equally.
+    init: how weights are initialised that no folder has. `whole` draws them as one process would.
+        `sharded` draws each tensor where it is needed, for models that no host could hold; the
+        draws differ from those of `whole`, and are the same under every plan.
+    share_layers: whether equal layers of a list share the weights of the first.
     architecture: class of a Hugging Face model.
     config: settings of a Hugging Face model.
     pretrained: folder or model of the hub with the weights of a Hugging Face model.
-    adapters: settings of low-rank adapters that alone are trained, for a Hugging Face model; None:
-        all of the model is trained.
+    adapters: settings of low-rank adapters for a Hugging Face model, which alone are trained; None
+        trains the whole model.
     arguments: constructor arguments of every other class.
     """
 
@@ -116,25 +116,26 @@ class ModelOptions(BaseModel):
 
     @property
     def adds_to_a_folder(self) -> bool:
-        """Return whether the frozen weights are those of a folder, which any run reads there."""
+        """Return whether the model's frozen weights come from a folder, which every run can
+        read."""
         return self.adapters is not None and self.pretrained is not None
 
     @property
     def is_built_whole(self) -> bool:
-        """Return whether the whole model is in memory before ranks take their parts of it."""
+        """Return whether the whole model is built in memory before ranks take their shards."""
         return self.init == "whole" and self.pretrained is None
 
     @property
     def class_name(self) -> str:
-        """Return the name of the class as a reader knows it, without its module."""
+        """Return the name of the model's class, without its module."""
         return (self.is_hugging_face and self.architecture) or self.target.rpartition(".")[2]
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "ModelOptions":
         """Return the options in the plain mapping of a composed config.
 
-        Raises ConfigError with all faults: missing or malformed keys, and keys that are neither
-        options nor, for a Hugging Face model, settings (those go into `config`).
+        Raises ConfigError with all faults: missing or malformed keys, and for a Hugging Face model
+        keys that are not options. Settings of its architecture belong in `config`.
         """
         given = {str(key): value for key, value in mapping.items() if value != MISSING}
         hugging_face = given.get("_target_") == HUGGING_FACE
@@ -145,7 +146,7 @@ class ModelOptions(BaseModel):
             own = {str(name): item for name, item in values["loss"].items()}
             values["own_loss"] = {"target": own.pop("_target_", ""), "arguments": own}
             values["loss"] = OWN_LOSS
-        elif values.get("loss") == OWN_LOSS:  # which is no value that a user writes
+        elif values.get("loss") == OWN_LOSS:  # users cannot write this value
             values["loss"] = ""
         faults = []
         if hugging_face:
@@ -160,7 +161,7 @@ class ModelOptions(BaseModel):
         try:
             options = cls.model_validate({**values, "arguments": arguments})
         except ValidationError as error:
-            # One fault a key: a bad mapping is one fault however many of its keys are bad.
+            # There is one fault per key: a bad mapping is one fault, even with several bad keys.
             for key in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
                 key = "loss" if key == "own_loss" else key
                 rule, remedy = RULES[key]

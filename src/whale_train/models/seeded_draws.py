@@ -1,8 +1,9 @@
-"""Draws of random numbers that are part of what a model computes, told from those that are not.
+"""Tell random numbers that are part of what a model computes from random numbers that are not.
 
-Dropout draws from torch's default generator, and any numbers will do: every copy draws its own. A
-forward that seeds a generator, or holds one that its constructor seeded, wants certain numbers: the
-first row of them belongs to the first sample of the batch, and no copy and no graph knows which.
+Dropout draws from torch's default generator, and any numbers will do: every replica draws its own.
+A forward that seeds a generator, or holds a generator that its constructor seeded, needs certain
+numbers. The first row of them belongs to the first sample of the batch, and neither a replica nor a
+graph knows which sample that is.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,13 @@ from typing import Any
 
 import torch
 
-# A seed that no forward gives by itself.
+# A seed that no forward is expected to use.
 _PRIVATE_SEED = 0x5EED_0F_7E57
 
 
 class OwnSeed:
-    """Seed of torch's default generator when a forward began; `is_seeded` compares with it."""
+    """The seed of torch's default generator at the beginning of a forward, for comparison by
+    `is_seeded`."""
 
     def __init__(self) -> None:
         self._seed = torch.initial_seed()
@@ -31,13 +33,15 @@ class OwnSeed:
 
 
 def seed_privately(seed: int) -> None:
-    """Seed torch's default generator by `seed`, as neither a forward nor `private_seed` does."""
+    """Seed torch's default generator with a seed that follows from `seed`, and that neither a
+    forward nor `private_seed` uses."""
     torch.manual_seed(_PRIVATE_SEED + 1 + seed)
 
 
 @contextmanager
 def private_seed() -> Iterator[None]:
-    """Seed torch's default generator inside, as no forward does, and restore it afterwards."""
+    """Seed torch's default generator in the context with a seed that no forward uses, and restore
+    its state afterwards."""
     before = torch.get_rng_state()
     torch.manual_seed(_PRIVATE_SEED)
     try:

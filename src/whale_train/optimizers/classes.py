@@ -1,4 +1,4 @@
-"""Import optimizers that a config names by their class, and make them of groups of parameters."""
+"""Import optimizers that a config names by their class, and make them for groups of parameters."""
 
 import inspect
 import os
@@ -19,10 +19,10 @@ MakePart = Callable[[Groups], Optimizer]
 
 
 def load_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> MakePart:
-    """Return a function that makes the optimizer `target` of groups of parameters.
+    """Return a function that makes the optimizer `target` for groups of parameters.
 
-    The current working directory is importable. Raises ConfigError, with `key` and the section that
-    it is in, where there is no such optimizer, or where it does not know an argument or lacks one.
+    The current working directory is importable. Raises ConfigError, with `key` and the section of
+    `key`, where the class cannot be imported, or does not take an argument or lacks one.
     """
     with importable(os.getcwd()), torch.device("cpu"):
         made = imported(key, target, OPTIMIZER)
@@ -40,7 +40,8 @@ def load_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> MakeP
 
 
 def _first_parameter(made: Callable[..., Any]) -> str | None:
-    """Return the name of the first parameter of `made`; None where it cannot be given by name."""
+    """Return the name of the first parameter of `made`, or None where it cannot be passed by
+    keyword."""
     try:
         parameters = inspect.signature(made).parameters
     except ValueError:  # written in C
@@ -50,6 +51,8 @@ def _first_parameter(made: Callable[..., Any]) -> str | None:
 
 
 def _made(made: Callable[..., Any], arguments: dict[str, Any], groups: Groups) -> Optimizer:
+    """Return the optimizer that `made` makes for `groups`. Raises TypeError where the result is not
+    an Optimizer."""
     optimizer = made(groups, **arguments)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"it is of type {type(optimizer).__name__}, not a {OPTIMIZER.name}")

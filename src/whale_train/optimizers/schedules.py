@@ -1,8 +1,8 @@
-"""Take the learning rate of each step from a scheduler of torch's that a config names by its class.
+"""Take the learning rate of each step from a torch scheduler that a config names by its class.
 
-A scheduler is stepped over an optimizer that has a learning rate and nothing else. So its rate is a
-function of the step alone, which a run that goes on finds again. What else a scheduler would
-change, as momentum, it says is missing.
+The scheduler runs over an optimizer that has a learning rate and nothing else. So the rate is a
+function of the step alone, and a resumed run computes it again. A scheduler that changes something
+else, as momentum, raises an error because it is missing.
 """
 
 import math
@@ -25,20 +25,21 @@ KEY = "optimizer.schedule._target_"
 
 
 class _RateAlone(Optimizer):
-    """An optimizer with a learning rate, which updates nothing."""
+    """An optimizer that has a learning rate and updates nothing."""
 
     def __init__(self, lr: float) -> None:
         super().__init__([torch.zeros((), device="cpu", requires_grad=True)], {"lr": lr})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update nothing."""
+        """Do nothing."""
 
 
 class ScheduledRates:
-    """The learning rates of a scheduler, step by step, made when they are asked for.
+    """The learning rates of a scheduler by step, computed on demand.
 
-    options: the optimizer's, whose schedule is a class. Raises ConfigError where there is no such
-    class, or where its constructor raises.
+    options: options of the optimizer, whose schedule is a class.
+
+    Raises ConfigError where the class cannot be imported, or where its constructor raises.
     """
 
     def __init__(self, options: OptimizerOptions) -> None:
@@ -52,11 +53,11 @@ class ScheduledRates:
             rule = f"cannot be used: {schedule.class_name} raised {said(error)}"
             remedy = "correct its arguments"
             raise ConfigError([Fault(KEY, schedule.target, rule, remedy)]) from error
-        self._optimizer.step()  # which schedulers want to be called before them
+        self._optimizer.step()  # torch warns where a scheduler steps before its optimizer
         self._rates = [self._rate()]
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of step `step`, counted from 0. Raises what the scheduler
+        """Return the learning rate of step `step`, counted from 0. Raises whatever the scheduler
         raises."""
         while len(self._rates) <= step:
             with warnings.catch_warnings():
@@ -70,8 +71,8 @@ class ScheduledRates:
 
 
 def _loaded(schedule: OfClass) -> Any:
-    """Return the class of a scheduler. Raises ConfigError where there is none, where it needs a
-    metric, and where it does not know an argument or lacks one."""
+    """Return the class of a scheduler. Raises ConfigError where it cannot be imported, needs a
+    metric, does not take an argument or lacks one."""
     with importable(os.getcwd()), torch.device("cpu"):
         made = imported(KEY, schedule.target, SCHEDULER)
     if isinstance(made, type) and issubclass(made, ReduceLROnPlateau):
@@ -90,9 +91,10 @@ def _loaded(schedule: OfClass) -> Any:
 
 
 def try_schedule(options: OptimizerOptions, steps: int) -> bool:
-    """Return whether the rates of `steps` steps depend on `options.lr`.
+    """Return whether the rates of a run of `steps` steps depend on `options.lr`.
 
-    Raises ConfigError where the schedule cannot be had, or raises, or gives a rate that is none.
+    Raises ConfigError where the schedule cannot be made, raises, or gives a rate that is negative
+    or not finite.
     """
     assert isinstance(options.schedule, OfClass)
     rates = ScheduledRates(options)

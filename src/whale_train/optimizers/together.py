@@ -1,7 +1,8 @@
-"""Update parameters by optimizers of any class, each its own groups, as one optimizer.
+"""Update groups of parameters by optimizers of different classes, as one optimizer.
 
-What an optimizer keeps of a parameter is learnt by trying it on a small one: names, shapes, dtypes
-and devices of the entries. An entry of the parameter's own shape can be cut as the parameter is.
+An optimizer's state for a parameter is learnt by trying the optimizer on a small parameter: names,
+shapes, dtypes and devices of the entries. An entry with the parameter's own shape can be sharded as
+the parameter is.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,28 +17,30 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from whale_train.optimizers.classes import MakePart
 
-NUMBER = "optimizer"  # the key of a group that has the number of its optimizer
-_OWN = (NUMBER, "lr_scale")  # keys of a group that are not its optimizer's
-# Sizes of small parameters. No two are equal, and few constants in a state are one of them.
+NUMBER = "optimizer"  # the key of a group for the number of its optimizer
+_OWN = (NUMBER, "lr_scale")  # keys of a group that are not arguments of its optimizer
+# Sizes of small parameters. No two are equal, and constants in a state are seldom one of them.
 _SIZES = (13, 17, 11, 7, 5)
 
 
 class Together(Optimizer):
-    """Several optimizers as one, each of the groups that have its number.
+    """Several optimizers as one. Each updates the groups that have its number.
 
     groups: parameters and their options. `optimizer` is the number of a group's optimizer, 0 where
         it is not given.
     makers: functions that make the optimizers, by number.
 
-    Engines may exchange the parameters of a group, and take steps of some groups alone, as
-    DeepSpeed does. Where parameters are on the meta device, a step does nothing.
+    An engine may replace the parameters of a group, and may step some groups alone, as DeepSpeed
+    does. A step does nothing for parameters on the meta device.
+
+    Raises ValueError where an optimizer makes another number of groups than it was given.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], makers: Sequence[MakePart]) -> None:
         self._makers = makers
         self._parts: dict[int, Optimizer] = {}
-        self._numbers: dict[int, int] = {}  # of the optimizer of a group, by the group's id
-        held: dict[int, dict[str, Any]] = {}  # groups of the parts, by the place among `groups`
+        self._numbers: dict[int, int] = {}  # the number of a group's optimizer, by the group's id
+        held: dict[int, dict[str, Any]] = {}  # groups of the parts, by their index in `groups`
         for number, make in enumerate(makers):
             places = [i for i, group in enumerate(groups) if group.get(NUMBER, 0) == number]
             if not places:
@@ -79,8 +82,10 @@ class Together(Optimizer):
     def make_states(self, parameters: Mapping[Tensor, int] | Iterable[Tensor]) -> None:
         """Make the state of those of `parameters` that have none, in the form that an update makes.
 
-        Parameters that are in no group at the moment are given with the index of theirs. The values
-        are zeros, which are to be overwritten.
+        parameters: parameters of the groups. A parameter that is in no group at the moment needs
+            the index of its group, as the value in a mapping.
+
+        The entries are zeros, to be overwritten by the caller.
         """
         places = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         if isinstance(parameters, Mapping):
@@ -92,8 +97,8 @@ class Together(Optimizer):
                 self.state[parameter] = _state_like(make, group, parameter)
 
     def _begin(self, make: MakePart, group: dict[str, Any]) -> None:
-        """Make the state that the optimizer's constructor gives the parameters of `group`, for
-        those that have none because they came later."""
+        """Make the state that the optimizer's constructor would make, for those parameters of
+        `group` that have none."""
         for parameter in group["params"]:
             if parameter not in self.state:
                 options = {key: x for key, x in group.items() if key not in (*_OWN, "params")}
@@ -101,7 +106,7 @@ class Together(Optimizer):
                 self.state[parameter] = dict(fresh.state[parameter])
 
     def _forget_exchanged(self) -> None:
-        """Free the states that constructors made of parameters which were exchanged since."""
+        """Free the states that constructors made for parameters which an engine has replaced."""
         if self._first:
             held = {p for group in self.param_groups for p in group["params"]}
             for parameter in self._first - held:
@@ -110,23 +115,24 @@ class Together(Optimizer):
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group as its optimizer gets it."""
+    """Return a group without the keys that its optimizer does not take."""
     return {key: value for key, value in group.items() if key not in _OWN}
 
 
 @dataclass(frozen=True)
 class StateForm:
-    """Form of an entry of a state.
+    """Form of an entry of an optimizer's state.
 
-    shape: its sizes; of a parameter's dimension, `d` and the number of the dimension.
-    value: the entry itself, as a small parameter has it: a tensor or a number.
+    shape: the sizes of the entry's dimensions; `d0`, `d1`, ... stand for the sizes of the
+        parameter's dimensions.
+    value: the entry for a small parameter: a tensor or a number.
     """
 
     shape: tuple[int | str, ...]
     value: Tensor | float
 
     def like(self, parameter: Tensor) -> Tensor | float:
-        """Return an entry of this form for `parameter`, with zeros."""
+        """Return a zero entry of this form for `parameter`."""
         if not isinstance(self.value, Tensor):
             return type(self.value)(0)
         if not self.shape:  # kept on the host by most optimizers
@@ -138,15 +144,19 @@ class StateForm:
 
 
 def small_parameter(dims: int, device: torch.device | None = None) -> nn.Parameter:
-    """Return a parameter of `dims` dimensions whose sizes are all unequal."""
+    """Return a parameter of `dims` dimensions, no two of equal size."""
     sizes = [_SIZES[dim % len(_SIZES)] + dim // len(_SIZES) for dim in range(dims)]
     return nn.Parameter(torch.full(sizes, 0.1, device=device))
 
 
 def forms_of(state: Mapping[str, Any], parameter: Tensor) -> dict[str, StateForm]:
-    """Return the forms of the entries that a state has of `parameter`, a small one, by name.
+    """Return the forms of the entries of `state`, by name.
 
-    Raises TypeError for an entry that is neither a tensor nor a number, or has no name.
+    state: the optimizer's state for `parameter`.
+    parameter: a small parameter, as `small_parameter` returns.
+
+    Raises TypeError for an entry that is neither a tensor nor a number, or whose name cannot be a
+    tensor's in a file.
     """
     forms = {}
     for name, value in state.items():
@@ -164,9 +174,9 @@ def forms_of(state: Mapping[str, Any], parameter: Tensor) -> dict[str, StateForm
 
 
 def _state_like(make: MakePart, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return the state that an update would make of `parameter`, with zeros for its values."""
+    """Return the state that an update would make for `parameter`, with zeros as values."""
     real = torch.device("cpu") if parameter.is_meta else parameter.device
-    # A parameter on the meta device may be one of many whose operations are watched, not done.
+    # Around a parameter on the meta device, a dispatch mode may record operations.
     unwatched = _disable_current_modes() if parameter.is_meta else nullcontext()
     with unwatched, torch.device(real):
         small = small_parameter(parameter.dim(), real)

@@ -1,9 +1,9 @@
-"""Find out how an optimizer acts by trying it on small parameters, and not by its name.
+"""Determine how an optimizer acts by trying it on small parameters, and not by its name.
 
-Tried are: the numbers of dimensions that it takes; the state that it keeps; whether parts of a
-parameter, cut along a dimension or as ZeRO's flat partitions are, are updated as within the whole;
-whether an update goes on from a state that was put into a new optimizer, as from a checkpoint; and
-whether an update draws random numbers.
+Tried are: the numbers of dimensions that it accepts; its state; whether shards of a parameter, cut
+along a dimension or as ZeRO's flat partitions are, get the same update as in the full parameter;
+whether a new optimizer that loads the state continues equally, as from a checkpoint; and whether an
+update draws random numbers.
 """
 
 import warnings
@@ -26,13 +26,13 @@ from whale_train.strategies.plan.optimizer_classes import (
 )
 
 _MOST_DIMS = 5
-# Of the parameters that are cut. All sizes are even, and the last flat half begins inside a row.
+# Shapes of the parameters that are cut. All sizes are even, and the last flat half begins in a row.
 _SHAPES = {1: (14,), 2: (6, 10), 3: (4, 6, 8)}
 _STEPS = 3
 _RATE = 0.01
-# Gradients of unlike sizes, so that updates which are clipped in one step are not in another.
+# Gradients differ in size by step, so that an optimizer which clips updates does so in some steps.
 _SIZES_OF_GRADIENTS = (1.0, 0.01, 10.0)
-_TOLERANCE = 1e-4  # of the largest element of an update; rounding is 1e-6 of it
+_TOLERANCE = 1e-4  # relative to the largest element of an update; rounding is 1e-6
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,27 @@ class _Trial:
     """Small parameters, and the gradients of a few steps.
 
     values: the parameters' values.
-    gradients: a gradient for each parameter, step by step.
+    gradients: for each step, a gradient for each parameter.
     """
 
     values: Sequence[Tensor]
     gradients: Sequence[Sequence[Tensor]]
 
     def cut(self, parts: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> "_Trial":
-        """Return the trial of parts of the parameters."""
+        """Return the trial of parts of the parameters.
+
+        parts: function that returns the parts of tensors.
+        """
         return _Trial(parts(self.values), [parts(step) for step in self.gradients])
 
 
 def try_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> OptimizerClass:
     """Try the optimizer `target` with `arguments`, and return how it acts.
 
-    key: the key of the config that names it.
+    key: the key of the config that names the optimizer.
 
-    Raises ConfigError where it cannot be had, does not know an argument, or updates no parameter.
+    Raises ConfigError where the optimizer cannot be imported, does not take an argument, or updates
+    no parameter.
     """
     make = load_optimizer(key, target, arguments)
     with (
@@ -69,7 +73,8 @@ def try_optimizer(key: str, target: str, arguments: Mapping[str, Any]) -> Optimi
 
 
 def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) -> OptimizerClass:
-    """Try the optimizer that `make` makes, and return how it acts, as `try_optimizer` does."""
+    """Try the optimizer that `make` makes, and return how it acts. Raises ConfigError where it
+    updates no parameter."""
     refused: dict[str, str] = {}
     states: dict[str, tuple[StateEntry, ...]] = {}
     decay, unsaved = None, ""
@@ -93,13 +98,13 @@ def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) 
         raise ConfigError([Fault(key, target, rule, remedy)])
     taken = [dims for dims in _SHAPES if str(dims) not in refused]
     trial = _trial([_SHAPES[dims] for dims in taken])
-    whole = _updated(make, trial, seed=0)
-    draws = not _are_close(whole, _updated(make, trial, seed=1), trial)
-    unlike = "it draws random numbers" if draws else _unlike_in_parts(make, trial, whole)
-    unsaved = unsaved or _unsaved(make, trial, whole, draws)
+    updated = _updated(make, trial, seed=0)
+    draws = not _are_close(updated, _updated(make, trial, seed=1), trial)
+    reason = "it draws random numbers" if draws else _unlike_in_parts(make, trial, updated)
+    unsaved = unsaved or _unsaved(make, trial, updated, draws)
     of_decay = float(decay) if isinstance(decay, int | float) else None
     named = (key, target, dict(arguments), of_decay)
-    return OptimizerClass(*named, refused, states, unlike, unsaved, draws)
+    return OptimizerClass(*named, refused, states, reason, unsaved, draws)
 
 
 def _after_a_step(make: MakePart, dims: int) -> tuple[Optimizer, Tensor]:
@@ -113,7 +118,7 @@ def _after_a_step(make: MakePart, dims: int) -> tuple[Optimizer, Tensor]:
 
 
 def _entry(name: str, form: StateForm) -> StateEntry:
-    """Return the form of an entry as a plan has it."""
+    """Return an entry of a state in the form that plans have."""
     value = form.value
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
@@ -122,7 +127,7 @@ def _entry(name: str, form: StateForm) -> StateEntry:
 
 
 def _trial(shapes: Sequence[Sequence[int]]) -> _Trial:
-    """Return parameters of `shapes` with random gradients, one row of which is zero."""
+    """Return parameters of `shapes` with random gradients. One row of every gradient is zero."""
     generator = torch.Generator().manual_seed(20_240_229)
 
     def drawn(shape: Sequence[int], size: float) -> Tensor:
@@ -137,7 +142,7 @@ def _trial(shapes: Sequence[Sequence[int]]) -> _Trial:
 
 
 def _updated(make: MakePart, trial: _Trial, seed: int = 0) -> list[Tensor]:
-    """Return the parameters of `trial` after its steps."""
+    """Return the parameters of `trial` after all steps."""
     torch.manual_seed(seed)
     parameters = [nn.Parameter(value.clone()) for value in trial.values]
     optimizer = _at_rate(Together([{"params": parameters}], [make]))
@@ -147,21 +152,21 @@ def _updated(make: MakePart, trial: _Trial, seed: int = 0) -> list[Tensor]:
 
 
 def _at_rate(optimizer: Together) -> Together:
-    """Return the optimizer at the trial's learning rate."""
+    """Return the optimizer after setting the trial's learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = _RATE
     return optimizer
 
 
 def _step(optimizer: Together, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Take a step with these gradients."""
+    """Take a step with `gradients`, one for each parameter."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
     optimizer.step()
 
 
 def _are_close(updated: Sequence[Tensor], wanted: Sequence[Tensor], trial: _Trial) -> bool:
-    """Return whether parameters of `trial` have been updated equally, but for rounding."""
+    """Return whether two results for the parameters of `trial` are equal but for rounding."""
     return all(
         _distance(x, y, before) <= _TOLERANCE
         for x, y, before in zip(updated, wanted, trial.values, strict=True)
@@ -169,8 +174,13 @@ def _are_close(updated: Sequence[Tensor], wanted: Sequence[Tensor], trial: _Tria
 
 
 def _distance(updated: Tensor, wanted: Tensor, before: Tensor) -> float:
-    """Return the largest difference of two updates of a parameter, in the largest element of the
-    update that is wanted."""
+    """Return the largest difference between two updates of a parameter, relative to the largest
+    element of the wanted update.
+
+    before: the parameter before the updates.
+
+    Where values are not finite, the distance is 0 for equal results and infinite for others.
+    """
     both = torch.stack([updated, wanted])
     if not bool(both.isfinite().all()):
         return 0.0 if torch.equal(updated.nan_to_num(), wanted.nan_to_num()) else torch.inf
@@ -179,12 +189,9 @@ def _distance(updated: Tensor, wanted: Tensor, before: Tensor) -> float:
     return apart / moved if moved else (torch.inf if apart else 0.0)
 
 
-# --- Parts of parameters -------------------------------------------------------------------------
-
-
-def _unlike_in_parts(make: MakePart, trial: _Trial, whole: Sequence[Tensor]) -> str:
-    """Return why parts of a parameter are updated otherwise than within the whole; '' where they
-    are updated equally."""
+def _unlike_in_parts(make: MakePart, trial: _Trial, updated: Sequence[Tensor]) -> str:
+    """Return why parts of a parameter get another update than in the full parameter, or '' where
+    the updates are equal."""
     for dim in range(max(value.dim() for value in trial.values)):
         of_dim = [i for i, value in enumerate(trial.values) if value.dim() > dim]
 
@@ -194,22 +201,22 @@ def _unlike_in_parts(make: MakePart, trial: _Trial, whole: Sequence[Tensor]) -> 
             return [half for i in of for half in tensors[i].chunk(2, at)]
 
         how = f"cut in two along its dimension {dim}"
-        if unlike := _unlike(lambda x: _updated(make, x), trial.cut(halves), halves(whole), how):
-            return unlike
+        if reason := _unlike(lambda x: _updated(make, x), trial.cut(halves), halves(updated), how):
+            return reason
     total = sum(value.numel() for value in trial.values)
 
     def flat_halves(tensors: Sequence[Tensor]) -> list[Tensor]:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         return [flat[: total // 2 + 1], flat[total // 2 + 1 :]]
 
-    flat, wanted = trial.cut(flat_halves), flat_halves(whole)
+    flat, wanted = trial.cut(flat_halves), flat_halves(updated)
     return _unlike(lambda x: _updated_flat(make, trial, x), flat, wanted, "flattened")
 
 
 def _unlike(
     update: Callable[[_Trial], Sequence[Tensor]], parts: _Trial, wanted: Sequence[Tensor], how: str
 ) -> str:
-    """Return why `update` makes of `parts` something else than is `wanted`, or ''.
+    """Return why the result of `update` for `parts` differs from `wanted`, or '' where it does not.
 
     how: how the parameters were cut, for the answer.
     """
@@ -226,13 +233,13 @@ def _unlike(
 
 
 def _updated_flat(make: MakePart, trial: _Trial, flat: _Trial) -> list[Tensor]:
-    """Return the halves in `flat` after the steps, each of an optimizer that was made of whole
-    parameters and got the half in their stead, as DeepSpeed's ZeRO has it."""
+    """Return the flat halves after all steps. Each half replaces the full parameters in the group
+    of an optimizer that was made for them, as in DeepSpeed's ZeRO."""
     halves = []
     for number, half in enumerate(flat.values):
         torch.manual_seed(0)
-        whole = [nn.Parameter(value.clone()) for value in trial.values]
-        optimizer = _at_rate(Together([{"params": whole}], [make]))
+        full_parameters = [nn.Parameter(value.clone()) for value in trial.values]
+        optimizer = _at_rate(Together([{"params": full_parameters}], [make]))
         parameter = nn.Parameter(half.clone())
         optimizer.param_groups[0]["params"] = [parameter]
         for gradients in flat.gradients:
@@ -241,13 +248,12 @@ def _updated_flat(make: MakePart, trial: _Trial, flat: _Trial) -> list[Tensor]:
     return halves
 
 
-# --- Checkpoints ---------------------------------------------------------------------------------
+def _unsaved(make: MakePart, trial: _Trial, uninterrupted: Sequence[Tensor], draws: bool) -> str:
+    """Return why a new optimizer with the same state continues differently, or '' where it does
+    not.
 
-
-def _unsaved(make: MakePart, trial: _Trial, whole: Sequence[Tensor], draws: bool) -> str:
-    """Return why a new optimizer with the same state goes on otherwise, or '' where it does not.
-
-    draws: whether updates draw random numbers, so that it cannot be told.
+    uninterrupted: the parameters after all steps of one optimizer.
+    draws: whether updates draw random numbers, which makes a comparison impossible; then ''.
     """
     if draws:
         return ""
@@ -259,14 +265,14 @@ def _unsaved(make: MakePart, trial: _Trial, whole: Sequence[Tensor], draws: bool
     after = _at_rate(Together([{"params": parameters}], [make]))
     after.make_states(parameters)
     for parameter in parameters:
-        kept, made = before.state[parameter], after.state[parameter]
-        if {name for name, x in kept.items() if x is not None} != made.keys():
+        saved, made = before.state[parameter], after.state[parameter]
+        if {name for name, x in saved.items() if x is not None} != made.keys():
             return "keeps other entries after some updates than after the first"
         for name, value in made.items():
-            if isinstance(value, Tensor) and value.shape != kept[name].shape:
+            if isinstance(value, Tensor) and value.shape != saved[name].shape:
                 return f"keeps {name} of a shape that is not known before"
-            made[name] = kept[name].clone() if isinstance(value, Tensor) else kept[name]
+            made[name] = saved[name].clone() if isinstance(value, Tensor) else saved[name]
     _step(after, parameters, trial.gradients[-1])
-    if _are_close([p.detach() for p in parameters], whole, trial):
+    if _are_close([p.detach() for p in parameters], uninterrupted, trial):
         return ""
     return "keeps something of its updates outside of its state of parameters"

@@ -1,9 +1,9 @@
-"""Tokenise a corpus into a store, as a process of its own.
+"""Tokenise a corpus into a store, in a process of its own.
 
     python -m whale_train.tokenising.main --parent PID
 
-A `StoreRequest` as JSON comes through standard input, with the folder of the store and a file for
-the bytes that are done. Exit status: 0 done; 1 with a fault as JSON on standard output.
+A `StoreRequest` comes through standard input as JSON, with the folder of the store and a file for
+the number of bytes done. The exit status is 0, or 1 with a fault as JSON on standard output.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from whale_train.machine.parents import end_with_parent
 from whale_train.own_code import said
 from whale_train.tokenising.tokenizer import KEY, Tokenizer
 
-_BATCH_CHARACTERS = 4_000_000  # of texts that are tokenised together
+_BATCH_CHARACTERS = 4_000_000  # characters of texts that are tokenised together
 _BATCH_DOCUMENTS = 8192
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of this module; return its exit status."""
+    """Run the command of this module, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.tokenising.main")
     parser.add_argument("--parent", type=int, required=True, help="end with this process")
     end_with_parent(parser.parse_args(arguments).parent, signal.SIGTERM)
@@ -53,12 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(fault: Fault) -> int:
+    """Write a fault to standard output, and return the exit status 1."""
     sys.stdout.write(json.dumps(asdict(fault)))
     return 1
 
 
 def make(request: StoreRequest, store: Path, progress: Path) -> None:
-    """Write the store of `request` into the folder `store`, and the bytes done into `progress`.
+    """Write the store of `request` into the folder `store`, and the number of bytes done into
+    `progress`.
 
     Raises BadRow, ConfigError and OSError.
     """
@@ -83,10 +85,10 @@ class _Batch:
     """Documents that are tokenised together.
 
     documents: texts, or lists of messages.
-    places: the place of each, for messages about chats.
-    done: bytes of the corpus that are read with it.
-    begins: False where the first document goes on from the batch before.
-    ends: False where the last document goes on in the next batch.
+    places: the place of each document, for messages about chats.
+    done: bytes of the corpus that have been read up to the end of the batch.
+    begins: False where the first document continues one of the batch before.
+    ends: False where the last document continues in the next batch.
     skipped: number of documents without text, which are left out.
     """
 
@@ -105,7 +107,7 @@ class _Batch:
 def _batches(request: StoreRequest) -> Iterator[_Batch]:
     """Yield the documents of all files in batches."""
     batch, characters, before = _Batch([], []), 0, 0
-    first: object = None  # of all values
+    first: object = None  # the first of all values
     for file in request.files:
         for row, (document, read, ends) in enumerate(read_documents(file, request.fields)):
             for field in request.fields:
@@ -132,7 +134,8 @@ def _batches(request: StoreRequest) -> Iterator[_Batch]:
 
 
 def _refuse_other_values(first: object, value: object, field: str, place: str) -> None:
-    """Raise BadRow for a value that is neither a text nor a chat, or is not what the first is."""
+    """Raise BadRow for a value that is neither a text nor a chat, or of the other kind than the
+    first."""
     is_chat = isinstance(value, list) and all(
         isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value
     )
@@ -148,23 +151,24 @@ def _refuse_other_values(first: object, value: object, field: str, place: str) -
 
 
 def _encoded(tokenizer: Tokenizer, batch: _Batch) -> tuple[list[Any], list[Any] | None]:
-    """Return the token numbers of a batch's documents, and for chats which of them count."""
+    """Return the token numbers of a batch's documents, and for chats a mask of the tokens that
+    count as targets."""
     if not batch.is_chat:
         try:
             encoded = tokenizer.encoded(batch.documents)
         except Exception as error:
             raise _not_encoded(tokenizer, batch) or error from error
         last = len(encoded) - 1
-        whole = [
+        documents = [
             tokenizer.document(x, batch.begins or i > 0, batch.ends or i < last)
             for i, x in enumerate(encoded)
         ]
-        return whole, None
+        return documents, None
     numbers, counts = [], []
     for messages, place in zip(batch.documents, batch.places, strict=True):
         try:
             of_chat, counted = tokenizer.chat(messages)
-        except Exception as error:  # a template may raise what it likes
+        except Exception as error:  # a template may raise anything
             rule = f"cannot be written as a chat ({error})"
             raise BadRow(place, rule, "use a tokenizer with a template for it") from error
         numbers.append(of_chat)
@@ -173,7 +177,7 @@ def _encoded(tokenizer: Tokenizer, batch: _Batch) -> tuple[list[Any], list[Any] 
 
 
 def _not_encoded(tokenizer: Tokenizer, batch: _Batch) -> BadRow | None:
-    """Return the error of the first of a batch's texts that cannot be tokenised, None for none."""
+    """Return the error of the first text in a batch that cannot be tokenised, or None."""
     for text, place in zip(batch.documents, batch.places, strict=True):
         broken = next((x for x in text if "\ud800" <= x <= "\udfff"), "")
         if broken:
@@ -188,6 +192,7 @@ def _not_encoded(tokenizer: Tokenizer, batch: _Batch) -> BadRow | None:
 
 
 def _write(writer: StoreWriter, batch: _Batch, future: Any, progress: Path) -> None:
+    """Add the documents of a batch to the store, and write the bytes done."""
     documents, targets = future.result()
     if documents:
         writer.add(documents, targets, batch.ends)

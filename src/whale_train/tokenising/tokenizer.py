@@ -1,8 +1,7 @@
 """Load a tokenizer from its folder, and turn texts into token numbers.
 
-Unlike `from_pretrained`, a folder without a tokenizer is refused: transformers 5.23 makes an empty
-one of it, which turns every text into nothing
-(`findings/transformers_makes_an_empty_tokenizer.sh`).
+A folder without a tokenizer is refused. transformers 5.23 makes an empty tokenizer of it, which
+turns every text into nothing (`findings/transformers_makes_an_empty_tokenizer.sh`).
 """
 
 from collections.abc import Sequence
@@ -21,12 +20,13 @@ KEY = "data.tokenizer"
 class Tokenizer:
     """A tokenizer of transformers.
 
-    special: its special tokens.
-    vocabulary: one more than the largest of its token numbers, of which some may be no token's.
+    special: the special tokens.
+    vocabulary: the largest token number plus one; some numbers may be no token's.
     """
 
     def __init__(self, folder: str) -> None:
-        """Load the tokenizer in `folder`. Raises ConfigError where there is none."""
+        """Load the tokenizer in `folder`. Raises ConfigError where the folder has none, or
+        transformers is not installed."""
         if not tokenizer_files(Path(folder)):
             rule = "is a folder without a tokenizer (no tokenizer.json, vocabulary or model of one)"
             raise _refusal(folder, rule)
@@ -57,13 +57,13 @@ class Tokenizer:
         self.special = Special(own.eos_token_id, own.pad_token_id, own.mask_token_id, ids)
         self._fast: Any = getattr(own, "backend_tokenizer", None) if own.is_fast else None
         if self._fast is not None:
-            # A tokenizer.json may say so of all texts that do not come by transformers' own calls
+            # A tokenizer.json may truncate or pad, which only transformers' own calls undo
             # (findings/transformers_calls_undo_truncation_of_the_file.sh).
             self._fast.no_truncation()
             self._fast.no_padding()
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token numbers of texts, without what the tokenizer puts around a text."""
+        """Return the token numbers of texts, without special tokens around them."""
         if self._fast is not None:  # without the offsets and masks that transformers adds
             return [x.ids for x in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
         encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
@@ -71,16 +71,17 @@ class Tokenizer:
         return numbers
 
     def document(self, numbers: list[int], begins: bool = True, ends: bool = True) -> list[int]:
-        """Return the token numbers of a document with what the tokenizer puts around a text, and an
-        end of text, where it has one.
+        """Return the token numbers of a document with the special tokens around it, and an
+        end-of-text token, where the tokenizer has one.
 
-        begins, ends: whether the document does, or `numbers` go on with it.
+        numbers: token numbers of the document, or of a part of it.
+        begins, ends: whether the document begins and ends with `numbers`.
         """
         return [*self._before * begins, *numbers, *self._after * ends]
 
     def chat(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """Return the token numbers of a chat under the tokenizer's template, and which of them are
-        an answer's (of the role `assistant`).
+        """Return the token numbers of a chat in the tokenizer's template, and a mask of the tokens
+        of answers (of the role `assistant`).
 
         Raises ValueError with the reason where the template cannot be used.
         """
@@ -92,10 +93,10 @@ class Tokenizer:
         return numbers, counts
 
     def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a chat, and where the answers begin and end in it.
+        """Return the text of a chat, and the spans (start, stop) of the answers in characters.
 
-        An answer is the text that the chat up to it has more than the chat before it, ended by the
-        template's own beginning of an answer.
+        An answer is the difference between the chat up to and including it, and the chat before it
+        with the template's generation prompt.
         """
         own = self._tokenizer
         if not own.chat_template:
@@ -109,16 +110,16 @@ class Tokenizer:
             )
             return rendered
 
-        whole = text_of(len(messages), False)
+        full_text = text_of(len(messages), False)
         spans = []
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
             before, after = text_of(number, True), text_of(number + 1, False)
-            if not after.startswith(before) or not whole.startswith(after):
+            if not after.startswith(before) or not full_text.startswith(after):
                 raise ValueError("its template writes a chat otherwise once it goes on")
             spans.append((len(before), len(after)))
-        return whole, spans
+        return full_text, spans
 
 
 def _refusal(folder: str, rule: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Make a tracker of its options, which imports what it is made of."""
+"""Make a tracker from its options, importing its package."""
 
 import os
 
@@ -17,8 +17,8 @@ def make_tracker(options: BuiltIn | OwnTrackerOptions, key: str) -> Tracker:
     """Return the tracker of `options`, not opened yet.
 
     `key` is the entry of the config, such as `trackers[0]`, for messages. Raises ConfigError where
-    a tracker of the user's own cannot be imported or is none, or its arguments are wrong, and
-    ImportError where the package of a built-in one is missing.
+    a tracker of the user's own cannot be imported, is not a tracker or does not take its arguments,
+    and ImportError where the package of a built-in one is missing.
     """
     if isinstance(options, OwnTrackerOptions):
         return _own(options, key)
@@ -27,7 +27,7 @@ def make_tracker(options: BuiltIn | OwnTrackerOptions, key: str) -> Tracker:
 
         return TensorBoardTracker()
     if isinstance(options, MlflowOptions):
-        # MLflow asks for it as it is imported.
+        # MLflow reads the variable when it is imported.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from whale_train.trackers.mlflow_runs import MlflowTracker
 

@@ -1,8 +1,8 @@
 """Keep a run's curves with MLflow: on a tracking server, or in a store in the run directory.
 
-MLflow keeps every value that it is given for a step, and has no call to remove one. A run is gone
-on with under its id where it has no rows to replace. Where it has some, a successor begins with the
-rows that stay, and the run is deleted, as MLflow deletes: it can be restored.
+MLflow keeps every value that was logged for a step, and has no call to remove one. A run without
+rows to replace continues under its id. A run with such rows is replaced: a new run begins with the
+rows that stay, and the old one is deleted, in MLflow's way: it can be restored.
 """
 
 import os
@@ -33,7 +33,7 @@ _PAUSE_S = 1.0  # between requests with rows
 
 
 class MlflowTracker:
-    """Writer of a run's rows, as `options` say."""
+    """Tracker that writes a run's rows to MLflow, as `options` say."""
 
     def __init__(self, options: MlflowOptions) -> None:
         self._options = options
@@ -41,10 +41,10 @@ class MlflowTracker:
         self._sent_s = time.monotonic()
 
     def open(self, run: RunDescription, state: dict[str, Any] | None) -> None:
-        """Begin a run, or go on with that of `state`."""
+        """Begin a run, or continue the run of `state`."""
         asked = self._options.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        kept = None if state is None else state["uri"]
-        self._uri = asked or (kept if _is_there(kept) else None) or _own_store(run.folder)
+        saved_uri = None if state is None else state["uri"]
+        self._uri = asked or (saved_uri if _is_there(saved_uri) else None) or _own_store(run.folder)
         self._client = MlflowClient(self._uri)
         before = None if state is None else self._found(state["run_id"])
         if state is not None and before is None:
@@ -60,21 +60,21 @@ class MlflowTracker:
         self._describe(run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the numbers of a step for the next request, at most one a second."""
-        now = int(time.time() * 1000)
-        self._waiting += [Metric(name, value, now, step) for name, value in values.items()]
+        """Queue the numbers of a step. Requests are sent at most once a second."""
+        now_ms = int(time.time() * 1000)
+        self._waiting += [Metric(name, value, now_ms, step) for name, value in values.items()]
         if time.monotonic() - self._sent_s >= _PAUSE_S or len(self._waiting) >= _METRICS_AT_ONCE:
             self._send()
 
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """Send the rows that wait and the summary, as an artefact, and end the run."""
+        """Send the queued rows, log the summary as an artifact, and end the run."""
         self._send()
         if summary:
             self._client.log_dict(self._id, dict(summary), "summary.json")
         self._client.set_terminated(self._id, _STATUS[status])
 
     def state(self) -> dict[str, Any]:
-        """Return the id of the run, and the store unless its address has a password."""
+        """Return the id of the run, and the URI of its store unless the URI has a password."""
         self._send()
         return {"run_id": self._id, "uri": None if has_password(self._uri) else self._uri}
 
@@ -88,7 +88,7 @@ class MlflowTracker:
             self._client.log_batch(run_id, metrics=some)
 
     def _found(self, run_id: str) -> Run | None:
-        """Return the run of an id, or that which continues it; None where there is none."""
+        """Return the run with an id, or the run that continues it; None where neither exists."""
         try:
             run = self._client.get_run(run_id)
         except MlflowException:
@@ -104,9 +104,9 @@ class MlflowTracker:
 
     def _experiment(self, run: RunDescription) -> str:
         name = self._options.experiment
-        there = self._client.get_experiment_by_name(name)
-        if there is not None:
-            return str(there.experiment_id)
+        existing = self._client.get_experiment_by_name(name)
+        if existing is not None:
+            return str(existing.experiment_id)
         is_own = self._uri == _own_store(run.folder)
         place = (run.folder / ARTIFACTS).as_uri() if is_own else None
         return str(self._client.create_experiment(name, artifact_location=place))
@@ -117,7 +117,7 @@ class MlflowTracker:
         return str(begun.info.run_id)
 
     def _succeeded(self, before: Run, run: RunDescription) -> str:
-        """Return the id of a new run with the rows of `before` up to `run.step`, and delete
+        """Return the id of a new run with the rows of `before` up to `run.step`, after deleting
         `before`."""
         begun = self._client.create_run(
             before.info.experiment_id,
@@ -135,18 +135,18 @@ class MlflowTracker:
         return run_id
 
     def _describe(self, run: RunDescription) -> None:
-        """Send the parameters and files of the part that begins.
+        """Send the parameters and files of the part of the run that begins.
 
-        A parameter cannot change. One that has, since the run began, is a tag that says after which
-        step.
+        MLflow's parameters cannot change. A parameter that differs from the run's beginning becomes
+        a tag, which names the step.
         """
-        there = self._client.get_run(self._id).data.params
-        ours = {
+        known = self._client.get_run(self._id).data.params
+        parameters = {
             key: shortened(text, _PARAM_CHARACTERS - 100) for key, text in run.parameters.items()
         }
-        self._send_params(self._id, {key: x for key, x in ours.items() if key not in there})
-        for key, text in ours.items():
-            if there.get(key, text) != text:
+        self._send_params(self._id, {key: x for key, x in parameters.items() if key not in known})
+        for key, text in parameters.items():
+            if known.get(key, text) != text:
                 self._client.set_tag(self._id, f"{key} after step {run.step}", text)
         for path in run.files:
             folder = path.relative_to(run.folder).parent
@@ -168,13 +168,14 @@ def _own_store(folder: Path) -> str:
 
 
 def _is_there(uri: str | None) -> bool:
-    """Return whether a store can be opened that a checkpoint names; servers are asked later."""
+    """Return whether the store that a checkpoint names exists. A server is taken to exist, and is
+    asked later."""
     if uri is not None and uri.startswith("sqlite:///"):
         return Path(uri.removeprefix("sqlite:///")).is_file()
     return uri is not None
 
 
 def _shown(uri: str) -> str:
-    """Return a URI without what a password may be in."""
+    """Return a URI without user name and password."""
     scheme, _, rest = uri.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"

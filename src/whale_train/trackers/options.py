@@ -1,6 +1,6 @@
 """Read the list `trackers` of the config: which trackers keep a run's curves, with their options.
 
-It imports no tracker's package, and nothing that a user's own tracker is made of.
+Neither a tracker's package nor a user's own code is imported.
 """
 
 from typing import Annotated, Any, Literal
@@ -19,8 +19,8 @@ _Text = Annotated[str, Field(min_length=1)]
 class _Options(BaseModel):
     """Options that all built-in trackers have.
 
-    new_run: whether training that goes on from a checkpoint begins a curve of its own, instead of
-        going on with the curve of the checkpoint's run.
+    new_run: whether training that resumes from a checkpoint begins a new curve, instead of
+        continuing the curve of the checkpoint's run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,7 +45,7 @@ class MlflowOptions(_Options):
     uri: the tracking server or store; None takes MLFLOW_TRACKING_URI, or a store in the run
         directory.
     experiment: name of the experiment.
-    run_name: name of the run; None is the run directory's.
+    run_name: name of the run; None takes the run directory's name.
     """
 
     name: Literal["mlflow"] = "mlflow"
@@ -57,8 +57,9 @@ class MlflowOptions(_Options):
 class WandbOptions(_Options):
     """Options of Weights & Biases.
 
-    project, entity: where the run is shown; None is the account's own entity.
-    run_name: name of the run; None is the run directory's.
+    project: the project that shows the run.
+    entity: the entity that owns the project; None is the account's own.
+    run_name: name of the run; None takes the run directory's name.
     mode: whether rows are sent at once, or written to `wandb/` of the run directory for `wandb
         sync`; None takes WANDB_MODE, or `online` where WANDB_API_KEY is set.
     """
@@ -71,10 +72,10 @@ class WandbOptions(_Options):
 
 
 class TrackioOptions(_Options):
-    """Options of Trackio, whose local store is TRACKIO_DIR.
+    """Options of Trackio, whose local store is the folder TRACKIO_DIR.
 
     project: name of the project.
-    run_name: name of the run; None is the run directory's.
+    run_name: name of the run; None takes the run directory's name.
     """
 
     name: Literal["trackio"] = "trackio"
@@ -85,8 +86,8 @@ class TrackioOptions(_Options):
 class OwnTrackerOptions(BaseModel):
     """Options of a tracker of the user's own.
 
-    target: path of its class, or of a function that returns one.
-    arguments: keyword arguments that it is called with.
+    target: path of the tracker's class, or of a function that returns a tracker.
+    arguments: keyword arguments of the class or function.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,10 +115,10 @@ _BY_NAME: dict[str, type[BuiltIn]] = {
 def read_trackers(
     value: object, tensorboard: bool, faults: list[Fault]
 ) -> tuple[BuiltIn | OwnTrackerOptions, ...]:
-    """Return the trackers of the list `value`, and add all that is wrong with it to `faults`.
+    """Return the trackers of the list `value`, after adding all faults of `value` to `faults`.
 
-    tensorboard: whether `train.tensorboard` asks for TensorBoard, which it does once, whatever the
-        list has.
+    tensorboard: whether `train.tensorboard` asks for TensorBoard, which is then added unless the
+        list has it.
     """
     if not isinstance(value, list):
         remedy = f"use {KEY}=[{as_yaml(value)}]" if value in _BY_NAME else f"use {KEY}=[wandb]"
@@ -178,8 +179,8 @@ def _own(key: str, entry: dict[str, Any], faults: list[Fault]) -> OwnTrackerOpti
 
 
 def has_password(uri: str | None) -> bool:
-    """Return whether a URI has a password in it."""
+    """Return whether a URI contains a password."""
     try:
         return uri is not None and urlsplit(uri).password is not None
-    except ValueError:  # no URI
+    except ValueError:  # not a URI
         return False

@@ -13,14 +13,14 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Writer of event files.
+    """Tracker that writes event files.
 
-    A later part of a run writes another file beside those of the earlier ones, which begins by
-    purging their steps: readers then leave these out.
+    A resumed run writes another file beside the earlier ones. The new file begins with a purge of
+    the steps that are replaced, which readers then leave out.
     """
 
     def open(self, run: RunDescription, state: dict[str, Any] | None) -> None:
-        """Begin a file of events. Its folder is that of `state`, where there is such a folder."""
+        """Begin an event file, in the folder of `state` where that exists."""
         self._folder = run.folder / FOLDER
         if state is not None:
             if Path(state["folder"]).is_dir():
@@ -47,11 +47,11 @@ class TensorBoardTracker:
         self._writer.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the folder of the event files, once all events so far are on the disk."""
+        """Return the folder of the event files, after flushing all events to disk."""
         self._writer.flush()
         return {"folder": str(self._folder)}
 
 
 def _block(text: str) -> str:
-    """Return text that TensorBoard's Markdown shows as it is."""
+    """Return text as a Markdown code block, which TensorBoard shows unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,7 +1,7 @@
-"""Define what a tracker is: four moments of a run, and the description of the run that it gets.
+"""Define trackers: four moments of a run, and the description of the run that a tracker gets.
 
-A tracker keeps the curves of runs somewhere else than in the run directory. A class of a user's own
-is one if it has the four methods.
+A tracker keeps the curves of runs outside of the run directory. A user's own class is a tracker if
+it has the four methods.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,11 +39,12 @@ class RunDescription:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """Return the values of `config` as text, by their keys with dots. A list is one value."""
+        """Return the values of `config` as text, by dotted key. A list is one value."""
         return dict(_flat("", self.config))
 
 
 def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the text of every value in nested mappings."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(f"{path}.{key}" if path else str(key), inner)
@@ -54,24 +55,23 @@ def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
 class Tracker(Protocol):
     """Keeper of a run's curves.
 
-    Rank 0 alone has trackers. Each is called from one thread, which is not the main thread, in
-    order: `open`, then `log` and `state`, then `close`. Training waits for none of them but
-    `state` and `close`. What one raises is reported, and the training goes on.
+    Only rank 0 has trackers. Every tracker is called from one thread, which is not the main thread,
+    in this order: `open`, then `log` and `state`, then `close`. Training waits for `state` and
+    `close` only. An exception is reported, and training goes on.
     """
 
     def open(self, run: RunDescription, state: dict[str, Any] | None) -> None:
-        """Begin a run, or go on with the run of `state`, from which rows after `run.step` are
-        removed.
+        """Begin a run, or continue the run of `state` after removing its rows after `run.step`.
 
-        state: what `state()` returned when the checkpoint was saved from which the training goes
-            on; None for a run without an earlier part.
+        state: the result of `state()` at the checkpoint that training resumes from; None for a new
+            run.
         """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Keep the numbers of optimizer step `step`, by their names in `metrics.jsonl`.
 
-        Names and values are those of the step alone: an evaluation is there after steps that had
-        one. A number that is not finite is left out.
+        `values` has the numbers of this step alone: results of an evaluation come with the step
+        before it. Numbers that are not finite are left out.
         """
 
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
@@ -83,8 +83,8 @@ class Tracker(Protocol):
     def state(self) -> dict[str, Any]:
         """Return the place of this run's curve, such as its id, as JSON data.
 
-        All rows logged before are kept for good when it returns: it is called when a checkpoint is
-        saved.
+        It is called when a checkpoint is saved. All rows logged before must be stored when it
+        returns.
         """
 
 

@@ -1,8 +1,9 @@
-"""Keep a run's curves with Trackio: in its local store, unless its own variables name another.
+"""Keep a run's curves with Trackio: in its local store, unless Trackio's own variables name a
+remote one.
 
-Trackio keeps every row that it is given, and has no call that removes some of a run. Rows that are
-replaced are deleted in the local store, which is one SQLite file a project. On a Space or a server
-they stay, which the user is told.
+Trackio keeps every row that was logged, and has no call that removes rows of a run. In the local
+store, one SQLite file a project, replaced rows are deleted with SQL. On a Space or a server they
+stay, and the user is told.
 """
 
 import os
@@ -26,7 +27,7 @@ _PAUSE_S = 0.05
 
 
 class TrackioTracker:
-    """Writer of a run's rows, as `options` say."""
+    """Tracker that writes a run's rows to Trackio, as `options` say."""
 
     def __init__(self, options: TrackioOptions) -> None:
         self._options = options
@@ -34,8 +35,7 @@ class TrackioTracker:
         self._last: int | None = None  # step of the last row
 
     def open(self, run: RunDescription, state: dict[str, Any] | None) -> None:
-        """Begin a run, or go on with the one of `state` once its rows after `run.step` are
-        deleted."""
+        """Begin a run, or continue the run of `state` after deleting its rows after `run.step`."""
         if state is not None and self._is_local and not self._exists(state):
             where = f"run {state['name']} of project {state['project']} is not in the local store"
             run.note(f"trackio: {where}; a new curve is begun")
@@ -49,7 +49,7 @@ class TrackioTracker:
                 run.note(f"trackio: {said}: Trackio deletes none on a Space or server")
         else:
             project, name = self._options.project, self._options.run_name or run.name
-            if name in self._names(project):  # a run is gone on with by its name
+            if name in self._names(project):  # Trackio would continue the run of that name
                 name = f"{name}-{uuid4().hex[:6]}"
         self._run = trackio.init(
             project=project,
@@ -71,7 +71,7 @@ class TrackioTracker:
 
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Write the status and the summary as an alert, which Trackio shows beside the run, and
-        finish."""
+        finish the run."""
         level = trackio.AlertLevel.ERROR if status == "failed" else trackio.AlertLevel.INFO
         text = ", ".join(f"{key}: {value}" for key, value in summary.items())
         self._run.alert(title=f"run {status}", text=text or None, level=level, step=self._last)
@@ -80,7 +80,7 @@ class TrackioTracker:
     def state(self) -> dict[str, Any]:
         """Return the project, name and id of the run, once its rows are in the local store.
 
-        Raises TimeoutError where they are not after 10 s.
+        Raises TimeoutError where the rows are not stored after 10 s.
         """
         deadline = time.monotonic() + _FLUSH_S
         while self._is_local and self._last is not None and self._written() < self._last:
@@ -90,7 +90,7 @@ class TrackioTracker:
         return self._place
 
     def _written(self) -> int:
-        """Return the largest step in the local store, or -1."""
+        """Return the largest step in the local store, or -1 where it has no row of the run."""
         place = self._place
         step = SQLiteStorage.get_max_step_for_run(
             place["project"], place["name"], run_id=place["id"]
@@ -104,9 +104,10 @@ class TrackioTracker:
         return _store(state["project"]).is_file() and state["name"] in self._names(state["project"])
 
     def _delete_after(self, state: Mapping[str, Any], step: int) -> None:
+        """Delete the rows of a run after `step` in the local store."""
         with closing(sqlite3.connect(_store(state["project"]), timeout=30.0)) as store, store:
-            which = "run_id = ? AND step > ?"
-            store.execute(f"DELETE FROM metrics WHERE {which}", (state["id"], step))
+            condition = "run_id = ? AND step > ?"
+            store.execute(f"DELETE FROM metrics WHERE {condition}", (state["id"], step))
 
 
 def _store(project: str) -> Path:

@@ -1,8 +1,8 @@
 """Keep a run's curves with Weights & Biases, or in its offline files in the run directory.
 
-Every part of a run is a segment with the run's id. A later one says by `resume_from` after which
-step the rows of the earlier ones are replaced; W&B rewinds the run when it gets the segment, at
-once or from `wandb sync`. (`resume="must"` would say nothing of that, and offline nothing at all.)
+Every part of a run is a segment with the run's id. A later segment names by `resume_from` the step
+after which it replaces rows of the earlier ones. W&B rewinds the run when it gets the segment, at
+once or from `wandb sync`. (`resume="must"` cannot name a step, and does nothing offline.)
 """
 
 import os
@@ -22,18 +22,18 @@ _EXIT_CODE: Mapping[Status, int] = {"finished": 0, "failed": 1, "interrupted": 1
 
 
 class WandbTracker:
-    """Writer of a run's segments, as `options` say."""
+    """Tracker that writes a run's segments to W&B, as `options` say."""
 
     def __init__(self, options: WandbOptions) -> None:
         self._options = options
 
     def open(self, run: RunDescription, state: dict[str, Any] | None) -> None:
-        """Begin a segment, of the run whose id is in `state`, or of a new run."""
-        options, moment = self._options, None
+        """Begin a segment of the run whose id is in `state`, or of a new run."""
+        options, resume_from = self._options, None
         if state is not None and run.step == 0:
             run.note(f"wandb: no row of run {state['id']} stays; a new curve is begun")
         elif state is not None:
-            moment = f"{state['id']}?_step={run.step}"
+            resume_from = f"{state['id']}?_step={run.step}"
         self._run = wandb.init(
             project=options.project,
             entity=options.entity,
@@ -47,33 +47,34 @@ class WandbTracker:
                 save_code=False,
                 x_transaction_log_flush_interval=_FLUSH_S,
             ),
-            resume_from=moment,
+            resume_from=resume_from,
         )
-        kept = Path(self._run.dir)
+        files_folder = Path(self._run.dir)
         for path in run.files:
-            copied = kept / path.relative_to(run.folder)
+            copied = files_folder / path.relative_to(run.folder)
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copied)
-            self._run.save(str(copied), base_path=str(kept), policy="now")
+            self._run.save(str(copied), base_path=str(files_folder), policy="now")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step as a row of the history, whose `_step` is the step."""
         self._run.log(dict(values), step=step, commit=True)
 
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """Put the summary into the run's, and finish the segment."""
+        """Add the summary to W&B's summary of the run, and finish the segment."""
         self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
         self._run.summary["status"] = status
         self._run.finish(exit_code=_EXIT_CODE[status])
 
     def state(self) -> dict[str, Any]:
-        """Return the id of the run, once an offline file has had the time to be written."""
+        """Return the id of the run, after waiting for the offline file to be written."""
         time.sleep(2 * _FLUSH_S)
         return {"id": self._run.id}
 
 
 def _mode_here() -> Any:
-    """Return the mode that the environment asks for: offline unless it has a key."""
+    """Return the mode that the environment asks for: WANDB_MODE, or online where WANDB_API_KEY is
+    set, else offline."""
     return os.environ.get("WANDB_MODE") or (
         "online" if os.environ.get("WANDB_API_KEY") else "offline"
     )

@@ -1,4 +1,4 @@
-"""What a member of a sample holds, by its extension."""
+"""Decode the members of samples by their extension."""
 
 import io
 import json
@@ -18,12 +18,12 @@ Decoder = Callable[[bytes], Any]
 
 
 def kind_in(extension: str) -> str:
-    """Return the part of an extension that says what a member holds, as `png` of `mask.png`."""
+    """Return the last part of an extension, which tells the format, as `png` of `mask.png`."""
     return extension.rpartition(".")[2]
 
 
 def split_extension(extension: str) -> tuple[str, str]:
-    """Return an extension without the part that it names, and the part, or ''."""
+    """Return an extension without the part after its colon, and that part, or ''."""
     name, _, part = extension.partition(":")
     return name.removeprefix("."), part
 
@@ -31,9 +31,9 @@ def split_extension(extension: str) -> tuple[str, str]:
 def decoder_of(kind: str, part: str) -> Decoder:
     """Return the function that decodes members of a `kind` other than images.
 
-    part: the key of a json object, or the array of an .npz; '' for all.
+    part: the key of a json object, or the array of an .npz; '' takes all.
 
-    The decoder raises ValueError or KeyError for content of another form.
+    The decoder raises ValueError or KeyError for content that does not match.
     """
     if kind in NUMBERS:
         return int

@@ -1,4 +1,4 @@
-"""The members of samples that a field is made of: which, and whether every sample has one."""
+"""Find the members of a field in the shards, and check that every sample has one."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ class ShardField:
     """A field of the samples.
 
     name: argument of the model's forward.
-    members: extension of the member of each sample, by number, int16 `[samples]`; of `extensions`.
+    members: index in `extensions` of each sample's member, int16 `[samples]`.
     extensions: extensions of which every sample has one, each with the part that is taken, or ''.
     numbers: the whole numbers of all samples, int64 `[samples]`; None for other kinds.
     """
 
     def __init__(self, name: str, given: Sequence[str], shards: ShardReader) -> None:
-        """Find the members of a field. Raises ConfigError where a sample has none, or where one of
-        whole numbers holds another thing."""
+        """Find the members of a field. Raises ConfigError where a sample has none, or where a
+        member of whole numbers holds something else."""
         self.name, self.extensions = name, [split_extension(x) for x in given]
         self.members: NDArray[np.int16] = np.concatenate(
             [self._members(index) for index in shards.indexes]
@@ -42,12 +42,13 @@ class ShardField:
                 raise ConfigError([Fault(f"data.fields.{name}", extension, rule, remedy)])
 
     def member(self, number: int) -> tuple[str, str]:
-        """Return the extension of the field's member of a sample, and the part that is taken."""
+        """Return the extension of the field's member in a sample, and the part that is taken."""
         extension, part = self.extensions[int(self.members[number])]
         return extension, part
 
     def _members(self, index: ShardIndex) -> NDArray[np.int16]:
-        """Return the number of the first of the field's extensions that a sample has, or -1."""
+        """Return for each sample the index of the first of the field's extensions that it has, or
+        -1; int16 `[samples]`."""
         members = np.full(len(index), -1, np.int16)
         for number, (extension, _) in reversed(list(enumerate(self.extensions))):
             if extension in index.extensions:

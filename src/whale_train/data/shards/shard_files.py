@@ -1,4 +1,4 @@
-"""The shards that patterns name: paths with `*`, and with braces as a shell has them."""
+"""Find the shards that patterns name: paths with `*`, and with braces as in a shell."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from whale_train.data.paths import missing_path, path_error, refuse_special, unr
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
-_COMPRESSIONS = {  # beginnings of files, and the program that unpacks them
+_COMPRESSIONS = {  # magic bytes of files, and the program that unpacks them
     b"\x1f\x8b": "gunzip",
     b"BZh": "bunzip2",
     b"\xfd7zXZ": "unxz",
@@ -18,10 +18,10 @@ _COMPRESSIONS = {  # beginnings of files, and the program that unpacks them
 
 
 def shard_files(pattern: str) -> list[str]:
-    """Return the shards that a pattern names, those of each `*` by name.
+    """Return the shards that a pattern names, those of each `*` sorted.
 
     `{000..009}` stands for ten numbers of three digits, `{a,b}` for a and b. Raises ConfigError
-    where there are none, where one is missing or cannot be read, and where one is compressed.
+    where no shard matches, where one is missing or cannot be read, and where one is compressed.
     """
     files: list[str] = []
     for path in _expanded(pattern):
@@ -42,7 +42,7 @@ def shard_files(pattern: str) -> list[str]:
 
 
 def _expanded(pattern: str) -> list[str]:
-    """Return the paths that a pattern with braces stands for, in order."""
+    """Return the paths that a pattern with braces expands to, in order."""
     parts = _BRACES.split(pattern)  # every second one was inside of braces
     choices = [[x] if number % 2 == 0 else _choices(x) for number, x in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]

@@ -1,12 +1,12 @@
-"""The index of a shard: where each member of each sample lies, made once and kept in a cache.
+"""The index of a shard: the place of each member of each sample, made once and cached.
 
-A shard is a tar file by WebDataset's rules. The name of a member is KEY.EXTENSION, where KEY goes
-up to the first dot of the file's name, and members of one key that follow each other are a sample.
-Whole numbers (`cls`) are in the index itself.
+A shard is a tar file by WebDataset's rules. A member is named KEY.EXTENSION, where KEY goes up to
+the first dot of the file's name. Consecutive members of one key are a sample. Whole numbers (`cls`)
+are in the index itself.
 
-An index depends on the headers of the tar alone. Its name in the cache is a digest of the shard's
-size, the time of its last change, its beginning and its end. Whoever reads a member compares the
-header before it with the checksum that is kept here.
+An index depends only on the headers of the tar. Its name in the cache is a digest of the shard's
+size, the time of its last change, its beginning and its end. A reader of a member compares the
+member's header with the checksum in the index.
 """
 
 import fcntl
@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 from whale_train.data.paths import path_error, unreadable
 from whale_train.errors import ConfigError, Fault
 
-FORMAT = 1  # of indexes; another format is another name
+FORMAT = 1  # the format of indexes, which is a part of their name
 NUMBERS = ("cls", "cls2", "class", "count", "id", "index", "inx")  # extensions of whole numbers
-NO_NUMBER = np.iinfo(np.int64).min  # in place of what is no whole number of 64 bits
+NO_NUMBER = np.iinfo(np.int64).min  # stands for a value that is no whole number of 64 bits
 HEADER_BYTES = 512
 _ENDS_BYTES = 1 << 16
 _MOST_DIGITS = 64
-_AFTER_BYTES = 1 << 20  # looked at behind the end
+_AFTER_BYTES = 1 << 20  # bytes after a tar's end that are checked
 _MEMBER = re.compile(r"^((?:.*/)?[^./]+)\.([^/]+)$", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
 _WHOLE = "write it again, or copy it whole"
@@ -44,10 +44,10 @@ class ShardIndex:
 
     keys: keys of the samples, in UTF-8, with zero bytes between them.
     extensions: extensions that any sample has, in lower case.
-    starts: places of members' contents in bytes, int64 `[samples, extensions]`; -1: there is none.
-    sizes: their sizes in bytes, int64 `[samples, extensions]`.
-    checks: CRC-32 of their headers, uint32 `[samples, extensions]`.
-    numbers: whole numbers that members hold, int64 `[samples, extensions]`; `NO_NUMBER` elsewhere.
+    starts: byte offsets of members' contents, int64 `[samples, extensions]`; -1 for no member.
+    sizes: sizes of members' contents in bytes, int64 `[samples, extensions]`.
+    checks: CRC-32 of members' headers, uint32 `[samples, extensions]`.
+    numbers: whole numbers in members, int64 `[samples, extensions]`; `NO_NUMBER` elsewhere.
     """
 
     keys: bytes
@@ -66,9 +66,9 @@ class ShardIndex:
 
 
 def indexed(file: str, cache: Path) -> ShardIndex:
-    """Return the index of a shard, made first where the folder `cache` has none.
+    """Return the index of a shard, after making it where the folder `cache` has none.
 
-    Raises ConfigError where the shard is no whole tar, has no samples, has a member twice, or
+    Raises ConfigError where the shard is not a complete tar, has no samples, has a member twice, or
     cannot be read, and where the index cannot be written.
     """
     try:
@@ -76,18 +76,18 @@ def indexed(file: str, cache: Path) -> ShardIndex:
     except OSError as error:
         raise unreadable(error, file) from error
     path = cache / f"{name}.npz"
-    kept = _kept(path)
-    if kept is not None:
-        return kept
+    index = _kept(path)
+    if index is not None:
+        return index
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with open(cache / f"{name}.lock", "w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of those on one host, one makes it
-            kept = _kept(path)
-            if kept is None:
-                kept = _made(file)
-                _keep(kept, path)
-            return kept
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a host makes the index
+            index = _kept(path)
+            if index is None:
+                index = _made(file)
+                _keep(index, path)
+            return index
     except OSError as error:
         rule = f"cannot keep the index of a shard ({error.strerror or error})"
         remedy = "name another folder with data.cache, or make room"
@@ -96,6 +96,7 @@ def indexed(file: str, cache: Path) -> ShardIndex:
 
 
 def _name(file: str) -> str:
+    """Return the name of a shard's index in the cache: a digest that changes with the shard."""
     with open(file, "rb") as opened:
         stat = os.fstat(opened.fileno())
         digest = blake2b(f"{FORMAT} {stat.st_size} {stat.st_mtime_ns}\n".encode(), digest_size=16)
@@ -106,6 +107,7 @@ def _name(file: str) -> str:
 
 
 def _kept(path: Path) -> ShardIndex | None:
+    """Return the index in a file of the cache, or None where the file is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as saved:
             extensions = tuple(saved["extensions"].tobytes().decode().split("\0"))
@@ -121,6 +123,7 @@ def _kept(path: Path) -> ShardIndex | None:
 
 
 def _keep(index: ShardIndex, path: Path) -> None:
+    """Write an index into the cache, first under another name."""
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
@@ -141,8 +144,11 @@ def _keep(index: ShardIndex, path: Path) -> None:
 
 @dataclass
 class _Rows:
-    """Samples of a shard as they are found: for each its key, and its members by extension as
-    place, size, checksum and number."""
+    """The samples of a shard that have been read so far.
+
+    keys: the key of each sample.
+    members: for each sample, the members by extension: place, size, checksum and number.
+    """
 
     keys: list[str] = field(default_factory=list)
     members: list[dict[str, tuple[int, int, int, int]]] = field(default_factory=list)
@@ -159,7 +165,8 @@ class _Rows:
 
 
 def _made(file: str) -> ShardIndex:
-    """Return the index of a shard, from its headers. Raises ConfigError."""
+    """Return the index of a shard, from its headers. Raises ConfigError where the shard is not a
+    complete tar, or has no samples."""
     rows = _Rows()
     size = os.path.getsize(file)
     try:
@@ -180,8 +187,9 @@ def _made(file: str) -> ShardIndex:
 
 
 def _add(rows: _Rows, member: tarfile.TarInfo, reader: int, file: str) -> None:
-    """Add a member of a tar to the samples. Members of other names than WebDataset's are left
-    out, and so is what is no file. Raises ConfigError for a link, which holds nothing."""
+    """Add a member of a tar to the samples. Members that WebDataset does not name, and members
+    other than files, are skipped. Raises ConfigError for a link, for a sparse file, and for a
+    member that a sample has twice."""
     parts = _MEMBER.match(member.name)
     if parts is None or _META.match(member.name):
         return
@@ -211,11 +219,11 @@ def _add(rows: _Rows, member: tarfile.TarInfo, reader: int, file: str) -> None:
 
 
 def _refuse_open_end(file: str, reader: int, end: int) -> None:
-    """Raise ConfigError where a tar has no mark of its end at `end`, or something behind it."""
+    """Raise ConfigError where a tar has no end mark at byte `end`, or more content after it."""
     after = os.pread(reader, _AFTER_BYTES, end)
     if len(after) < HEADER_BYTES:
         raise path_error(file, "is cut off: it has no mark of a tar's end", _WHOLE)
-    if any(after[:HEADER_BYTES]):  # at which tarfile stops, and says nothing
+    if any(after[:HEADER_BYTES]):  # tarfile stops at a damaged header without an error
         raise path_error(file, f"is no whole tar (at byte {end:,} is no header)", _WHOLE)
     if any(after):
         rule = f"goes on behind its end (at byte {end:,}), as tars do that were joined by cat"

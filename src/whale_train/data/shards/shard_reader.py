@@ -1,4 +1,4 @@
-"""Members of samples in shards, each read at its place."""
+"""Read members of samples in shards, each at its place."""
 
 import os
 from bisect import bisect_right
@@ -29,7 +29,7 @@ class ShardReader:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the shard of a sample, and its row there."""
+        """Return the shard of a sample, and the sample's row in the shard."""
         shard = bisect_right(self._stops, number)
         return shard, number - (self._stops[shard - 1] if shard else 0)
 
@@ -39,7 +39,8 @@ class ShardReader:
         return f"sample {self.indexes[shard].key(row)} of {self.files[shard]}"
 
     def read(self, number: int, extension: str) -> bytes:
-        """Return the content of a member of a sample. Raises ConfigError."""
+        """Return the content of a member of a sample. Raises ConfigError where it cannot be read,
+        or where the shard has changed."""
         shard, row = self.place(number)
         index, file = self.indexes[shard], self.files[shard]
         column = index.extensions.index(extension)
@@ -55,7 +56,8 @@ class ShardReader:
         return content[HEADER_BYTES:]
 
     def _opened(self, shard: int) -> int:
-        """Return a descriptor of a shard. Its position, which processes share, is never used."""
+        """Return a file descriptor of a shard. Reads do not use its position, which forked
+        processes share."""
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
@@ -66,6 +68,8 @@ class ShardReader:
 
 
 def _read(file: int, start: int, count: int) -> bytes:
+    """Return `count` bytes of an open file from byte `start` on, or fewer where the file ends
+    before."""
     pieces = []
     while count and (piece := os.pread(file, count, start)):
         pieces.append(piece)

@@ -1,8 +1,8 @@
-"""`data=arrays`: the user's own arrays from one .npz file, read where they lie.
+"""`data=arrays`: the user's own arrays from one .npz file, mapped into memory where possible.
 
-`numpy.savez` stores its arrays uncompressed, so they are mapped into memory at their place in the
-archive and a rank reads only the samples it takes. Those of `numpy.savez_compressed` have to be
-unpacked, once, into each rank's memory.
+`numpy.savez` stores arrays uncompressed, so they are mapped into memory at their place in the
+archive, and a rank reads only the samples it takes. Arrays of `numpy.savez_compressed` are unpacked
+once into each rank's memory.
 """
 
 import math
@@ -31,7 +31,7 @@ from whale_train.machine.limits import memory_bytes
 from whale_train.quantities import in_bytes
 from whale_train.strategies.graph.operation_graph import InputField
 
-# What is handed to the model for each dtype in the file. Torch's defaults for numbers and indices
+# The dtype that the model gets for each dtype in the file. Torch's defaults for numbers and indices
 # are float32 and int64, NumPy's float64 and (on some platforms) int32.
 HANDED_OVER = {
     name: {"float64": "float32", "int32": "int64"}.get(name, name)
@@ -40,11 +40,12 @@ HANDED_OVER = {
         *("float16", "float32", "float64"),
     )
 }
-_LOCAL_HEADER_BYTES = 30  # of a zip member, before its name and extra field (APPNOTE.TXT, 4.3.7)
+# The local header of a zip member, before its name and extra field (APPNOTE.TXT, 4.3.7).
+_LOCAL_HEADER_BYTES = 30
 _CHUNK_BYTES = 1 << 26
 _PIECE_BYTES = 1 << 18
-_MOST_CHECKED = 1 << 28  # bytes of an array that is mapped: a checksum wants all of them read
-_MOST_DEFLATED = 1032  # bytes that a deflated one can stand for (RFC 1951: 258 in two bits)
+_MOST_CHECKED = 1 << 28  # bytes of a mapped array: its checksum needs a read of the whole array
+_MOST_DEFLATED = 1032  # bytes that one deflated byte can encode (RFC 1951: 258 in two bits)
 _WHOLE = "write the file again, or copy it whole"
 _REMEDY = "write one with numpy.savez(path, name=array, ...)"
 
@@ -55,8 +56,8 @@ class ArraysOptions(BaseModel):
     path: an .npz file of arrays.
     columns: array of each forward argument; None takes every array under its own name.
     shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
+    evaluation_fraction: fraction of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,15 +71,17 @@ class ArraysOptions(BaseModel):
 
 
 def open_arrays(options: ArraysOptions) -> Dataset:
-    """Return a dataset of one field an array, in the file's order; the first axis is the sample.
+    """Return a dataset with one field for each array; the first axis is the sample, in the file's
+    order.
 
     Dtypes are kept, except that float64 becomes float32 and int32 becomes int64. The upper bound of
-    an integer field is its largest value + 1, for which the array is read through once.
+    an integer field is its largest value + 1, for which the array is read once.
 
     Raises ConfigError with all the file's faults: no such file, not an .npz or a damaged one, no
     arrays or several of one name, unequal first axes, no samples, objects or other values that are
-    not numbers. Nothing is allocated by what a header alone says. Checksums are compared for arrays
-    that are unpacked, and for mapped ones up to 256 MiB: larger ones would have to be read whole.
+    not numbers. No memory is allocated on the word of a header alone. Checksums are compared for
+    unpacked arrays, and for mapped ones up to 256 MiB: larger ones would have to be read
+    completely.
     """
     path = options.path
     if not os.path.exists(path):
@@ -125,10 +128,10 @@ def open_arrays(options: ArraysOptions) -> Dataset:
 class _Member:
     """Array of the file.
 
-    name: its name, without the suffix .npy.
-    shape: its shape.
-    dtype: its dtype in the file.
-    array: its values; None where it holds nothing that could be handed over.
+    name: name of the array, without the suffix .npy.
+    shape: shape of the array.
+    dtype: dtype in the file.
+    array: the values; None for an array that the model cannot be given.
     """
 
     name: str
@@ -140,7 +143,7 @@ class _Member:
 def _read_members(path: str) -> list[_Member]:
     """Return the arrays of the archive at `path`.
 
-    Raises ConfigError for a file that is no archive or is damaged, and OSError.
+    Raises ConfigError for a file that is not an archive or is damaged, and OSError.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -148,7 +151,7 @@ def _read_members(path: str) -> list[_Member]:
             return [_read_member(path, archive, info) for info in members]
     except (OSError, RequestError):
         raise
-    except Exception as error:  # zipfile says what it does not expect in a dozen kinds of errors
+    except Exception as error:  # zipfile raises a dozen kinds of errors for damaged archives
         if not zipfile.is_zipfile(path):
             raise path_error(path, "is not an .npz file", _REMEDY) from error
         said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -195,9 +198,9 @@ def _read_member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape of an array, whether it is in Fortran order, and its dtype, from its header.
+    """Return the shape, whether the order is Fortran's, and the dtype in an array's header.
 
-    Raises what numpy does, and ValueError for a shape that no array has.
+    Raises numpy's errors, and ValueError for a shape that no array has.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of headers by Python 2, and damaged ones
@@ -221,10 +224,11 @@ def _unpacked(
     dtype: np.dtype[Any],
     fortran_order: bool,
 ) -> NDArray[Any]:
-    """Return the array that the rest of `file` is compressed into.
+    """Return the array that is compressed in the rest of `file`.
 
-    Its header and the archive's directory say its size. Raises ConfigError where nothing can be as
-    large, before memory is taken, EOFError where the member ends early, and what zipfile raises.
+    The size follows from the array's header and the archive's directory. Raises ConfigError, before
+    memory is allocated, where the size is impossible or larger than memory; EOFError where the
+    member ends early; and zipfile's errors.
     """
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
     if deflated and info.file_size > _MOST_DEFLATED * (info.compress_size + 1):
@@ -243,7 +247,7 @@ def _unpacked(
         if len(content) < stop - start:
             raise EOFError("the member ends early")
         flat[start:stop] = np.frombuffer(content, np.uint8)
-    file.read(1)  # the end, at which zipfile compares checksums
+    file.read(1)  # zipfile compares checksums when it reads the end
     return np.ndarray(shape, dtype, flat.data, order="F" if fortran_order else "C")
 
 

@@ -1,7 +1,7 @@
-"""`data=classes`: vectors with their class, up to a million classes, made as they are asked for.
+"""`data=classes`: vectors with their class, up to a million classes, generated on demand.
 
-Each class has a centre that follows from its number, and a sample is its class's centre plus
-noise: a model can learn it, and nothing is kept in memory.
+Each class has a centre, which follows from the number of the class. A sample is the centre of its
+class plus noise: a model can learn it, and nothing is kept in memory.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from whale_train.data.permutation import permute
 from whale_train.data.random_bits import Bits, nearly_normal, random_bits, stream_key
 from whale_train.strategies.graph.operation_graph import InputField
 
-# Centres have deviation 1 in each feature. With 256 features two of them are some 23 apart, so
-# noise of a half leaves the classes well separated.
+# Centres have deviation 1 in each feature. With 256 features two centres are some 23 apart, so
+# that noise of deviation 0.5 leaves the classes well separated.
 _NOISE = np.float32(0.5)
 
 
@@ -26,7 +26,7 @@ class ClassesOptions(BaseModel):
 
     num_classes: number of classes.
     num_features: elements of a vector.
-    num_samples: samples to train on; evaluation samples come on top.
+    num_samples: number of training samples; evaluation samples are additional.
     seed: chooses the centres, labels and noise; the order depends on the seed of the run.
     shuffle: whether epochs are permuted.
     evaluation_fraction: number of evaluation samples, relative to `num_samples`.
@@ -46,7 +46,7 @@ class ClassesOptions(BaseModel):
 def open_classes(options: ClassesOptions) -> Dataset:
     """Return the dataset of vectors with their class.
 
-    Its fields are `features`, float32 `[num_features]`, and `labels`, int64, 0..num_classes-1.
+    The fields are `features`, float32 `[num_features]`, and `labels`, int64, 0..num_classes-1.
     """
     return _Classes(options)
 
@@ -54,15 +54,15 @@ def open_classes(options: ClassesOptions) -> Dataset:
 def balanced_labels(indices: Indices, num_samples: int, num_classes: int, key: Bits) -> Indices:
     """Return the classes, int64 `[n]`, of the samples `indices` of `num_samples`, drawn by `key`.
 
-    All classes occur equally often, give or take one. Where there are fewer samples than classes
-    they are spread over all of them.
+    The numbers of samples of any two classes differ by at most one. Where there are fewer samples
+    than classes, they are spread over all classes.
     """
     return permute(indices, num_samples, key) * num_classes // num_samples
 
 
 @dataclass(frozen=True)
 class _Classes:
-    """Dataset whose samples are made as they are asked for."""
+    """Dataset whose samples are generated on demand."""
 
     options: ClassesOptions
 
@@ -98,7 +98,7 @@ class _Classes:
     def _vectors(self, stream: str, numbers: Indices) -> NDArray[np.float32]:
         """Return a nearly normal vector for each of `numbers`, float32 `[n, num_features]`.
 
-        Each `stream` has vectors of its own.
+        Vectors of different streams are independent.
         """
         width = self.options.num_features
         counters = numbers[:, None] * width + np.arange(width)

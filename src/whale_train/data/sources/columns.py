@@ -1,7 +1,7 @@
-"""Examination of an Arrow table's columns before training: numbers of one shape, none missing.
+"""Examine an Arrow table's columns before training: numbers of one shape, none missing.
 
-The columns' own lists of nulls and lengths are read, which are short; the numbers themselves are
-read where they are few.
+The columns' short lists of nulls and lengths are always read; the numbers themselves only where
+they are few.
 """
 
 from bisect import bisect_left
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-MOST_READ = 1 << 26  # numbers of a column that are read for their bounds at most: half a GB
-_ROWS = 1 << 16  # rows that are looked at together
+MOST_READ = 1 << 26  # the most numbers of a column that are read for their bounds: half a GB
+_ROWS = 1 << 16  # rows that are read at once
 _INT64 = np.iinfo(np.int64)
 
 
@@ -21,8 +21,8 @@ _INT64 = np.iinfo(np.int64)
 class WrongRow:
     """First row with a value that a column cannot have.
 
-    row: its number, from 0 on.
-    rule: what is wrong; `{place}` in it stands for the place of the row.
+    row: number of the row, from 0 on.
+    rule: what is wrong; `{place}` stands for the place of the row.
     remedy: what the user can do.
     """
 
@@ -35,14 +35,14 @@ class WrongRow:
 class Column:
     """Column of numbers.
 
-    dtype: dtype that is handed over.
+    dtype: dtype that the model gets.
     shape: shape of a row.
     least: smallest integer; None where integers were not read.
     largest: largest integer; None where integers were not read.
-    is_beyond: whether a float that was read is beyond all integers of 64 bits.
+    is_beyond: whether a float that was read is outside the range of int64.
     nulls: number of floats that are null.
     first_null: number of the first row with a null.
-    wrong: the first row that is wrong, and what is; None where none is.
+    wrong: the first wrong row and its fault; None where all rows fit.
     """
 
     dtype: str
@@ -56,9 +56,10 @@ class Column:
 
 
 def dtype_of(kind: Any) -> str | None:
-    """Return the dtype in which numbers of an Arrow type are handed over, however they are nested.
+    """Return the dtype that the model gets for numbers of an Arrow type, at any depth of nested
+    lists.
 
-    Return "" for a type that holds no numbers, and None for one that only `datasets` can read
+    Return "" for a type without numbers, and None for a type that only `datasets` can decode
     (images).
     """
     import pyarrow.types as types
@@ -74,9 +75,9 @@ def dtype_of(kind: Any) -> str | None:
 
 
 def examined(table: Any, name: str) -> Column:
-    """Return the content of column `name` of a `datasets.Dataset`, as a Column.
+    """Return the Column of column `name` of a `datasets.Dataset`.
 
-    The `dtype_of` the column must be that of numbers. Reading stops at the first row that is wrong.
+    `dtype_of` the column must be the dtype of numbers. Reading stops at the first wrong row.
     """
     view = table.select_columns([name]).with_format("arrow")
     kind = table.data.schema.field(name).type
@@ -104,7 +105,7 @@ def examined(table: Any, name: str) -> Column:
 
 
 def _read(column: Column, leaf: Any) -> None:
-    """Add the smallest and largest number of a piece of the column to `column`."""
+    """Update the bounds in `column` with the numbers of a piece of the column."""
     import pyarrow.compute as compute
 
     ends = compute.min_max(leaf).as_py()
@@ -116,7 +117,7 @@ def _read(column: Column, leaf: Any) -> None:
 
 
 def _wrong(row: int, value: Any, column: Column) -> WrongRow:
-    """Return the fault of the row numbered `row`, whose value `value` does not fit the column."""
+    """Return the fault of row `row`, whose `value` does not fit the column."""
     if _has_null(value):
         kind = {"bool": "truth values", "int64": "whole numbers"}.get(column.dtype, "lists")
         rule = f"has no value (null) for one of its {kind} {{place}}"
@@ -148,7 +149,7 @@ def _chunks(view: Any, name: str) -> Iterator[tuple[int, Any]]:
 def _fits(array: Any, shape: tuple[int, ...], dtype: str) -> bool:
     """Return whether all rows of `array` have the shape `shape`, and no nulls that are not allowed.
 
-    Nulls are allowed for floats alone (`dtype` "float32").
+    Nulls are allowed only for floats (`dtype` "float32").
     """
     import pyarrow.compute as compute
 
@@ -166,15 +167,16 @@ def _fits(array: Any, shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _first(array: Any, shape: tuple[int, ...], dtype: str) -> int:
-    """Return the number of the first row of `array` that does not fit; one of them must not."""
+    """Return the number of the first row of `array` that does not fit. At least one row must not
+    fit."""
     rows = range(len(array))
     return bisect_left(rows, True, key=lambda i: not _fits(array.slice(0, i + 1), shape, dtype))
 
 
 def _first_above(array: Any) -> int:
-    """Return the number of the first row with an integer that int64 does not hold.
+    """Return the number of the first row with an integer that int64 cannot hold.
 
-    There must be one.
+    At least one row must have such an integer.
     """
     import pyarrow.compute as compute
 
@@ -185,7 +187,7 @@ def _first_above(array: Any) -> int:
 
 
 def _shape_of_first(array: Any) -> tuple[int, ...]:
-    """Return the shape of the first row, by the first of its lists at every depth."""
+    """Return the shape of the first row, from the first list at every depth."""
     shape: tuple[int, ...] = ()
     array = _storage(array).slice(0, 1)
     while _is_list(array.type):
@@ -204,12 +206,12 @@ def _is_list(kind: Any) -> bool:
 
 
 def _storage(array: Any) -> Any:
-    """Return an array without the type that an extension gives it."""
+    """Return the storage array of an extension array, or any other array unchanged."""
     return getattr(array, "storage", array)
 
 
 def _leaf(kind: Any) -> Any:
-    """Return the Arrow type of the elements of nested lists, at any depth."""
+    """Return the Arrow type of the innermost elements of nested lists."""
     kind = getattr(kind, "storage_type", kind) if not _is_json(kind) else kind
     return _leaf(kind.value_type) if _is_list(kind) else kind
 
@@ -219,6 +221,6 @@ def _is_json(kind: Any) -> bool:
 
 
 def _leaf_of(array: Any) -> Any:
-    """Return the elements of nested lists as one flat array."""
+    """Return the innermost elements of nested lists as one flat array."""
     array = _storage(array)
     return _leaf_of(array.flatten()) if _is_list(array.type) else array

@@ -1,11 +1,11 @@
 """`data._target_=...`: a dataset of the user's own.
 
-It is a map-style `torch.utils.data.Dataset`, or anything else with `__len__` and `__getitem__`, or
-a stream: a `torch.utils.data.IterableDataset`. It is imported and called here, and nothing of torch
-is needed for that.
+It is a map-style `torch.utils.data.Dataset`, or any other class with `__len__` and `__getitem__`,
+or a stream: a `torch.utils.data.IterableDataset`. It is imported and called here, without importing
+torch.
 
-What is random in a sample is drawn from Python's, NumPy's and torch's own generators, which are
-seeded by the sample's place in the run: a run that goes on sees the same samples under any plan.
+Random parts of a sample are drawn from Python's, NumPy's and torch's global generators, which are
+seeded by the sample's place in the run. So a resumed run sees the same samples under any plan.
 """
 
 import os
@@ -45,10 +45,10 @@ _BATCH = TargetKind("dict", lambda made: issubclass(made, Mapping | tuple | list
 
 
 class PadOptions(BaseModel):
-    """Options of a field whose rows have several lengths, under `data.pad`.
+    """Options of a field whose rows differ in length, under `data.pad`.
 
-    length: the length to which rows are filled up along their first dimension.
-    value: what they are filled up with.
+    length: the length to which rows are padded along their first dimension.
+    value: the value of the padding.
     longest: whether each batch is then cut to the longest row of the step's global batch.
     """
 
@@ -70,15 +70,15 @@ class Callee(BaseModel):
 class CustomOptions(BaseModel):
     """Options of `data=custom`.
 
-    target: path of the class of the dataset, or of a function that returns one.
+    target: path of the class of the dataset, or of a function that returns a dataset.
     fields: names of the parts of samples that are tuples, or the key of a sample for each argument
         of the model's forward; None takes the keys of samples that are dicts.
     collate: makes a batch of a list of samples; None stacks them.
-    pad: lengths to which the rows of fields are filled up.
+    pad: padding of fields whose rows differ in length.
     workers: processes of each rank that read samples.
     shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
+    evaluation_fraction: fraction of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None has none.
     arguments: arguments of the class; in the config they stand beside the other options.
     """
 
@@ -98,7 +98,7 @@ class CustomOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _arguments_beside(cls, given: Any) -> Any:
-        """Gather the arguments of the class, which have names of their own in the config."""
+        """Move the keys of the config that are not options into `arguments`."""
         if not isinstance(given, Mapping):
             return given
         own = {key: value for key, value in given.items() if key in DATA_KEYS}
@@ -106,14 +106,14 @@ class CustomOptions(BaseModel):
         return {**own, "arguments": {**given.get("arguments", {}), **free}} if free else given
 
 
-# What the data group itself defines; every other key under `data` is an argument of the class.
+# The keys that the data group defines; every other key under `data` is an argument of the class.
 DATA_KEYS = frozenset(
     name for key, option in CustomOptions.model_fields.items() for name in (key, option.alias)
 ) - {None}
 
 
 def _has_numbers(made: type) -> bool:
-    """Return whether a class is one of torch's datasets, or has numbered samples."""
+    """Return whether a class is one of torch's datasets, or has `__getitem__` and `__len__`."""
     if _is_stream(made):
         return True
     is_torchs = any(f"{x.__module__}.{x.__name__}" == _TORCHS for x in made.__mro__)
@@ -127,15 +127,15 @@ _STREAMS = (
 
 
 def _is_stream(made: type) -> bool:
-    """Return whether the objects of a class give one sample after another, without numbers."""
+    """Return whether the objects of a class yield one sample after another, without indices."""
     return any(f"{x.__module__}.{x.__name__}" in _STREAMS for x in made.__mro__)
 
 
 def open_custom(options: CustomOptions) -> Dataset:
-    """Return the user's dataset. Its fields are those of its first samples.
+    """Return the user's dataset. The fields are those of its first samples.
 
-    Raises ConfigError where the class cannot be had, is none of datasets, raises, or gives samples
-    that are no numbers of one shape.
+    Raises ConfigError where the class cannot be imported, is not a dataset, raises, or returns
+    samples that are not numbers of one shape.
     """
     samples = _samples(options)
     if _is_stream(type(samples.dataset)):
@@ -161,9 +161,9 @@ def open_custom(options: CustomOptions) -> Dataset:
 
 
 def _length(options: CustomOptions, dataset: Any) -> int | None:
-    """Return the number of samples that a dataset says it has, or None where it says none.
+    """Return the length of a dataset, or None where it has none.
 
-    Raises ConfigError where its `__len__` raises anything but what says that it has none.
+    Raises ConfigError where `__len__` raises anything but TypeError or NotImplementedError.
     """
     try:
         return len(dataset)
@@ -175,8 +175,8 @@ def _length(options: CustomOptions, dataset: Any) -> int | None:
 
 
 def _set_fields(samples: Samples, batch: Batch) -> None:
-    """Make the fields of all samples those of `batch`. Raises ConfigError where `data.pad` has
-    another."""
+    """Set the fields of all samples to those of `batch`. Raises ConfigError where `data.pad` names
+    another field."""
     samples.fields = tuple(
         InputField(name, array.shape[1:], array.dtype.name)
         for name, array in batch.items()
@@ -189,8 +189,8 @@ def _set_fields(samples: Samples, batch: Batch) -> None:
 
 
 def _opened_stream(options: CustomOptions, samples: Samples) -> StreamDataset:
-    """Return the user's stream. Raises ConfigError for options that need samples with numbers, and
-    where its first samples cannot be used."""
+    """Return the user's stream. Raises ConfigError for options that need indices, and where the
+    first samples cannot be used."""
     faults = []
     if options.workers > 1:
         rule = f"is more than one, and {options.target} is a stream, which one process of each "
@@ -224,7 +224,7 @@ _NUMBERED = "give it __len__ and __getitem__, so that any plan can go on with an
 
 
 def _samples(options: CustomOptions) -> Samples:
-    """Return the samples of the user's dataset, which is made when it is first read."""
+    """Return the samples of the user's dataset, which is made at its first use."""
     with importable(os.getcwd()):
         made = imported(TARGET, options.target, DATASET)
         faults = argument_faults(made, options.arguments, "data", options.target.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""`data=digits`: 1,797 real handwritten digits of 8 x 8 pixels, from scikit-learn, on disk already.
+"""`data=digits`: 1,797 real handwritten digits of 8 x 8 pixels, which scikit-learn installs.
 
 They are the test part of the UCI set "Optical Recognition of Handwritten Digits".
 """
@@ -19,7 +19,7 @@ class DigitsOptions(BaseModel):
     """Options of `data=digits`.
 
     shuffle: whether epochs are permuted.
-    evaluation_fraction: share held back, the same images whatever the seed.
+    evaluation_fraction: fraction held back, the same images for every seed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,7 +32,7 @@ class DigitsOptions(BaseModel):
 def open_digits(options: DigitsOptions) -> Dataset:
     """Return the dataset of digits.
 
-    Its fields are `pixel_values`, float32 `[1, 8, 8]` in 0..1, and `labels`, int64, 0..9.
+    The fields are `pixel_values`, float32 `[1, 8, 8]` in 0..1, and `labels`, int64, 0..9.
     """
     from sklearn.datasets import load_digits
 

@@ -1,7 +1,7 @@
 """`data=hf_dataset`: a Hugging Face dataset on this machine's disk, mapped into memory by Arrow.
 
-Nothing is downloaded. Columns must be numbers of one shape: tokenising and padding text, decoding
-and resizing images are the user's `map` before `save_to_disk`.
+Nothing is downloaded. Columns must be numbers of one shape: the user tokenises and pads text, and
+decodes and resizes images, by `map` before `save_to_disk`.
 """
 
 import os
@@ -40,12 +40,12 @@ from whale_train.strategies.graph.operation_graph import InputField
 class HfDatasetOptions(BaseModel):
     """Options of `data=hf_dataset`.
 
-    path: folder that `save_to_disk` wrote, or one of parquet, json, jsonl or csv files.
+    path: folder that `save_to_disk` wrote, or folder of parquet, json, jsonl or csv files.
     split: the split to use, where several were saved together.
     columns: column of each forward argument; None takes every column under its own name.
     shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
+    evaluation_fraction: fraction of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,16 +60,16 @@ class HfDatasetOptions(BaseModel):
 
 
 def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
-    """Return a dataset of one field a column.
+    """Return a dataset with one field for each column.
 
     Integers become int64 and floats float32; shapes are those of the first row. Bounds of integers
-    are known for `ClassLabel` columns, and for those that are read through in a second. A float
-    that is null is NaN, which a note says.
+    are known for `ClassLabel` columns, and for columns that can be read in a second. Null floats
+    become NaN, and a note says so.
 
     Raises ConfigError when the package, the files, the split or a column is missing, when a file
-    cannot be read, when a column is not numbers of one shape, lacks a value, or has integers that
-    int64 does not hold. Images and the like, which `datasets` makes arrays of, are looked at as
-    they are read.
+    cannot be read, and when a column is not numbers of one shape, lacks a value, or has integers
+    that int64 cannot hold. Columns that `datasets` decodes, such as images, are checked as they are
+    read.
     """
     source = _load(options.path)
     table = _select_split(source.table, options)
@@ -113,7 +113,7 @@ def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
 
 @dataclass(frozen=True)
 class _Source:
-    """Rows as they lie on the disk.
+    """Rows on the disk.
 
     table: a `Dataset` or `DatasetDict`.
     reader: reader of the files; '' for a table saved by `save_to_disk`.
@@ -125,7 +125,7 @@ class _Source:
     files: tuple[str, ...] = ()
 
     def place(self, row: int) -> str:
-        """Return the words for the place of row `row`."""
+        """Return the place of row `row` as text for messages."""
         if not self.files:
             return f"in row {row} (from 0 on)"
         file, row = place_of(row, self.reader, self.files)
@@ -133,7 +133,7 @@ class _Source:
 
 
 def _load(path: str) -> _Source:
-    """Return the rows at `path`. Raises ConfigError where they cannot be had."""
+    """Return the rows at `path`. Raises ConfigError where they cannot be read."""
     try:
         import datasets  # noqa: F401
     except ImportError as error:
@@ -171,7 +171,7 @@ def _select_split(loaded: Any, options: HfDatasetOptions) -> Any:
 def _columns(present: list[str], options: HfDatasetOptions) -> dict[str, str]:
     """Return the column of each forward argument.
 
-    Raises ConfigError for columns that are not present.
+    Raises ConfigError for columns that are not in `present`.
     """
     columns = dict(options.columns or {name: name for name in present})
     faults = [
@@ -204,7 +204,7 @@ def _wrong_row(name: str, column: str, wrong: WrongRow, source: _Source) -> Faul
 
 
 def _notes(name: str, column: str, examination: Column, reader: str) -> Iterator[Note]:
-    """Yield the notes on a column: of nulls that become NaN, and of integers read as floats."""
+    """Yield the notes on a column: on nulls that become NaN, and on integers read as floats."""
     key = f"data.columns.{name}"
     if examination.nulls:
         reason = (
@@ -217,10 +217,10 @@ def _notes(name: str, column: str, examination: Column, reader: str) -> Iterator
 
 
 def _decoded(table: Any, column: str, kind: str | None) -> Column | None:
-    """Return the column of arrays that `datasets` makes of a column without numbers on disk.
+    """Return the column of arrays that `datasets` decodes from a column without numbers on disk.
 
-    Its shape and dtype are those of the first row. Return None where `datasets` makes no numbers of
-    it either (`kind` "").
+    Shape and dtype are those of the first row. Returns None where `datasets` decodes no numbers
+    either, or where the column has none (`kind` "").
     """
     if kind is not None:
         return None
@@ -242,7 +242,7 @@ def _field(name: str, examination: Column, feature: Any) -> InputField:
 def _stacked(values: Any, field: InputField, column: str) -> NDArray[Any]:
     """Return the values of a column as `[n, *field.shape]`, in the field's dtype.
 
-    Images may be of any size: raises ConfigError where a row has another shape than the first.
+    Raises ConfigError where a row has another shape than the first, as images may have.
     """
     is_array = isinstance(values, np.ndarray) and values.dtype != object
     if is_array and values.shape[1:] == field.shape:

@@ -1,7 +1,7 @@
-"""`data=image_folder`: a folder of images for each class, as ImageNet is laid out.
+"""`data=image_folder`: one folder of images for each class, in ImageNet's layout.
 
-Classes are the folders of `path` in the order of their names. Names of files are kept as bytes in
-one array, which forked ranks share.
+Classes are the folders of `path`, sorted by name. The names of all files are bytes in one array,
+which forked ranks share.
 """
 
 import os
@@ -31,8 +31,8 @@ _ALIKE = "end data.transform with random_crop or center_crop, or with a step tha
 class ImageFolderOptions(ImageOptions):
     """Options of `data=image_folder`.
 
-    path: folder of one folder for each class.
-    classes: names of the classes' folders, by number; None: all folders, by name.
+    path: folder that contains one folder for each class.
+    classes: names of the classes' folders, by class number; None takes all folders, by name.
     fields: names of the image and of its class among the model's forward arguments.
     """
 
@@ -42,7 +42,7 @@ class ImageFolderOptions(ImageOptions):
     fields: tuple[_Name, _Name] = ("pixel_values", "labels")
 
     def faults(self) -> list[Fault]:
-        """Return the faults of options that do not go together."""
+        """Return the faults of options that contradict each other."""
         faults = super().faults()
         if self.fields[0] == self.fields[1]:
             rule, remedy = "names image and class alike", "give them two names"
@@ -51,9 +51,9 @@ class ImageFolderOptions(ImageOptions):
 
 
 def with_classes(options: ImageFolderOptions) -> ImageFolderOptions:
-    """Return options that name the classes, so that other folders of images are numbered alike.
+    """Return options that name the classes, so that other folders of images get the same numbers.
 
-    Raises ConfigError where the folder cannot be read or has no folders.
+    Raises ConfigError where the folder cannot be read or contains no folders.
     """
     if options.classes is not None:
         return options
@@ -61,11 +61,11 @@ def with_classes(options: ImageFolderOptions) -> ImageFolderOptions:
 
 
 def open_image_folder(options: ImageFolderOptions) -> Dataset:
-    """Return the images with the numbers of their classes, class by class and by name.
+    """Return the images with the numbers of their classes, sorted by class and then by name.
 
-    Its fields are the image, as the transform leaves it, and an int64 class. Raises ConfigError
-    for a folder without classes, a class without images, a file that is no image by its name, a
-    transform that cannot be had, and an image that cannot be read.
+    The fields are the image, as the transform returns it, and an int64 class. Raises ConfigError
+    for a folder without classes, a class without images, a file without an image's extension, a
+    transform that cannot be imported, and an image that cannot be read.
     """
     faults = options.faults()
     if faults:
@@ -100,7 +100,7 @@ def open_image_folder(options: ImageFolderOptions) -> Dataset:
 class _Images:
     """Paths and classes of images.
 
-    path: folder of all.
+    path: the folder that contains the classes' folders.
     classes: names of the classes.
     names: names of the files, bytes `[n]`.
     labels: numbers of the classes, int64 `[n]`.
@@ -114,7 +114,7 @@ class _Images:
         self.labels: NDArray[np.int64] = np.array(labels, np.int64)
 
     def file(self, number: int) -> str:
-        """Return the path of an image."""
+        """Return the path of image `number`."""
         folder = self.classes[self.labels[number]]
         return os.path.join(self.path, folder, os.fsdecode(bytes(self.names[number])))
 
@@ -143,7 +143,7 @@ def _maker(images: _Images, reader: ImageReader) -> Any:
 
 
 def _folders(path: str) -> list[str]:
-    """Return the names of the folders of `path`, sorted. Raises ConfigError where there are
+    """Return the names of the folders in `path`, sorted. Raises ConfigError where there are
     none."""
     if not os.path.exists(path):
         raise missing_path(path)
@@ -161,7 +161,8 @@ def _folders(path: str) -> list[str]:
 
 
 def _listed(options: ImageFolderOptions) -> _Images:
-    """Return the images below `path`. Raises ConfigError with the first fault of a folder."""
+    """Return the images in the classes' folders. Raises ConfigError with the first fault of a
+    folder."""
     present = _folders(options.path)
     classes = options.classes or tuple(present)
     strange = [name for name in present if name not in set(classes)]
@@ -179,7 +180,8 @@ def _listed(options: ImageFolderOptions) -> _Images:
 
 
 def _images_in(folder: str, path: str) -> list[str]:
-    """Return the names of the images of a class, sorted, without hidden files."""
+    """Return the names of the images of a class, sorted, without hidden files. Raises ConfigError
+    for a folder or a file of another kind inside, and where there is no image."""
     try:
         with os.scandir(folder) as entries:
             inside = [(x.name, x.is_dir()) for x in entries if not x.name.startswith(".")]

@@ -1,7 +1,7 @@
-"""From an encoded image to an array: decoding by PIL, the steps of a transform, normalising.
+"""Turn an encoded image into an array: decoding by PIL, the steps of a transform, normalisation.
 
-PIL is imported when the first image is read. Random steps draw from Python's generator, which is
-seeded by the sample's place in the run.
+PIL is imported when the first image is read. Random steps draw from Python's global generator,
+which is seeded by the sample's place in the run.
 """
 
 import io
@@ -22,10 +22,10 @@ from whale_train.extras import how_to_install
 from whale_train.own_code import PATH, TargetKind, called, importable, named_function, said
 
 EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
-_AREA = (0.08, 1.0)  # of an image, that a random crop takes
-_RATIO = (3 / 4, 4 / 3)  # of a random crop's width to its height
+_AREA = (0.08, 1.0)  # the fraction of an image's area in a random crop
+_RATIO = (3 / 4, 4 / 3)  # the ratio of a random crop's width to its height
 _TRIES = 10
-_MEAN_AND_STD = {  # by channels: those of ImageNet, and of grey values between 0 and 1
+_MEAN_AND_STD = {  # by number of channels: ImageNet's, and those of grey values between 0 and 1
     3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     1: ((0.5,), (0.5,)),
 }
@@ -48,19 +48,20 @@ Step = Literal["random_crop", "flip", "center_crop"] | OwnStep
 class ImageOptions(BaseModel):
     """Options of data with images.
 
-    transform: steps of training samples, in order: `random_crop` (a part of the image, resized),
-        `flip` (left and right, of half of the images), `center_crop` (resized, and cut to a
-        square), or objects of one's own; None: `random_crop`, then `flip`.
-    evaluation_transform: steps of samples to evaluate; None: `center_crop`.
+    transform: steps for training samples, in order: `random_crop` (a part of the image, resized),
+        `flip` (mirrors half of the images left to right), `center_crop` (the central square,
+        resized), or the user's own objects; None is `random_crop`, then `flip`.
+    evaluation_transform: steps for evaluation samples; None is `center_crop`.
     image_size: height and width after a crop, in pixels.
     channels: 3 reads images as RGB, 1 as grey.
-    mean: what is subtracted from the values of each channel, which are between 0 and 1; None:
-        ImageNet's means, and 0.5 for grey images.
-    std: what they are divided by then; None: ImageNet's, and 0.5.
+    mean: the mean to subtract from each channel, whose values are between 0 and 1; None is
+        ImageNet's, or 0.5 for grey images.
+    std: the standard deviation to divide each channel by; None is ImageNet's, or 0.5 for grey
+        images.
     workers: processes of each rank that read samples.
     shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
+    evaluation_fraction: fraction of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,23 +79,23 @@ class ImageOptions(BaseModel):
 
     @property
     def has_images(self) -> bool:
-        """Return whether samples have an image."""
+        """Return whether samples contain an image."""
         return True
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps of training samples."""
+        """Return the steps for training samples."""
         given = self.transform
         return ("random_crop", "flip") if given is None else _listed(given)
 
     @property
     def evaluation_steps(self) -> tuple[Step, ...]:
-        """Return the steps of samples to evaluate."""
+        """Return the steps for evaluation samples."""
         given = self.evaluation_transform
         return ("center_crop",) if given is None else _listed(given)
 
     def faults(self) -> list[Fault]:
-        """Return the faults of options that do not go together."""
+        """Return the faults of options that contradict each other."""
         faults = []
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) != self.channels:
@@ -121,7 +122,7 @@ _IMAGE = TargetKind(
 class ImageReader:
     """Reader of images.
 
-    steps: applied one after another to a PIL image, with the keys of the config that name them.
+    steps: functions that are applied in order to a PIL image, each with its key in the config.
     channels: 3 for RGB, 1 for grey.
     mean: float32 `[channels, 1, 1]`.
     std: float32 `[channels, 1, 1]`.
@@ -133,10 +134,12 @@ class ImageReader:
     std: NDArray[np.float32]
 
     def read(self, encoded: bytes, what: Callable[[], str]) -> NDArray[Any]:
-        """Return an image as `[channels, height, width]`; `what` gives its name for messages.
+        """Return an image as `[channels, height, width]`. `what` returns the image's name for
+        messages.
 
-        An image of 8 bits that the steps leave becomes float32, normalised. Anything else that they
-        make is left as it is. Raises ConfigError where it cannot be decoded, or a step raises.
+        An image that still has 8 bits after the steps becomes float32 and is normalised. Any other
+        result of the steps is returned unchanged. Raises ConfigError where the image cannot be
+        decoded, or a step raises.
         """
         value: Any = decoded(encoded, self.channels, what)
         for key, step in self.steps:
@@ -157,9 +160,9 @@ class ImageReader:
 
 
 def image_reader(options: ImageOptions, evaluates: bool) -> ImageReader:
-    """Return the reader of the samples to train on, or of those to evaluate.
+    """Return the reader of training samples, or of evaluation samples where `evaluates`.
 
-    Raises ConfigError where a step cannot be had.
+    Raises ConfigError where a step cannot be imported.
     """
     key = "data.evaluation_transform" if evaluates else "data.transform"
     given = options.evaluation_transform if evaluates else options.transform
@@ -176,7 +179,11 @@ def image_reader(options: ImageOptions, evaluates: bool) -> ImageReader:
 
 
 def decoded(encoded: bytes, channels: int, what: Callable[[], str]) -> Any:
-    """Return an image as a PIL image, in RGB or grey. Raises ConfigError where it is none."""
+    """Return an encoded image as a PIL image, in RGB or grey. Raises ConfigError where PIL cannot
+    read it, or it has more than 8 bits a channel.
+
+    what: function that returns the image's name for messages.
+    """
     image = _pil()
     try:
         with image.open(io.BytesIO(encoded)) as read:
@@ -192,6 +199,7 @@ def decoded(encoded: bytes, channels: int, what: Callable[[], str]) -> Any:
 
 
 def _pil() -> Any:
+    """Return the module PIL.Image. Raises ConfigError where pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -201,7 +209,8 @@ def _pil() -> Any:
 
 
 def _step(step: Step, key: str, size: int) -> Transform:
-    """Return one step. Raises ConfigError, with the config's `key`, where it cannot be had."""
+    """Return a step as a function. Raises ConfigError, with the config's `key`, where it cannot be
+    imported."""
     if not isinstance(step, OwnStep):
         own: Mapping[str, Transform] = {
             "random_crop": lambda image: _random_crop(image, size),
@@ -213,9 +222,9 @@ def _step(step: Step, key: str, size: int) -> Transform:
 
 
 def own_function(key: str, step: OwnStep, returns: TargetKind) -> Transform:
-    """Return the function or object of the user's own that `step` names under the config's `key`.
+    """Return the user's function or object that `step` names under the config's `key`.
 
-    Raises ConfigError where it cannot be had, or is a function that does not say that it returns
+    Raises ConfigError where it cannot be imported, or is a function that is not annotated to return
     something of the kind `returns`.
     """
     with importable(os.getcwd()):
@@ -225,10 +234,11 @@ def own_function(key: str, step: OwnStep, returns: TargetKind) -> Transform:
 
 
 def _random_crop(image: Any, size: int) -> Any:
-    """Return a part of a PIL image, of random size, shape and place, as a square of `size`.
+    """Return a part of a PIL image, of random size, shape and place, as a square of `size` pixels.
 
-    Its share of the area is uniform, and the logarithm of its ratio of width to height. After
-    `_TRIES` parts that the image is too small for, it is the largest square in the middle.
+    The part's fraction of the area is uniform, and so is the logarithm of its ratio of width to
+    height. After `_TRIES` parts that do not fit into the image, the largest central square is
+    taken.
     """
     width, height = image.size
     for _ in range(_TRIES):
@@ -242,7 +252,7 @@ def _random_crop(image: Any, size: int) -> Any:
 
 
 def _center_crop(image: Any, size: int) -> Any:
-    """Return the largest square in the middle of a PIL image, resized to `size`."""
+    """Return the largest central square of a PIL image, resized to `size` pixels."""
     width, height = image.size
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
@@ -250,10 +260,11 @@ def _center_crop(image: Any, size: int) -> Any:
 
 
 def _resized(image: Any, size: int, box: Sequence[float]) -> Any:
-    """Return the part `box` (left, top, right, bottom) of a PIL image as a square of `size`."""
+    """Return the part `box` (left, top, right, bottom) of a PIL image as a square of `size`
+    pixels."""
     return image.resize((size, size), _pil().Resampling.BILINEAR, box=tuple(box))
 
 
 def _flipped(image: Any) -> Any:
-    """Return a PIL image, half of the times mirrored left to right."""
+    """Return a PIL image, mirrored left to right with probability 0.5."""
     return image.transpose(_pil().Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else image

@@ -1,8 +1,8 @@
-"""`data=images`: images with their class, of any size, made as they are asked for.
+"""`data=images`: images with their class, of any size, generated on demand.
 
-Each class has a picture of a few coloured patches that follows from its number, and a sample is
-its class's picture plus noise in every pixel: a model can learn it, and nothing is kept on disk or
-in memory.
+Each class has a picture of a few coloured patches, which follows from the number of the class. A
+sample is the picture of its class plus noise in every pixel: a model can learn it, and nothing is
+kept on disk or in memory.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from whale_train.data.random_bits import nearly_normal, random_bits, stream_key
 from whale_train.data.sources.classes import balanced_labels
 from whale_train.strategies.graph.operation_graph import InputField
 
-# A picture has 4 x 4 patches, so that it survives a network's pooling; their brightness has
-# deviation 1, and noise of a half leaves it to be seen.
+# A picture has 4 x 4 patches, so that it survives a network's pooling. Their brightness has
+# deviation 1, which noise of deviation 0.5 leaves visible.
 _PATCHES = 4
 _NOISE = np.float32(0.5)
 
@@ -29,7 +29,7 @@ class ImagesOptions(BaseModel):
     num_classes: number of classes.
     channels: channels of an image.
     size: height and width of an image, in pixels.
-    num_samples: samples to train on; evaluation samples come on top.
+    num_samples: number of training samples; evaluation samples are additional.
     seed: chooses pictures, labels and noise; the order depends on the seed of the run.
     shuffle: whether epochs are permuted.
     evaluation_fraction: number of evaluation samples, relative to `num_samples`.
@@ -50,15 +50,15 @@ class ImagesOptions(BaseModel):
 def open_images(options: ImagesOptions) -> Dataset:
     """Return the dataset of images with their class.
 
-    Its fields are `pixel_values`, float32 `[channels, size, size]` of deviation 1 or so around 0,
-    and `labels`, int64, 0..num_classes-1.
+    The fields are `pixel_values`, float32 `[channels, size, size]` with mean 0 and a deviation near
+    1, and `labels`, int64, 0..num_classes-1.
     """
     return _Images(options)
 
 
 @dataclass(frozen=True)
 class _Images:
-    """Dataset whose samples are made as they are asked for."""
+    """Dataset whose samples are generated on demand."""
 
     options: ImagesOptions
 
@@ -97,7 +97,7 @@ class _Images:
     def _drawn(self, stream: str, numbers: Indices, side: int) -> NDArray[np.float32]:
         """Return nearly normal numbers, float32 `[n, channels, side, side]`, for each of `numbers`.
 
-        They are a function of the stream and of each number alone.
+        They depend only on the stream and on each number.
         """
         shape = (self.options.channels, side, side)
         num_pixels = self.options.channels * side * side

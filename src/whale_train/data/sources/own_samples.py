@@ -1,4 +1,4 @@
-"""Read samples of a dataset of the user's own as arrays, and say what is wrong with one."""
+"""Read samples of a user's own dataset as arrays, and report the first fault of a sample."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +22,13 @@ Pads = Mapping[str, tuple[int, float]]
 class Samples:
     """Samples of a user's dataset, as arrays.
 
-    target: the path of its class, for messages.
-    make: makes the dataset.
+    target: the path of the dataset's class, for messages.
+    make: function that makes the dataset.
     names: names of the parts of a sample that is a tuple, or the key of a sample for each argument
         of the model's forward; None takes the keys of a sample that is a dict.
-    collate: makes a batch of a list of samples; None stacks them.
-    pads: lengths to which fields are filled up, and with what.
-    longest: fields of which batches have the lengths before that, too.
+    collate: function that makes a batch of a list of samples; None stacks them.
+    pads: the padded length and the padding value of fields.
+    longest: fields for which batches also have the lengths before padding.
     fields: tensors of a sample; empty until they are known.
     alike: the remedy for samples of several shapes; '' for the usual one.
     """
@@ -49,8 +49,8 @@ class Samples:
     def dataset(self) -> Any:
         """Return the dataset.
 
-        One that has opened files is made anew in every process: a file's position is shared with
-        the process that was forked.
+        A dataset that has opened files is made again in every process, because a forked process
+        shares the position of an open file.
         """
         if self._made is None or (self._keeps_files and self._process != os.getpid()):
             before = _open_files()
@@ -59,7 +59,8 @@ class Samples:
         return self._made
 
     def read(self, rows: Indices, draws: Indices) -> Batch:
-        """Return samples `rows`, int64 `[n]`, whose random parts `draws` choose, as a batch."""
+        """Return samples `rows`, int64 `[n]`, as a batch. `draws`, int64 `[n]`, seed their random
+        parts."""
         samples = []
         with kept_generators():
             for row, draw in zip(rows.tolist(), draws.tolist(), strict=True):
@@ -68,14 +69,14 @@ class Samples:
             return self.batch(samples, rows)
 
     def batch(self, samples: Sequence[Any], rows: Indices) -> Batch:
-        """Return samples that were read as a batch; `rows`, int64 `[n]`, are their numbers."""
+        """Return samples as a batch. `rows`, int64 `[n]`, are their numbers."""
         if self.collate is None:
             return self._stacked(samples, rows)
         collated = self._named(self.collate(samples), f"{self.target}'s batch")
         return self._checked({x: _array(value, x) for x, value in collated.items()}, rows)
 
     def _stacked(self, samples: Sequence[Any], rows: Indices) -> Batch:
-        """Return samples as a batch, each field filled up to its length."""
+        """Return samples as a batch, with fields padded to their lengths."""
         columns: dict[str, list[NDArray[Any]]] = {}
         lengths: dict[str, list[int]] = {name: [] for name in self.longest}
         for row, sample in zip(rows.tolist(), samples, strict=True):
@@ -97,8 +98,9 @@ class Samples:
         own = {f"{name}{LENGTHS}": np.array(of, np.int64) for name, of in lengths.items()}
         return {**checked, **own}
 
-    def _named(self, sample: Any, what: str) -> dict[str, Any]:
-        """Return the parts of a sample by the names of the model's arguments."""
+    def _named(self, sample: Any, subject: str) -> dict[str, Any]:
+        """Return the parts of a sample by the names of the model's arguments. `subject` names the
+        sample in messages."""
         names = self.names
         if isinstance(sample, Mapping):
             if isinstance(names, Mapping):
@@ -108,27 +110,29 @@ class Samples:
             missing = [key for key in wanted.values() if key not in sample]
             if missing:
                 has = ", ".join(map(str, sample))
-                rule = f"is no key of {what}, which has {has}"
+                rule = f"is no key of {subject}, which has {has}"
                 raise ConfigError([Fault("data.fields", missing[0], rule, "use one of them")])
             return {name: sample[key] for name, key in wanted.items()}
         parts = list(sample) if isinstance(sample, tuple | list) else [sample]
         own = getattr(sample, "_fields", None)  # of a named tuple
         if isinstance(names, Mapping) or (names is None and own is None):
             kind = type(sample).__name__
-            rule = f"is not given, and {what} is a {kind} of {len(parts)} without names"
+            rule = f"is not given, and {subject} is a {kind} of {len(parts)} without names"
             if isinstance(names, Mapping):
-                rule = f"names keys, and {what} is a {kind} of {len(parts)} without names"
+                rule = f"names keys, and {subject} is a {kind} of {len(parts)} without names"
             remedy = "use data.fields=[input_ids, labels] or the like, a name for each part"
             raise ConfigError([Fault("data.fields", "", rule, remedy)])
         names = names or own or ()
         if len(names) != len(parts):
-            rule = f"has {len(names)} names, and {what} has {len(parts)} parts"
+            rule = f"has {len(names)} names, and {subject} has {len(parts)} parts"
             raise ConfigError(
                 [Fault("data.fields", ", ".join(names), rule, "give a name for each part")]
             )
         return dict(zip(names, parts, strict=True))
 
     def _padded(self, name: str, array: NDArray[Any], row: int) -> NDArray[Any]:
+        """Return the field `name` of sample `row`, padded where `data.pad` says so. Raises
+        ConfigError where it is longer than the padded length."""
         if name not in self.pads:
             return array
         length, value = self.pads[name]
@@ -140,7 +144,8 @@ class Samples:
         return np.pad(array, widths, constant_values=value)
 
     def _checked(self, batch: Batch, rows: Indices) -> Batch:
-        """Return a batch whose fields are those of the first samples, with their dtypes."""
+        """Return a batch with the dtypes of the known fields. Raises ConfigError where it has other
+        fields or shapes."""
         if not self.fields:
             return batch
         if {x.name for x in self.fields} != batch.keys():
@@ -158,7 +163,8 @@ class Samples:
 
 
 def _array(value: Any, name: str) -> NDArray[Any]:
-    """Return a part of a sample as an array, in the dtype in which it is handed over."""
+    """Return a part of a sample as an array, in the dtype that the model gets. Raises ConfigError
+    where it is not numbers."""
     if hasattr(value, "detach"):  # a tensor of torch
         value = value.detach().cpu()
         value = value.float() if str(value.dtype) == "torch.bfloat16" else value
@@ -177,11 +183,12 @@ def _unequal(
     known: Mapping[str, tuple[int, ...]],
     remedy: str = "",
 ) -> ConfigError:
-    """Return the error of fields whose rows have several shapes.
+    """Return the error of fields whose rows differ in shape.
 
     uneven: the rows of each such field.
-    known: the shape that a field's rows should have, where it is known; else it is the first row's.
-    remedy: '' is the usual one, which fills up labels with -100: no loss counts these.
+    known: the expected shape of a field's rows; the first row's shape for other fields.
+    remedy: the remedy; '' is the usual one, which pads labels with -100, a value that losses
+        ignore.
     """
     pads = ", ".join(
         f"{name}: {{length: N, value: {-100 if name == 'labels' else 0}}}" for name in uneven
@@ -198,13 +205,13 @@ def _unequal(
 
 
 def _open_files() -> set[str]:
-    """Return the files that this process has open, with the numbers they are open under."""
+    """Return the files that this process has open, each with its file descriptor."""
     here = "/proc/self/fd"
     opened = set()
     for number in os.listdir(here) if os.path.isdir(here) else ():
         try:
             path = os.readlink(f"{here}/{number}")
-        except OSError:  # of the listing itself
+        except OSError:  # the descriptor of the listing itself, which is closed by then
             continue
         if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
             opened.add(f"{number} {path}")

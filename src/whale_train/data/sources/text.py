@@ -1,6 +1,6 @@
 """`data=text`: bytes of any files, cut into sequences, for causal and masked language models.
 
-A token is a byte, so any text in any encoding works and there is no vocabulary to fetch.
+A token is a byte, so that any text in any encoding works and no vocabulary is needed.
 """
 
 import os
@@ -39,10 +39,11 @@ class TextOptions(BaseModel):
         tests.
     sequence_length: bytes of a sample.
     objective: what is predicted: the next bytes (causal) or masked ones.
-    max_bytes: bytes of the corpus at most; None is 8 MB of the standard library, and all of a path.
+    max_bytes: the most bytes of the corpus; None is 8 MB of the standard library, and all of a
+        path.
     shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
+    evaluation_fraction: fraction of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,14 +59,14 @@ class TextOptions(BaseModel):
 
 
 def open_text(options: TextOptions) -> Dataset:
-    """Return the dataset of windows of `sequence_length` bytes that do not overlap.
+    """Return the dataset of consecutive windows of `sequence_length` bytes.
 
-    Fewer bytes than that at the end are left out. Files are joined by a newline.
+    Files are joined by a newline. A last, shorter window is left out.
 
-    Its fields are `input_ids` and `labels`, int64 `[sequence_length]`. Causal: the labels are the
-    inputs, as Hugging Face models, which shift them, want. Masked: each position is, with
-    probability 0.15, replaced by token 256 and its byte is the label; elsewhere the label is -100.
-    Which positions are masked depends on their place in the corpus only.
+    The fields are `input_ids` and `labels`, int64 `[sequence_length]`. Causal: the labels are the
+    inputs, as Hugging Face models expect, which shift them. Masked: each position is replaced by
+    token 256 with probability 0.15, and its byte is the label; elsewhere the label is -100. The
+    masked positions depend only on their place in the corpus.
 
     Raises ConfigError when there is nothing to read, or less than one sequence.
     """
@@ -91,7 +92,7 @@ def open_text(options: TextOptions) -> Dataset:
 def _masked(tokens: NDArray[np.int64], rows: Indices) -> Batch:
     """Return `tokens`, int64 `[n, length]`, as a batch with masked positions.
 
-    `rows`, int64 `[n]`, choose the positions.
+    `rows`, int64 `[n]`, are the numbers of the windows, which determine the positions.
     """
     length = tokens.shape[1]
     counters = rows[:, None] * length + np.arange(length)
@@ -120,7 +121,7 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
         if path.is_dir():
             return _joined(_below(path, source_only=False), options.max_bytes)
         size = path.stat().st_size
-        if not size:  # which cannot be mapped
+        if not size:  # an empty file cannot be mapped
             return np.empty(0, np.uint8)
         return np.memmap(path, np.uint8, mode="r", shape=(min(size, options.max_bytes or size),))
     except OSError as error:
@@ -128,14 +129,15 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
 
 
 def _not_text(path: str) -> Fault:
-    """Return the fault of a file whose bytes are no text, but hold some."""
+    """Return the fault of a file in a format that contains texts among other bytes."""
     rule = "would be trained on as it lies there, with all that is around its texts"
     remedy = f"use data=text_files data.path={path} data.tokenizer=DIR, or a .txt file"
     return Fault("data.path", path, rule, remedy)
 
 
 def _below(folder: Path, source_only: bool) -> Iterator[Path]:
-    """Yield the files below a folder: those of each folder by name, then its folders by name."""
+    """Yield the files below a folder: the files of each folder by name, then its folders by
+    name."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -151,9 +153,9 @@ def _below(folder: Path, source_only: bool) -> Iterator[Path]:
 
 
 def _joined(files: Iterator[Path], limit: int | None) -> NDArray[np.uint8]:
-    """Return the bytes of `files` with a newline between files, uint8, `limit` of them at most.
+    """Return the bytes of `files` with a newline between files, uint8, at most `limit` of them.
 
-    Files after those that are needed are not even looked at.
+    Files that are not needed are not opened.
     """
     chosen, total = [], 0
     for path in files:

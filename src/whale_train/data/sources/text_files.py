@@ -1,7 +1,7 @@
-"""`data=text_files`: text of one's own, through a tokenizer, in samples of one length.
+"""`data=text_files`: the user's own text, tokenised, in samples of one length.
 
-Documents are tokenised once a machine (`data/tokens/make_store.py`). Which tokens a sample holds
-depends on its number alone, so that any plan reads the same batches and any plan goes on from them.
+Documents are tokenised once on each machine (`data/tokens/make_store.py`). The tokens of a sample
+depend on its number alone, so that any plan reads the same batches and can resume from any step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +38,8 @@ from whale_train.strategies.graph.operation_graph import InputField
 TOKENIZER_KEY = "data.tokenizer"
 _MASK_SHARE = 0.15  # BERT's
 IGNORED_LABEL = -100  # torch's cross_entropy leaves it out
-# Of the tokens to predict, the part that is replaced by the mask, and by another token; the rest
-# stays as it is (Devlin et al., "BERT", NAACL 2019, section 3.1).
+# The fractions of the predicted tokens that are replaced by the mask, and by another token. The
+# rest is unchanged (Devlin et al., "BERT", NAACL 2019, section 3.1).
 _MASKED, _REPLACED = 0.8, 0.1
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -53,10 +53,10 @@ _Paths = Annotated[
 class PackOptions(BaseModel):
     """Options of packing, under `data.pack`.
 
-    mode: how documents become samples: one after another across their ends (concat), whole as far
-        as they fit, with the rest filled (best_fit), or a document a sample (none).
-    documents: whether a document looks at the ones before it in a sample (joined), or not
-        (isolated: position ids begin anew, and its first token is no target).
+    mode: how documents become samples: concatenated and cut (concat), packed whole as far as they
+        fit, with padding (best_fit), or one document a sample (none).
+    documents: whether a document attends to earlier documents of its sample (joined), or not
+        (isolated: position ids begin anew, and a document's first token is no target).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,7 +66,11 @@ class PackOptions(BaseModel):
 
 
 class FieldPair(BaseModel):
-    """Fields of the two texts of `data.objective=seq2seq`, under `data.field`."""
+    """Options of the two fields of `data.objective=seq2seq`, under `data.field`.
+
+    source: the field of the source text.
+    target: the field of the text to predict.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,7 +78,7 @@ class FieldPair(BaseModel):
     target: _Text
 
 
-# Told apart by what is given, so that complaints are about that one alone.
+# A discriminator, so that faults are about the given kind of value alone.
 _Field = Annotated[
     Annotated[_Text, Tag("text")] | Annotated[FieldPair, Tag("pair")],
     Discriminator(lambda value: "pair" if isinstance(value, dict | FieldPair) else "text"),
@@ -85,8 +89,8 @@ class SourceOptions(BaseModel):
     """Options of a source, an entry of `data.sources`.
 
     path: as `data.path`.
-    weight: the source's part of the samples, relative to the other sources' weights.
-    field: as `data.field`; None is that.
+    weight: the source's fraction of the samples, relative to the other sources' weights.
+    field: as `data.field`; None takes that.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -108,12 +112,13 @@ class TextFilesOptions(BaseModel):
         field (seq2seq).
     sequence_length: tokens of a sample.
     target_length: tokens of the text to predict, for seq2seq.
-    pack: how documents become samples; None: concatenated, and one by one for seq2seq.
-    mask_share: part of the tokens that are predicted, for masked.
-    cache: folder of the tokens; None is one in the user's cache.
+    pack: how documents become samples; None concatenates them, or takes them one by one for
+        seq2seq.
+    mask_share: fraction of the tokens that are predicted, for masked.
+    cache: folder of the token stores; None is a folder in the user's cache.
     shuffle: whether epochs are permuted.
-    evaluation_fraction: share of the samples that is held back.
-    evaluation: evaluation sets by name, each this data with other options; None: there are none.
+    evaluation_fraction: fraction of the samples that is held back.
+    evaluation: evaluation sets by name, each this data with other options; None has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -140,7 +145,7 @@ class TextFilesOptions(BaseModel):
         return PackOptions(mode="none") if self.objective == "seq2seq" else given
 
     def faults(self) -> list[Fault]:
-        """Return the faults of options that do not go together."""
+        """Return the faults of options that contradict each other."""
         faults = []
         if (self.path is None) == (not self.sources):
             rule = "and data.sources are both given" if self.path else "must be given"
@@ -178,12 +183,14 @@ class TextFilesOptions(BaseModel):
 def open_text_files(options: TextFilesOptions, watch: Watch | None = None) -> Dataset:
     """Return the dataset of samples of `sequence_length` tokens.
 
-    Its fields are int64. Causal: `input_ids` and `labels`, equal but for labels of -100 where the
-    loss counts nothing: filling, and all but the answers of chats. With isolated documents also
-    `position_ids`. Masked: `input_ids`, `labels` of the masked tokens, and `attention_mask` where
-    samples are filled up. Seq2seq: `input_ids`, `attention_mask` and `labels`.
+    The fields are int64. Causal: `input_ids` and `labels`, which are equal, except that labels are
+    -100 where the loss counts nothing: padding, and all but the answers of chats. Isolated
+    documents also have `position_ids`. Masked: `input_ids`, `labels` of the masked tokens, and
+    `attention_mask` where samples are padded. Seq2seq: `input_ids`, `attention_mask` and `labels`.
 
-    `watch` is told how many bytes are tokenised, and of how many. Raises ConfigError.
+    watch: called with the bytes that are tokenised and the bytes in all.
+
+    Raises ConfigError.
     """
     faults = options.faults()
     if faults:
@@ -202,7 +209,7 @@ def open_text_files(options: TextFilesOptions, watch: Watch | None = None) -> Da
 
 
 def _widest(fields: Sequence[tuple[InputField, ...]]) -> tuple[InputField, ...]:
-    """Return the fields of several sources, with bounds that hold for all of them."""
+    """Return the fields of several sources, with the smallest of their lower bounds."""
     return tuple(
         replace(same[0], lower_bound=min(field.lower_bound for field in same))
         for same in zip(*fields, strict=True)
@@ -234,7 +241,7 @@ def _source(
 
 
 def tokenizer_folder(options: TextFilesOptions) -> Path:
-    """Return the folder of the tokenizer. Raises ConfigError where there is none."""
+    """Return the folder of the tokenizer. Raises ConfigError where the folder does not exist."""
     if options.tokenizer is None:
         raise ConfigError(options.faults())
     folder = folder_of(TOKENIZER_KEY, options.tokenizer)
@@ -246,8 +253,8 @@ def tokenizer_folder(options: TextFilesOptions) -> Path:
 
 
 def tokenizer_of(options: object) -> Path | None:
-    """Return the folder of the tokenizer of the data with `options`; None where data has none, or
-    where its folder is not there any more."""
+    """Return the folder of the tokenizer for data with `options`, or None where the data has no
+    tokenizer or its folder does not exist any more."""
     if not isinstance(options, TextFilesOptions):
         return None
     try:
@@ -261,7 +268,7 @@ class _Samples:
     """Samples of a store.
 
     store: the tokens.
-    layout: which of them a sample holds.
+    layout: the tokens of each sample.
     fields: tensors of a sample.
     read: function that returns samples by their numbers, int64 `[n]`, and their draws.
     """
@@ -322,7 +329,8 @@ def _sequences(options: TextFilesOptions, store: TokenStore) -> _Samples:
 def _fill(
     batch: Mapping[str, NDArray[np.int64]], row: int, at: slice, store: TokenStore, start: int
 ) -> None:
-    """Put a segment of tokens, from `start` on, into a row of a batch, with its labels."""
+    """Copy tokens of `store` from `start` on into the columns `at` of a row of a batch, with
+    labels."""
     count = at.stop - at.start
     tokens = store.tokens(start, start + count)
     batch["input_ids"][row, at] = tokens
@@ -332,7 +340,8 @@ def _fill(
 
 
 def _mask(batch: Batch, draws: Indices, share: float, mask: int, store: TokenStore) -> None:
-    """Replace tokens that are to be predicted, and take the labels of all others away.
+    """Replace the tokens that are to be predicted, and set the labels of all others to
+    `IGNORED_LABEL`.
 
     Special tokens are not predicted. `draws`, int64 `[n]`, choose the tokens of each sample.
     """
@@ -350,7 +359,7 @@ def _mask(batch: Batch, draws: Indices, share: float, mask: int, store: TokenSto
 
 
 def _uniform(name: str, counters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each counter."""
+    """Return a number in [0, 1) for each counter, from the stream `name`."""
     bits = random_bits(stream_key(name, 0), counters) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
@@ -367,14 +376,14 @@ def _pairs(options: TextFilesOptions, source: TokenStore, target: TokenStore) ->
             np.full((len(rows), size), filling, np.int64)
             for size, filling in zip(lengths, (pad, IGNORED_LABEL), strict=True)
         ]
-        seen = np.zeros((len(rows), length), np.int64)
+        attention_mask = np.zeros((len(rows), length), np.int64)
         for row, sample in enumerate(rows):
             for into, store, layout in zip(tokens, (source, target), layouts, strict=True):
                 for start, count in layout.segments(int(sample)):
                     into[row, :count] = store.tokens(int(start), int(start + count))
             (_, count), *_ = layouts[0].segments(int(sample))
-            seen[row, :count] = 1
-        return {"input_ids": tokens[0], "attention_mask": seen, "labels": tokens[1]}
+            attention_mask[row, :count] = 1
+        return {"input_ids": tokens[0], "attention_mask": attention_mask, "labels": tokens[1]}
 
     vocabulary = source.description.vocabulary
     fields = (
@@ -386,12 +395,13 @@ def _pairs(options: TextFilesOptions, source: TokenStore, target: TokenStore) ->
 
 
 def _filling(store: TokenStore) -> int:
-    """Return the token that samples are filled up with."""
+    """Return the token that pads samples: the tokenizer's pad or eos token, or 0."""
     special = store.description.special
     return next((x for x in (special.pad, special.eos) if x is not None), 0)
 
 
 def _mask_token(options: TextFilesOptions, store: TokenStore) -> int:
+    """Return the number of the mask token. Raises ConfigError where the tokenizer has none."""
     mask = store.description.special.mask
     if mask is None:
         rule = "needs a mask token, and the tokenizer has none"
@@ -414,7 +424,7 @@ def _too_short(
 
 
 def _notes(options: TextFilesOptions, key: str, samples: _Samples) -> tuple[Note, ...]:
-    """Return notes for a plan about the texts of a source."""
+    """Return the plan's notes on the texts of a source."""
     described = samples.store.description
     value = f"{described.num_tokens:,} tokens"
     reason = f"of {described.num_documents:,} documents, in {samples.layout.num_samples:,} samples"

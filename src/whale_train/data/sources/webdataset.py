@@ -1,7 +1,7 @@
-"""`data=webdataset`: samples in tar files, named by WebDataset's rules, read at their places.
+"""`data=webdataset`: samples in tar files, named by WebDataset's rules, with random access.
 
-An index (`data/shards/shard_index.py`) gives every sample a number. So a rank reads the members of
-its own samples and nothing else, in any order, and no buffer of samples is shuffled.
+An index (`data/shards/shard_index.py`) gives every sample a number. So a rank reads only the
+members of its own samples, in any order, and no shuffle buffer is needed.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,10 +54,10 @@ class WebdatasetOptions(ImageOptions):
 
     path: patterns of the shards: `*`, `{000..009}`, `{a,b}`.
     fields: the extension of a sample's member for each argument of the model's forward, or several
-        of which every sample has one; `json:KEY` and `npz:ARRAY` take a part. None: images
-        (jpg, jpeg, png, webp) as `pixel_values`, and cls as `labels`.
-    convert: functions that make numbers of fields that are no images.
-    cache: folder of the indexes; None: one in the user's cache.
+        extensions of which every sample has one; `json:KEY` and `npz:ARRAY` take a part. None is
+        images (jpg, jpeg, png, webp) as `pixel_values`, and cls as `labels`.
+    convert: functions that convert fields other than images to numbers.
+    cache: folder of the indexes; None is a folder in the user's cache.
     """
 
     kind: Literal["webdataset"] = "webdataset"
@@ -68,7 +68,8 @@ class WebdatasetOptions(ImageOptions):
 
     @property
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Return the extensions of each field, in lower case, with their parts."""
+        """Return the extensions of each field, in lower case, with `:PART` where they name a
+        part."""
         given = _FIELDS if self.fields is None else self.fields
         listed_ones = {name: (x,) if isinstance(x, str) else x for name, x in given.items()}
         return {name: tuple(map(_lower, x)) for name, x in listed_ones.items()}
@@ -84,7 +85,7 @@ class WebdatasetOptions(ImageOptions):
         return bool(self._images)
 
     def faults(self) -> list[Fault]:
-        """Return the faults of options that do not go together."""
+        """Return the faults of options that contradict each other."""
         faults = super().faults()
         images = self._images
         for name, extensions in self.members.items():
@@ -112,7 +113,7 @@ def _lower(extension: str) -> str:
 
 
 def _why_not(kind: str, part: str) -> tuple[str, str]:
-    """Return why a member of `kind` is not read, with a remedy; '' where it is."""
+    """Return why a member of `kind` cannot be read, and a remedy; two '' where it can be read."""
     if kind in PICKLES:
         return "is a pickle, which runs what is in it", "save arrays as npy, or images as png"
     if kind not in KINDS:
@@ -125,8 +126,9 @@ def _why_not(kind: str, part: str) -> tuple[str, str]:
 def open_webdataset(options: WebdatasetOptions) -> Dataset:
     """Return the samples of the shards, in the order of the shards and of their members.
 
-    Raises ConfigError for options that do not go together, for shards that cannot be indexed, for a
-    sample without a member of a field, and for one whose content is not what its extension says.
+    Raises ConfigError for options that contradict each other, for shards that cannot be indexed,
+    for a sample that lacks a member of a field, and for a member whose content does not match its
+    extension.
     """
     faults = options.faults()
     if faults:
@@ -175,7 +177,7 @@ def open_webdataset(options: WebdatasetOptions) -> Dataset:
 
 
 def _fields(options: WebdatasetOptions, shards: ShardReader) -> dict[str, ShardField]:
-    """Return the fields by name. Raises ConfigError with the faults of all."""
+    """Return the fields by name. Raises ConfigError with the faults of all fields."""
     fields: dict[str, ShardField] = {}
     faults: list[Fault] = []
     for name, extensions in options.members.items():
@@ -189,7 +191,7 @@ def _fields(options: WebdatasetOptions, shards: ShardReader) -> dict[str, ShardF
 
 
 def _input(field: ShardField, array: NDArray[Any], is_converted: bool) -> InputField:
-    """Return a field as the model is given it, with the bounds of whole numbers."""
+    """Return a field as the model gets it, with the bounds of whole numbers."""
     bounds = (0, 0)
     if field.numbers is not None and not is_converted:
         bounds = (max(0, int(field.numbers.max()) + 1), min(0, int(field.numbers.min())))
@@ -212,7 +214,7 @@ class _Read:
         return {name: self._value(number, field) for name, field in self.fields.items()}
 
     def _value(self, number: int, field: ShardField) -> Any:
-        """Return a field of a sample. Raises ConfigError."""
+        """Return a field of a sample. Raises ConfigError where it cannot be read or converted."""
         if field.numbers is not None:
             return self._converted(number, field, field.numbers[number])
         extension, part = field.member(number)
@@ -228,7 +230,8 @@ class _Read:
         return self._converted(number, field, value)
 
     def _converted(self, number: int, field: ShardField, value: Any) -> Any:
-        """Return a value as numbers, by the user's function if there is one. Raises ConfigError."""
+        """Return a value as numbers, converted by the user's function if there is one. Raises
+        ConfigError."""
         name = field.name
         if name in self.convert:
             try:
@@ -248,6 +251,7 @@ class _Read:
         return value
 
     def _what(self, number: int, field: ShardField) -> str:
+        """Return the name of a sample's member, for messages."""
         return f"{self.shards.named(number)}, .{field.member(number)[0]}"
 
 

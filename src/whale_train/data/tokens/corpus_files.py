@@ -1,7 +1,7 @@
 """Find the files of a corpus, and read their documents one after another.
 
-A document is a row of a jsonl, parquet or arrow file, or a whole text file. Its place is known, so
-that a bad row can be named.
+A document is a row of a jsonl, parquet or arrow file, or a whole text file. The reader knows its
+place, so that a message can name a bad row.
 """
 
 import gzip
@@ -19,17 +19,19 @@ from whale_train.errors import ConfigError, Fault, nearest
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".arrow")
 COMPRESSED = ".gz"  # after .txt, .jsonl or .json
 _KINDS = f"{', '.join(SUFFIXES)}; text and json with {COMPRESSED} too"
-_PIECE_BYTES = 1 << 20  # of a text file, about; pieces end at line ends
-_ROWS = 1024  # of a parquet file that are read together
+_PIECE_BYTES = 1 << 20  # about the size of a piece of a text file; pieces end at line ends
+_ROWS = 1024  # rows of a parquet or arrow file that are read at once
 _WHOLE = "write the file again, or copy it whole"
 
 Document = dict[str, Any]  # values by field; the text of a text file is its field `text`
 
 
 def corpus_files(path: str, key: str) -> list[str]:
-    """Return the files that `path` names, by name: a file, a folder's, or those of a pattern.
+    """Return the files that `path` names, sorted: a file, the files below a folder, or the matches
+    of a pattern.
 
-    Raises ConfigError, with the config's `key`, where there are none or one is of no known kind.
+    Raises ConfigError, with the config's `key`, where there are none, or where one is of an unknown
+    kind.
     """
     try:
         if has_magic(path) and not os.path.exists(path):
@@ -61,8 +63,8 @@ def corpus_files(path: str, key: str) -> list[str]:
 
 
 def suffix_of(file: str) -> str:
-    """Return the suffix that says what a file holds, without the one of its compression; '' for a
-    file of another kind."""
+    """Return the suffix that tells a file's format, in lower case and without a compression's
+    suffix; '' for a file of another format."""
     name = os.path.basename(file).lower()
     is_compressed = name.endswith(COMPRESSED)
     suffix = os.path.splitext(name.removesuffix(COMPRESSED))[1]
@@ -72,9 +74,9 @@ def suffix_of(file: str) -> str:
 
 
 class BadRow(Exception):
-    """A row that cannot be used.
+    """A row cannot be used.
 
-    place: the file and the row's number in it, as a reader would look for it.
+    place: the file and the row's number in the file, as a reader would look for it.
     rule: the rule that does not hold.
     remedy: the nearest thing that would hold.
     """
@@ -85,11 +87,11 @@ class BadRow(Exception):
 
 
 def read_documents(file: str, fields: Sequence[str]) -> Iterator[tuple[Document, int, bool]]:
-    """Yield the documents of a file: the values of `fields`, the bytes read so far, and whether the
-    document ends there.
+    """Yield the documents of a file: the values of `fields`, the bytes of the file read so far, and
+    whether the document is complete.
 
-    A text file is one document, which comes in pieces that end at line ends. Bytes are those of the
-    file as it lies on the disk. Raises BadRow for a row without one of the fields, and OSError.
+    A text file is one document, which comes in pieces that end at line ends. Bytes are counted on
+    the disk, before decompression. Raises BadRow for a row without one of the fields, and OSError.
     """
     kind = suffix_of(file)
     if kind == ".txt":
@@ -101,7 +103,7 @@ def read_documents(file: str, fields: Sequence[str]) -> Iterator[tuple[Document,
 
 
 def _opened(file: str) -> tuple[IO[bytes], IO[bytes]]:
-    """Return a file's content as a stream, and the file on the disk beneath."""
+    """Return a stream of a file's content, decompressed, and the underlying file on the disk."""
     raw: BufferedReader = open(file, "rb")  # noqa: SIM115 closed by the caller
     if file.lower().endswith(COMPRESSED):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw
@@ -149,7 +151,7 @@ def _rows_of_json(file: str, fields: Sequence[str]) -> Iterator[tuple[Document, 
 
 
 def _chosen(row: object, fields: Sequence[str], place: str) -> Document:
-    """Return the values of `fields` of a row. Raises BadRow where one is missing or null."""
+    """Return the values of `fields` in a row. Raises BadRow where one is missing or null."""
     if not isinstance(row, Mapping):
         raise BadRow(place, "is no JSON object", 'write rows such as {"text": "..."}')
     for field in fields:
@@ -178,7 +180,8 @@ def _rows_of_arrow(
 
 
 def _batches(file: str, fields: Sequence[str], kind: str) -> Iterator[tuple[Any, float]]:
-    """Yield the rows of a file in batches, each with the part of the file that is read then."""
+    """Yield the rows of a file in batches, each with the fraction of the file that has been
+    read."""
     if kind == ".parquet":
         from pyarrow import parquet
 

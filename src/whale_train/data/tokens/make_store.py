@@ -1,9 +1,9 @@
-"""Have a corpus tokenised, once a machine, and open its store of tokens.
+"""Tokenise a corpus, once on each machine, and open its store of tokens.
 
-Stores are kept in a cache, each under a key of all that its tokens depend on: the content of the
-files, the tokenizer and the fields. A process of its own tokenises (`tokenising/main.py`), so that
-no library of tokenizers is loaded into a process that ranks are forked from. Whoever finds the
-store unfinished waits for the one who makes it.
+Stores are kept in a cache, under a key of all that the tokens depend on: the content of the files,
+the tokenizer and the fields. A process of its own tokenises (`tokenising/main.py`), so that no
+library of tokenizers is loaded into a process that forks ranks. Other processes wait while one
+process makes the store.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ from whale_train.data.tokens.tokenizer_files import tokenizer_files
 from whale_train.errors import ConfigError, Fault
 from whale_train.user_cache import user_cache
 
-Watch = Callable[[int, int], None]  # is told the bytes that are tokenised, and of how many
-FORMAT = 2  # of stores; another format is another key
+Watch = Callable[[int, int], None]  # called with the bytes that are tokenised and the bytes in all
+FORMAT = 2  # the format of stores, which is a part of their key
 PROGRAM = (sys.executable, "-P", "-m", "whale_train.tokenising.main")
 _LOOK_S = 0.1
 _CHUNK_BYTES = 1 << 22
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """What a store is made of.
+    """The inputs of a store.
 
     files: files of the corpus, in order.
     fields: fields of a row whose texts follow each other as documents.
@@ -50,22 +50,22 @@ class StoreRequest:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all files."""
+        """Return the size of all files together, in bytes."""
         return sum(os.path.getsize(file) for file in self.files)
 
 
 def cache_folder(given: str | None, kind: str = "tokens") -> Path:
-    """Return the folder of stores: `given`, or that of a `kind` in the user's cache."""
+    """Return the folder of stores: `given`, or the folder of a `kind` in the user's cache."""
     if given is not None:
         return Path(given)
     return user_cache(kind)
 
 
 def open_store(request: StoreRequest, cache: Path, watch: Watch | None = None) -> TokenStore:
-    """Return the store of `request` in the folder `cache`, made first where it is not there.
+    """Return the store of `request` in the folder `cache`, after making it where it does not exist.
 
-    Raises ConfigError where a file cannot be read, a row cannot be used, the tokenizer is none, or
-    the store cannot be written.
+    Raises ConfigError where a file cannot be read, a row cannot be used, the tokenizer cannot be
+    loaded, or the store cannot be written.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def open_store(request: StoreRequest, cache: Path, watch: Watch | None = None) -
     try:
         while (store := _opened(folder)) is None:
             if _locked(lock):
-                store = _opened(folder)  # made between the two looks
+                store = _opened(folder)  # another process may have made it meanwhile
                 if store is None:
                     _make(request, folder, watch)
             else:
@@ -84,7 +84,7 @@ def open_store(request: StoreRequest, cache: Path, watch: Watch | None = None) -
                 time.sleep(_LOOK_S)
         return store
     finally:
-        os.close(lock)  # lets go of it
+        os.close(lock)  # releases the lock
 
 
 def _locked(lock: int) -> bool:
@@ -103,7 +103,7 @@ def _opened(folder: Path) -> TokenStore | None:
 
 
 def _make(request: StoreRequest, folder: Path, watch: Watch | None) -> None:
-    """Make the store in `folder`, under its lock."""
+    """Make the store in `folder` by a process of its own. The caller holds the store's lock."""
     unfinished = folder.with_name(folder.name + ".partial")
     progress = _progress(folder)
     process = None
@@ -111,7 +111,7 @@ def _make(request: StoreRequest, folder: Path, watch: Watch | None) -> None:
         for left in (unfinished, folder):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         order = {**asdict(request), "store": str(unfinished), "progress": str(progress)}
-        # Files, since a pipe that nobody reads is full after 64 kB.
+        # Files are used, since a pipe without a reader is full after 64 kB.
         with TemporaryFile() as orders, TemporaryFile() as said, TemporaryFile() as complained:
             orders.write(json.dumps(order).encode())
             orders.seek(0)
@@ -151,15 +151,16 @@ def _progress(folder: Path) -> Path:
 
 
 def _tell(folder: Path, request: StoreRequest, watch: Watch | None) -> None:
-    """Tell `watch` how far the one who makes the store is."""
+    """Report the progress of the process that makes the store to `watch`."""
     if watch is None:
         return
-    with suppress(OSError, ValueError):  # not there yet, or being written
+    with suppress(OSError, ValueError):  # the file may be missing or half written
         watch(int(_progress(folder).read_text(encoding="ascii")), request.size_bytes)
 
 
 def _failure(said: str, complained: str, request: StoreRequest) -> ConfigError:
-    """Return the error that the process has reported."""
+    """Return the error that the process reported, or one with the last line of its standard
+    error."""
     with suppress(ValueError, KeyError, TypeError):
         return ConfigError([Fault(**json.loads(said))])
     last = complained.strip().splitlines()[-1:] or ["no message"]
@@ -175,7 +176,7 @@ def _unwritable(cache: Path, error: OSError) -> ConfigError:
 
 
 def _key(request: StoreRequest, cache: Path) -> str:
-    """Return the name of the request's store: a digest of all that its tokens depend on."""
+    """Return the name of the request's store: a digest of all that the tokens depend on."""
     digests = _Digests(cache)
     names = [*tokenizer_files(Path(request.tokenizer)), Path(request.tokenizer, "config.json")]
     parts = [str(FORMAT), *request.fields, *_versions()]
@@ -186,7 +187,7 @@ def _key(request: StoreRequest, cache: Path) -> str:
 
 
 def _versions() -> list[str]:
-    """Return the versions of the packages that decide what a text's tokens are."""
+    """Return the versions of the packages that determine the tokens of a text."""
     from importlib.metadata import PackageNotFoundError, version
 
     texts = []
@@ -201,7 +202,7 @@ def _form(file: str) -> str:
 
 
 class _Digests:
-    """Digests of files' contents, remembered by path, size and time of the last change."""
+    """Digests of files' contents, cached by path, size, time of the last change and inode."""
 
     def __init__(self, cache: Path) -> None:
         self._path = cache / "digests.json"
@@ -227,10 +228,10 @@ class _Digests:
         return digest.hexdigest()
 
     def keep(self) -> None:
-        """Write what was computed, for the next time."""
+        """Write the digests to the cache."""
         if not self._changed:
             return
-        with suppress(OSError):  # it only saves time
+        with suppress(OSError):  # the cache only saves time
             made = self._path.with_name(f"digests.{os.getpid()}")
             made.write_text(json.dumps(self._known), encoding="utf-8")
             made.replace(self._path)

@@ -1,4 +1,4 @@
-"""Return the layout of a store's samples, keeping beside the store what takes long to compute."""
+"""Return the layout of a store's samples, and cache beside the store what takes long to compute."""
 
 import os
 from contextlib import suppress
@@ -25,8 +25,8 @@ def layout_of(store: TokenStore, mode: PackMode | Literal["none"], length: int) 
         return concatenated(store.ends, length)
     if mode == "none":
         return one_by_one(store.ends, length)
-    kept = _kept(store, length)
-    return packed(*(kept if kept is not None else _made(store, length)))
+    saved_arrays = _kept(store, length)
+    return packed(*(saved_arrays if saved_arrays is not None else _made(store, length)))
 
 
 def _paths(store: TokenStore, length: int) -> tuple[str, str]:
@@ -35,7 +35,7 @@ def _paths(store: TokenStore, length: int) -> tuple[str, str]:
 
 
 def _kept(store: TokenStore, length: int) -> tuple[Int64Rows, Int64Rows] | None:
-    """Return the arrays of an earlier packing, or None where there are none."""
+    """Return the arrays of an earlier packing, or None where the files are missing or damaged."""
     try:
         segments, stops = (StoredArray.of_npy(Path(path)) for path in _paths(store, length))
     except (OSError, ValueError):
@@ -44,7 +44,7 @@ def _kept(store: TokenStore, length: int) -> tuple[Int64Rows, Int64Rows] | None:
 
 
 def _made(store: TokenStore, length: int) -> tuple[Int64s, Int64s]:
-    """Return the arrays of a new packing, and keep them where that is possible."""
+    """Return the arrays of a new packing, and save them where the disk allows it."""
     arrays = best_fit(store.ends[:], length)
     with suppress(OSError):
         for path, array in zip(_paths(store, length), arrays, strict=True):

@@ -1,6 +1,6 @@
-"""Lay documents out in samples of one length: which tokens stand where in each sample.
+"""Arrange documents in samples of one length: the tokens of each sample and their places.
 
-A sample is a list of segments: stretches of tokens that follow each other in one document.
+A sample is a list of segments. A segment is a run of consecutive tokens of one document.
 """
 
 from bisect import bisect_right
@@ -20,8 +20,8 @@ class Layout:
     """The segments of all samples.
 
     num_samples: number of samples.
-    segments: function that returns the segments of a sample, as int64 `[n, 2]` of (first token,
-        number of tokens) in the order of the sample. They fill it from its beginning on.
+    segments: function that returns the segments of a sample, int64 `[n, 2]` of (first token, number
+        of tokens), in the order of the sample. They fill the sample from its beginning on.
     """
 
     num_samples: int
@@ -29,10 +29,10 @@ class Layout:
 
 
 def concatenated(ends: Int64Rows, length: int) -> Layout:
-    """Return samples of the next `length` tokens each, across the ends of documents.
+    """Return samples of `length` consecutive tokens, across the ends of documents.
 
-    `ends` are the ends of the documents in all tokens, int64 `[documents]`, ascending. Tokens that
-    fill no whole sample at the end are left out.
+    `ends` are the ends of the documents among all tokens, int64 `[documents]`, ascending. The
+    tokens after the last full sample are left out.
     """
     total = int(ends[-1]) if len(ends) else 0
 
@@ -47,7 +47,10 @@ def concatenated(ends: Int64Rows, length: int) -> Layout:
 
 
 def one_by_one(ends: Int64Rows, length: int) -> Layout:
-    """Return a sample for each document: its first `length` tokens."""
+    """Return a sample for each document: its first `length` tokens.
+
+    `ends` are the ends of the documents among all tokens, int64 `[documents]`, ascending.
+    """
 
     def segments(sample: int) -> Int64s:
         start = int(ends[sample - 1]) if sample else 0
@@ -57,14 +60,14 @@ def one_by_one(ends: Int64Rows, length: int) -> Layout:
 
 
 def best_fit(ends: Int64s, length: int) -> tuple[Int64s, Int64s]:
-    """Return samples into which documents are packed whole, as far as they fit.
+    """Pack documents into samples of `length` tokens, without cutting those that fit.
 
-    Documents longer than `length` are cut into pieces of `length` tokens and a rest. Pieces go, the
-    longest first, into the sample with the least room that takes them (best-fit decreasing: Ding et
-    al., "Fewer Truncations Improve Language Modeling", ICML 2024, arXiv 2404.10830).
+    Longer documents are cut into pieces of `length` tokens and a rest. Pieces go, longest first,
+    into the sample with the least room that is enough (best-fit decreasing: Ding et al., "Fewer
+    Truncations Improve Language Modeling", ICML 2024, arXiv 2404.10830).
 
     Returns the segments of all samples, int64 `[segments, 2]` of (first token, number of tokens),
-    and where each sample's segments end in them, int64 `[samples]`. Samples are in the order of
+    and the index after each sample's last segment, int64 `[samples]`. Samples are in the order of
     their first tokens.
     """
     starts, lengths = _pieces(ends, length)
@@ -79,7 +82,7 @@ def best_fit(ends: Int64s, length: int) -> tuple[Int64s, Int64s]:
 
 
 def packed(segments: Int64Rows, stops: Int64Rows) -> Layout:
-    """Return the samples that `best_fit` made."""
+    """Return the layout of the samples that `best_fit` returned."""
 
     def of_sample(sample: int) -> Int64s:
         start = int(stops[sample - 1]) if sample else 0
@@ -89,7 +92,8 @@ def packed(segments: Int64Rows, stops: Int64Rows) -> Layout:
 
 
 def _pieces(ends: Int64s, length: int) -> tuple[Int64s, Int64s]:
-    """Return the first token and the number of tokens of all pieces of documents, none empty."""
+    """Return the first token and the number of tokens of all pieces of documents. No piece is
+    empty."""
     ends = np.asarray(ends, np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
     counts = -((starts - ends) // length)
@@ -102,8 +106,8 @@ def _pieces(ends: Int64s, length: int) -> tuple[Int64s, Int64s]:
 def _assigned(lengths: Int64s, capacity: int) -> Int64s:
     """Return the sample of each piece, int64 `[pieces]`, by best-fit decreasing.
 
-    Pieces of one length are placed together: a sample with the least room takes as many of them as
-    fit, as it stays the one with the least room.
+    Pieces of one length are placed together: the sample with the least room that is enough stays
+    that sample until no further piece of the length fits.
     """
     assigned = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
@@ -132,19 +136,20 @@ def _placed(
     assigned: Int64s,
     with_room: dict[int, list[Int64s]],
 ) -> Int64s:
-    """Place pieces of `size` tokens into `samples`, all with `room`; return those without a place.
+    """Place pieces of `size` tokens into `samples`, which all have `room`, and return the pieces
+    that do not fit.
 
-    Samples are put back into `with_room` with the room that is left.
+    Samples with room left are added to `with_room`.
     """
-    there = np.concatenate(samples)
+    candidates = np.concatenate(samples)
     per_sample = room // size
-    placed = min(len(group), per_sample * len(there))
-    assigned[group[:placed]] = np.repeat(there, per_sample)[:placed]
+    placed = min(len(group), per_sample * len(candidates))
+    assigned[group[:placed]] = np.repeat(candidates, per_sample)[:placed]
     full, rest = divmod(placed, per_sample)
     for part, left in (
-        (there[:full], room - per_sample * size),
-        (there[full : full + 1], room - rest * size) if rest else (there[:0], 0),
-        (there[full + bool(rest) :], room),
+        (candidates[:full], room - per_sample * size),
+        (candidates[full : full + 1], room - rest * size) if rest else (candidates[:0], 0),
+        (candidates[full + bool(rest) :], room),
     ):
         if len(part) and left:
             with_room.setdefault(left, []).append(part)

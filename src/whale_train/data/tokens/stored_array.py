@@ -1,6 +1,6 @@
-"""Arrays of int64 in a file, of which rows are read with `pread` and nothing is mapped.
+"""Arrays of int64 in a file, whose rows are read with `pread` and not mapped.
 
-Pages of a map count as the memory of the rank that touched them, which would seem to grow with the
+Mapped pages count as memory of the rank that touched them, which would seem to grow with the
 corpus.
 """
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 20  # rows that are read at once
 
 
 class Int64Rows(Protocol):
-    """An int64 array `[n, ...]`: numpy's own, or one in a file."""
+    """An int64 array `[n, ...]`: a numpy array, or one in a file."""
 
     def __len__(self) -> int: ...
 
@@ -28,7 +28,7 @@ class Int64Rows(Protocol):
 
 
 class StoredArray:
-    """Reader of an int64 array in a file. Processes forked from the one that opened it may use it.
+    """Reader of an int64 array in a file. It works in processes forked after it was opened.
 
     shape: shape of the array, `[n]` or `[n, width]`.
     """
@@ -42,8 +42,8 @@ class StoredArray:
 
     @classmethod
     def of_npy(cls, path: Path) -> "StoredArray":
-        """Open the array that `np.save` wrote. Raises OSError, or ValueError where the file holds
-        no such array of int64."""
+        """Open an array that `np.save` wrote. Raises OSError, and ValueError where the file does
+        not hold an int64 array."""
         mapped = np.load(path, mmap_mode="r")
         if mapped.dtype != np.int64:
             raise ValueError(f"{path} holds {mapped.dtype}, not int64")
@@ -57,7 +57,7 @@ class StoredArray:
     @overload
     def __getitem__(self, rows: slice) -> Int64s: ...
     def __getitem__(self, rows: int | slice) -> np.int64 | Int64s:
-        """Return a number of an array `[n]`, or rows `[m, ...]` that follow each other."""
+        """Return a number of an array `[n]`, or consecutive rows `[m, ...]`."""
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(len(self))
             read = self._read(start, max(stop - start, 0))
@@ -78,7 +78,8 @@ class StoredArray:
 
 
 def read_at(file: int, start: int, count: int) -> bytes:
-    """Return `count` bytes of an open file from byte `start` on. Raises OSError at its end."""
+    """Return `count` bytes of an open file from byte `start` on. Raises OSError where the file ends
+    before."""
     pieces = []
     while count:
         piece = os.pread(file, count, start)
@@ -90,7 +91,7 @@ def read_at(file: int, start: int, count: int) -> bytes:
 
 
 def differences(ends: Int64Rows) -> Iterator[Int64s]:
-    """Yield the differences between neighbours of `ends`, and of its first with 0, in chunks."""
+    """Yield the differences between neighbours of `ends`, the first one to 0, in chunks."""
     before = 0
     for start in range(0, len(ends), _CHUNK):
         chunk = ends[start : start + _CHUNK]

@@ -1,9 +1,9 @@
-"""The tokens of a corpus in a folder: written once, then read at any place.
+"""The tokens of a corpus in a folder: written once, then read in any order.
 
-Files are read at the places that are asked for, and not mapped (`stored_array.py` says why).
+Files are read with `pread` and not mapped (`stored_array.py` says why).
 
     tokens.bin     token numbers of all documents, one after another, uint16 or uint32
-    ends.bin       where each document ends in them, int64
+    ends.bin       the index after each document's last token, int64
     targets.bin    1 for tokens that a loss counts (the answers of chats), uint8; absent: all count
     store.json     sizes and special tokens; written last
 """
@@ -26,11 +26,11 @@ _DESCRIPTION = "store.json"
 
 @dataclass(frozen=True)
 class Special:
-    """Special tokens of a tokenizer, None where it has none.
+    """Special tokens of a tokenizer; None for a token that it does not have.
 
     eos: end of a text.
-    pad: filling.
-    mask: what masked language models put in place of a token.
+    pad: padding.
+    mask: replaces a token that a masked language model predicts.
     ids: numbers of all special tokens.
     """
 
@@ -47,7 +47,7 @@ class StoreDescription:
     dtype: dtype of tokens on the disk.
     num_tokens: number of tokens.
     num_documents: number of documents.
-    vocabulary: one more than the largest number of a token that the tokenizer has.
+    vocabulary: the tokenizer's largest token number plus one.
     skipped: number of documents without text, which are left out.
     special: the tokenizer's special tokens.
     """
@@ -61,11 +61,11 @@ class StoreDescription:
 
 
 class TokenStore:
-    """Reader of a store. It may be used in processes forked from the one that opened it."""
+    """Reader of a store. It works in processes forked after it was opened."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the store in `folder`. Raises OSError, ValueError, KeyError or TypeError where there
-        is none."""
+        """Open the store in `folder`. Raises OSError, ValueError, KeyError or TypeError where the
+        folder does not hold a store."""
         content = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
         special = Special(**{**content["special"], "ids": tuple(content["special"]["ids"])})
         self.description = StoreDescription(**{**content, "special": special})
@@ -88,14 +88,15 @@ class TokenStore:
         return np.frombuffer(read, self._dtype).astype(np.int64)
 
     def targets(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return whether the loss counts tokens `start` to `stop` - 1, bool `[stop - start]`."""
+        """Return for tokens `start` to `stop` - 1 whether the loss counts them, bool `[stop -
+        start]`."""
         if self._targets is None:
             return np.ones(stop - start, np.bool_)
         return np.frombuffer(read_at(self._targets, start, stop - start), np.bool_)
 
 
 class StoreWriter:
-    """Writer of a store into a folder that is not there yet."""
+    """Writer of a store into a folder that does not exist yet."""
 
     def __init__(self, folder: Path, vocabulary: int, special: Special) -> None:
         folder.mkdir(parents=True)
@@ -108,10 +109,10 @@ class StoreWriter:
         self._num_tokens = self._num_documents = 0
 
     def add(self, documents: Sequence[Any], targets: Sequence[Any] | None, ends: bool) -> None:
-        """Add the tokens of `documents`, sequences of numbers.
+        """Add the tokens of `documents`, which are sequences of numbers.
 
-        targets: for each document, whether the loss counts each token; None: it counts all.
-        ends: False where the last document goes on in the next call.
+        targets: for each document, whether the loss counts each token; None counts all.
+        ends: False where the last document continues in the next call.
         """
         lengths = np.array([len(document) for document in documents], np.int64)
         all_tokens = np.concatenate([np.asarray(x, self._dtype) for x in documents])
@@ -129,7 +130,10 @@ class StoreWriter:
         self._num_documents += len(stops)
 
     def close(self, skipped: int) -> None:
-        """End the store: its description is written, and all of it is on the disk then."""
+        """Flush all files to the disk, and write the description that completes the store.
+
+        skipped: number of documents without text, which were left out.
+        """
         for file in (self._tokens, self._ends, self._targets):
             if file is not None:
                 file.flush()

@@ -1,4 +1,4 @@
-"""Find and copy the files that a tokenizer of transformers is made of."""
+"""Find and copy the files of a transformers tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,8 @@ _PATTERNS = (
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer in `folder`, by name; none where there is none."""
+    """Return the files of the tokenizer in `folder`, by name; none where the folder has no
+    tokenizer."""
     matching = {path for pattern in _PATTERNS for path in folder.glob(pattern)}
     return sorted(path for path in matching if path.is_file())
 

@@ -1,13 +1,13 @@
-"""Compare, in numbers on the model itself, training on a whole batch with training on its parts.
+"""Compare training on a whole batch with training on its parts, in numbers on the model itself.
 
-This is for models whose graph does not say whether a batch may be trained in parts
+This is for models whose graph does not tell whether a batch may be split
 (`strategies/independence`), and for models without a graph. A batch of a few samples is run whole,
-and in two unequal parts put together as the runtime does. Losses, gradients and buffers must be
-equal. The comparison is repeated on different samples, so that state which moves between calls is
-detected. In every other round gradients are scaled, so that a hook or a backward that is not linear
-in them is detected. Operations that draw random numbers give one fixed number instead. A number
-that the forward reads from a tensor must not depend on several samples, because the batch at hand
-shows one branch only.
+and in two unequal parts combined as the runtime combines them. Losses, gradients and buffers must
+be equal. The comparison is repeated on different samples, so that state which changes between calls
+is detected. In every other round gradients are scaled, so that a hook or a backward that is not
+linear in them is detected. Operations that draw random numbers return fixed numbers instead. A
+number that the forward reads from a tensor must not depend on several samples, because the batch at
+hand shows only one branch.
 """
 
 import time
@@ -44,8 +44,8 @@ from whale_train.models.seeded_draws import private_seed, seed_privately
 Arrays = Mapping[str, NDArray[Any]]
 TensorBatch = dict[str, Tensor]
 
-# Bounds on the change of a sum of fp32 products by rounding in another order, with room: relative
-# to the loss, to the parameter's gradient, and to the gradient of all parameters.
+# Generous bounds on the change of a sum of fp32 products in another order: relative to the loss, to
+# the parameter's gradient, and to the gradient of all parameters.
 LOSS_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 5e-4
 FLOOR = 1e-5
@@ -61,15 +61,15 @@ TOGETHER = "use strategy=single, or a strategy of one copy and one micro-batch"
 class Comparison:
     """Outcome of comparing a batch with its parts.
 
-    different: what is not equal, with both numbers; '' where everything is equal.
+    different: the first difference, with both numbers; '' where everything is equal.
     remedy: what the user can do; '' where everything is equal.
     parts: number of samples of each part.
     loss: loss of the first whole batch; NaN where it was not computed.
-    of_parts: loss of the first batch made of its parts; NaN where it was not computed.
+    of_parts: loss of the first batch computed from its parts; NaN where it was not computed.
     seconds: wall-clock seconds that the comparison took.
     written: path of a parameter that the forward changes; '' for none.
-    unlike: path of a module or parameter that the samples of some parts reached, and those of other
-        parts of the same batch did not; '' for none.
+    unlike: path of a module or parameter that some parts of a batch reached and other parts did
+        not; '' for none.
     unlike_norm: path of such a batch norm; '' for none.
     """
 
@@ -90,7 +90,7 @@ class _Run:
 
     losses: loss of each round.
     gradients: gradients of each round, by parameter path.
-    buffers: what `_buffers` gives after the last round, by path.
+    buffers: the result of `_buffers` after the last round, by path.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ class _Run:
 
 
 class _Different(Exception):
-    """First difference between a batch and its parts, in words."""
+    """The first difference between a batch and its parts. The message describes it."""
 
 
 def compare_parts(
@@ -112,34 +112,38 @@ def compare_parts(
 ) -> Comparison:
     """Compare `batches` with their parts, one batch after another, and return the outcome.
 
-    Every batch has `sum(parts)` samples. With `one_copy`, the parts are micro-batches of one copy
-    of the model, which share its state; otherwise each part belongs to a copy of its own. Raises
-    ConfigError for a model that cannot be built.
+    batches: batches of `sum(parts)` samples.
+    parts: number of samples of each part.
+    one_copy: whether the parts are micro-batches of one replica of the model, which share its
+        state; otherwise each part belongs to its own replica.
+    seed: the seed of the model's weights.
+
+    Raises ConfigError for a model that cannot be built.
     """
     started = time.perf_counter()
     loss_over = options.loss_over or "mean"
     check = _Check(options, batches, parts, one_copy=one_copy, seed=seed)
-    whole, made = _Run(), _Run()
+    batch_run, parts_run = _Run(), _Run()
     different, remedy = "", ""
     try:
         with private_seed():
-            whole = check.whole()
-            made = check.parts(loss_over)
-            _compare(whole, made)
+            batch_run = check.whole()
+            parts_run = check.parts(loss_over)
+            _compare(batch_run, parts_run)
             check.refuse_branches()
     except _Different as difference:
         different = str(difference)
         remedy = TOGETHER
-        if options.loss_over is None and check.is_sum(whole):
+        if options.loss_over is None and check.is_sum(batch_run):
             remedy = "its parts add up: use model.loss_over=sum"
-    losses = [x.losses[0] if x.losses else float("nan") for x in (whole, made)]
+    losses = [x.losses[0] if x.losses else float("nan") for x in (batch_run, parts_run)]
     seconds = time.perf_counter() - started
     paths = (check.written, check.unlike, check.unlike_norm)
     return Comparison(different, remedy, parts, losses[0], losses[1], seconds, *paths)
 
 
 class _Check:
-    """The runs that are compared, each of a model built afresh from the same seed."""
+    """The runs that are compared. Each run builds the model anew from the same seed."""
 
     def __init__(
         self,
@@ -152,18 +156,18 @@ class _Check:
     ) -> None:
         self._options, self._batches, self._parts = options, batches, parts
         self._one_copy, self._seed = one_copy, seed
-        load_class(options)  # a generator of its module is one of those that are set back
+        load_class(options)  # so that a generator of its module is rewound too
         self._generators = PythonDraws()
         self.written = ""  # a parameter that the forward changes
-        self.unlike, self.unlike_norm = "", ""  # what some parts reached, and others did not
-        self._means = 0  # losses that are means over targets, in one call
+        self.unlike, self.unlike_norm = "", ""  # reached by some parts, and not by others
+        self._means = 0  # the number of losses in one call that are means over targets
         self._counters: list[Counter] = []
         self._norms: set[str] = set()
-        # Index of each round's batch, and the calls that counters are set to (None: left as is).
+        # Index of each round's batch, and the calls that counters are set to (None: unchanged).
         self._rounds: list[tuple[int, int | None]] = [(i, None) for i in range(len(batches))]
 
     def whole(self) -> _Run:
-        """Return the run of every round on whole batches.
+        """Run every round on whole batches.
 
         Sets `written`, and the counters by which later rounds advance the model.
         """
@@ -185,10 +189,11 @@ class _Check:
         return run
 
     def parts(self, loss_over: Literal["mean", "sum"]) -> _Run:
-        """Return the run of every round on parts, put together as the runtime does.
+        """Run every round on parts, combined as the runtime combines them.
 
         `loss_over` says whether the loss of a batch is the mean or the sum of its samples' losses.
-        Sets `unlike` and `unlike_norm`. Raises _Different where copies keep different buffers.
+        Sets `unlike` and `unlike_norm`. Raises _Different where replicas have different buffers in
+        the end.
         """
         modules = self._copies()
         divisors = self._divisors() if self._means else None
@@ -199,9 +204,11 @@ class _Check:
             for part, size in enumerate(self._parts):
                 batch = self._batch(number, start, start + size)
                 weight = size / total if loss_over == "mean" else 1.0
-                whole = None if divisors is None else _added([x[number] for x in divisors])
+                batch_divisors = None if divisors is None else _added([x[number] for x in divisors])
                 with _modules_run(modules[part]) as ran:
-                    loss += self._step(modules[part], batch, _Means(whole, weight), weight, number)
+                    loss += self._step(
+                        modules[part], batch, _Means(batch_divisors, weight), weight, number
+                    )
                 start += size
                 if not self._one_copy or part == len(self._parts) - 1:
                     own = _gradients(modules[part])
@@ -216,17 +223,22 @@ class _Check:
         for module in modules:
             buffers = _buffers(module)
             for path, value in buffers.items():
-                kept = run.buffers.setdefault(path, value)
-                if kept.shape != value.shape or not torch.allclose(kept, value, 1e-4, 1e-6):
+                first_value = run.buffers.setdefault(path, value)
+                if first_value.shape != value.shape or not torch.allclose(
+                    first_value, value, 1e-4, 1e-6
+                ):
                     raise _Different(f"copies on other samples keep another {_kind(module, path)}")
         return run
 
-    def is_sum(self, whole: _Run) -> bool:
-        """Return whether the losses of the parts add up to the loss of the batch."""
-        if self._means or not whole.gradients:
+    def is_sum(self, batch_run: _Run) -> bool:
+        """Return whether the losses of the parts add up to the loss of the batch.
+
+        batch_run: the run on whole batches.
+        """
+        if self._means or not batch_run.gradients:
             return False
         try:
-            _compare(whole, self.parts("sum"))
+            _compare(batch_run, self.parts("sum"))
         except _Different:
             return False
         return True
@@ -248,7 +260,8 @@ class _Check:
             raise _Different(f"it reads a number made of several samples: {where}")
 
     def _built(self) -> LossModule:
-        """Return the model built afresh from the seed, its batch norms without their statistics."""
+        """Return the model built anew from the seed, with batch norms reduced to their affine
+        maps."""
         torch.manual_seed(self._seed)
         module = LossModule(build_model(self._options), self._options)
         for owner in list(module.modules()):
@@ -260,7 +273,7 @@ class _Check:
         return module
 
     def _copies(self) -> list[LossModule]:
-        """Return the model of each part; with `one_copy` it is the same one for all parts."""
+        """Return the model of each part. With `one_copy` it is the same model for all parts."""
         if self._one_copy:
             return [self._built()] * len(self._parts)
         return [self._built() for _ in self._parts]
@@ -282,23 +295,24 @@ class _Check:
         return divisors
 
     def _advance(self, module: LossModule, number: int) -> None:
-        """Set the counters of `module` to the values that round `number` begins with."""
+        """Set the counters of `module` to their values at the beginning of round `number`."""
         calls = self._rounds[number][1]
         if calls is not None:
             for counter in self._counters:
                 counter.set(module, calls)
 
     def _batch(self, number: int, start: int, stop: int) -> TensorBatch:
-        """Return samples `start` to `stop` of round `number`'s batch, by field name, on the CPU."""
+        """Return samples `start` to `stop` - 1 of round `number`'s batch, by field name, on the
+        CPU."""
         arrays = self._batches[self._rounds[number][0]].items()
         return {name: torch.from_numpy(array[start:stop].copy()) for name, array in arrays}
 
     def _step(
         self, module: LossModule, batch: TensorBatch, means: "_Means", weight: float, number: int
     ) -> float:
-        """Add the gradients of `weight` times the loss to those of `module`; return that product.
+        """Accumulate the gradients of `weight` times the loss in `module`, and return that product.
 
-        The gradients of odd rounds are multiplied by SCALE, the returned loss is not.
+        The gradients of odd rounds are multiplied by SCALE; the returned loss is not.
         """
         self._advance(module, number)
         loss = self._forward(module, batch, means) * weight
@@ -310,8 +324,8 @@ class _Check:
     def _forward(self, module: LossModule, batch: TensorBatch, means: "_Means") -> Tensor:
         """Return the scalar loss of `batch`, with dropout off and random draws fixed.
 
-        Raises RequestErrors of the model as they are. Raises _Different where the forward fails
-        otherwise, and where gradients are on and the loss depends on no parameter.
+        RequestErrors of the model are raised unchanged. Raises _Different where the forward fails
+        in another way, and where gradients are enabled and the loss depends on no parameter.
         """
         self._generators.rewind()
         seed_privately(self._seed)
@@ -332,9 +346,9 @@ class _Check:
 class _Affine(nn.Module):
     """Batch norm without its statistics: the affine map of its weight and bias.
 
-    The runtime computes batch norms over the whole batch itself. Whatever else a model does with
-    its samples stays as it is. The module holds the weight and bias of `original`, and its forward
-    changes neither.
+    The runtime computes batch norms over the whole batch itself, so that only the rest of the model
+    must be compared. The module holds the weight and bias of `original`, and its forward changes
+    neither.
     """
 
     def __init__(self, original: _BatchNorm) -> None:
@@ -349,18 +363,19 @@ class _Affine(nn.Module):
 
 
 class _Means(TorchFunctionMode):
-    """Function mode that notes the divisors of means over targets, in the order of the calls.
+    """Function mode that records the divisors of means over targets, in the order of the calls.
 
-    With the divisors of the `whole` batch, every mean becomes a sum over the part's targets divided
-    by the divisor of the batch and by `weight`, as in the runtime. The loss of the part is
-    multiplied by `weight` afterwards.
+    batch_divisors: the divisors of the whole batch. With these, every mean becomes a sum over the
+        part's targets divided by the batch's divisor and by `weight`, as in the runtime. None
+        leaves the means unchanged.
+    weight: the factor by which the caller multiplies the part's loss.
     """
 
-    def __init__(self, whole: Sequence[Tensor] | None = None, weight: float = 1.0) -> None:
+    def __init__(self, batch_divisors: Sequence[Tensor] | None = None, weight: float = 1.0) -> None:
         super().__init__()
         self.divisors: list[Tensor] = []
         self.made_again = RecomputedLosses()
-        self._whole, self._weight = whole, weight
+        self._whole, self._weight = batch_divisors, weight
 
     def __torch_function__(
         self,
@@ -387,9 +402,9 @@ class _Means(TorchFunctionMode):
 
 @contextmanager
 def _modules_run(module: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that receives the paths of the modules that run inside, in order.
+    """Yield a list to which the path of every module that runs in the context is added, in order.
 
-    Modules count that have parameters of their own, and batch norms.
+    Only modules with parameters of their own and batch norms are included.
     """
     ran: list[str] = []
 
@@ -409,7 +424,7 @@ def _modules_run(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _first_unlike(reached: Sequence[Sequence[str]]) -> str:
-    """Return the first entry that one list has where the first list has another; '' for none."""
+    """Return the first entry by which one of the lists differs from the first list, or ''."""
     for other in reached[1:]:
         for one, two in zip_longest(reached[0], other, fillvalue=""):
             if one != two:
@@ -418,9 +433,9 @@ def _first_unlike(reached: Sequence[Sequence[str]]) -> str:
 
 
 def _added(divisors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the sum of the parts' divisors for each mean over targets.
+    """Return, for each mean over targets, the sum of the parts' divisors.
 
-    Raises _Different where one part calls another number of means than the others.
+    Raises _Different where parts call different numbers of means.
     """
     if len({len(x) for x in divisors}) > 1:
         raise _Different("one part calls other losses than another")
@@ -428,7 +443,8 @@ def _added(divisors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of `module` by the paths of the user's model, and clear them in it."""
+    """Return the gradients of `module` by the paths of the user's model, and clear them in the
+    module."""
     gradients = {}
     for path, parameter in module.named_parameters():
         if parameter.grad is not None:
@@ -439,7 +455,7 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the values that a forward may have written into, by path.
+    """Return the values that a forward may have changed, by path.
 
     They are the buffers, in fp64, and two sums for each parameter (`_sums`).
     """
@@ -451,7 +467,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def _sums(module: nn.Module) -> dict[str, Tensor]:
     """Return the sum of every parameter and the sum of its squares, fp64 [2], by path.
 
-    Both sums together tell one value of a parameter from another.
+    A change of the parameter changes at least one of the two sums, barring coincidence.
     """
     sums = {}
     for path, parameter in module.named_parameters():
@@ -460,29 +476,33 @@ def _sums(module: nn.Module) -> dict[str, Tensor]:
     return sums
 
 
-def _compare(whole: _Run, made: _Run) -> None:
-    """Raise _Different with the first difference between the batch and its parts."""
-    for loss, of_parts in zip(whole.losses, made.losses, strict=True):
+def _compare(batch_run: _Run, parts_run: _Run) -> None:
+    """Raise _Different for the first difference between the run on batches and the run on parts."""
+    for loss, of_parts in zip(batch_run.losses, parts_run.losses, strict=True):
         if not abs(loss - of_parts) <= LOSS_TOLERANCE * max(abs(loss), 1e-3):
             raise _Different(f"a batch's loss is {loss:.6g}, and {of_parts:.6g} made of its parts")
-    for one, other in zip(whole.gradients, made.gradients, strict=True):
+    for one, other in zip(batch_run.gradients, parts_run.gradients, strict=True):
         everything = sum(float(x.double().square().sum()) for x in one.values()) ** 0.5
         for path in dict.fromkeys((*one, *other)):
-            kept = one.get(path, torch.zeros_like(other[path]) if path in other else None)
-            assert kept is not None
-            difference = float((kept - other.get(path, torch.zeros_like(kept))).double().norm())
-            norm = float(kept.double().norm())
+            grad = one.get(path, torch.zeros_like(other[path]) if path in other else None)
+            assert grad is not None
+            difference = float((grad - other.get(path, torch.zeros_like(grad))).double().norm())
+            norm = float(grad.double().norm())
             if not difference <= GRADIENT_TOLERANCE * norm + FLOOR * everything:
                 off = difference / norm if norm else float("inf")
                 said = f"the gradient of {path} has norm {norm:.6g}, and is {off:.1%} off "
                 raise _Different(f"{said}made of parts")
-    for path, value in whole.buffers.items():
-        kept = made.buffers.get(path)
-        if kept is None or kept.shape != value.shape or not torch.allclose(kept, value, 1e-4, 1e-6):
+    for path, value in batch_run.buffers.items():
+        after = parts_run.buffers.get(path)
+        if (
+            after is None
+            or after.shape != value.shape
+            or not torch.allclose(after, value, 1e-4, 1e-6)
+        ):
             raise _Different(f"the buffer or parameter {path} is another one after the parts")
 
 
 def _kind(module: nn.Module, path: str) -> str:
-    """Return `path` with the word for what it is: `parameter` or `buffer`."""
+    """Return `path` after the word `parameter` or `buffer`."""
     trained = {name.removeprefix("model.") for name, _ in module.named_parameters()}
     return f"{'parameter' if path in trained else 'buffer'} {path}"

@@ -1,4 +1,4 @@
-"""Dropout turned off from outside, so that what a model computes can be compared."""
+"""Disable dropout from outside, so that a model's results can be compared."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -9,16 +9,16 @@ from whale_train.models.seeded_draws import OwnSeed
 
 
 class DropoutOff(TorchFunctionMode):
-    """Function mode in which torch's dropouts let everything through.
+    """Function mode in which torch's dropouts pass everything through.
 
-    It holds for whatever module or exported graph calls them. `met` is True once a call would have
-    dropped something. With `keeps_seeded`, a dropout whose mask the forward itself seeds stays,
-    because it is part of what the model computes.
+    It holds for any module or exported graph that calls them. `met` is True once a call would have
+    dropped something. With `keeps_seeded`, a dropout whose mask the forward itself seeds stays
+    active, because the mask is part of what the model computes.
 
-    Modules stay in training mode, unlike under `eval()`: BatchNorm trains as it does in a run.
+    Modules stay in training mode, unlike under `eval()`: BatchNorm works as in a run.
     """
 
-    _entered = 0  # of all threads: a backward on a GPU runs parts of a forward again in others
+    _entered = 0  # in all threads: a backward on a GPU recomputes parts of a forward in others
 
     def __init__(self, *, keeps_seeded: bool = False) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class DropoutOff(TorchFunctionMode):
 
 
 def is_dropout_off() -> bool:
-    """Return whether a `DropoutOff` is entered, in any thread."""
+    """Return whether a `DropoutOff` is active in any thread."""
     return DropoutOff._entered > 0
 
 
 def drops(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Return whether a call of a torch function, or of an operation in a graph, drops something."""
     name = _name(func)
-    if name in _RECURRENT:  # their one float
+    if name in _RECURRENT:  # their only float is the dropout
         return any(isinstance(x, float) and x for x in args)
     if name not in _OFF:
         return False
@@ -79,7 +79,7 @@ def _name(func: Any) -> str:
     return str(getattr(func, "__name__", "")).partition(".")[0]  # dropout.default in a graph
 
 
-# The argument that says how much is dropped (or whether), and what turns it off.
+# Position and name of the argument for the dropout's probability or mode, and the value for off.
 _OFF: dict[str, tuple[int, str, Any]] = {
     **{
         f"{kind}{in_place}": (1, "p", 0.0)

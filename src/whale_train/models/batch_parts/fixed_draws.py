@@ -1,4 +1,4 @@
-"""Random numbers replaced by fixed ones, so that what a model computes can be compared."""
+"""Replace random numbers by fixed ones, so that a model's results can be compared."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -12,11 +12,11 @@ from whale_train.models.seeded_draws import OwnSeed
 
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which a draw of torch's default generator gives fixed numbers.
+    """Dispatch mode in which draws from torch's default generator return fixed numbers.
 
-    A real number becomes 0.5, a whole number the smallest one drawn. A random order of 0 to n-1
-    becomes the reverse order. Dropouts and attention are left to `DropoutOff`. Draws from a
-    generator that the forward seeds stay as they are (`models/seeded_draws.py`).
+    A real number becomes 0.5, a whole number the smallest one drawn. A random permutation of 0 to
+    n-1 becomes the reverse order. Dropouts and attention are left to `DropoutOff`. Draws from a
+    generator that the forward seeds are unchanged (`models/seeded_draws.py`).
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags or self._seed.is_seeded(kwargs or {}):
             return made
         if "dropout" in str(func) or "attention" in str(func):
-            return made  # `DropoutOff` sees to these
+            return made  # `DropoutOff` handles these
         return tree_map_only(Tensor, _fixed, made)
 
 

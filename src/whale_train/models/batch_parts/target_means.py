@@ -1,8 +1,8 @@
-"""Losses that are means over their targets, as a model calls torch for them.
+"""Intercept losses that are means over their targets, where a model calls torch for them.
 
-A part of a batch computes its term of such a mean as a sum times a factor (`scaled`).
-Checkpointing runs parts of a forward again in the backward, where no factor is known.
-`RecomputedLosses` gives the losses that are called there the factors of their first call.
+A part of a batch computes its term of such a mean as a sum times a factor (`scaled`). Activation
+checkpointing recomputes parts of a forward in the backward, where no factor is known.
+`RecomputedLosses` gives losses that are recomputed the factors of their first call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +30,8 @@ class TargetMean:
 
     function: the loss, of torch.nn.functional.
     logits: [batch, classes, ...], or [classes] for one sample.
-    target: numbers of classes, of the shape of the logits without the classes; or probabilities, of
-        the shape of the logits.
+    target: class indices, in the shape of the logits without the classes; or probabilities, in the
+        shape of the logits.
     options: all other arguments of the call, by name.
     """
 
@@ -44,8 +44,8 @@ class TargetMean:
     def counted(self) -> Tensor:
         """Return a mask of the targets that are not ignored.
 
-        It is bool, in the shape of the logits without the classes. Targets that are probabilities
-        all count, one entry for each row.
+        It is bool, in the shape of the logits without the classes. With probabilities as targets,
+        every place counts.
         """
         if self.target.is_floating_point():
             return torch.ones_like(self.target.select(self._class_dim, 0), dtype=torch.bool)
@@ -71,7 +71,7 @@ class TargetMean:
     def sum(self) -> Tensor:
         """Return the sum of the loss over the targets, a scalar.
 
-        Half-precision logits give fp32, because a factor of the sum contains a count.
+        Half-precision logits give fp32, because the sum's later factor contains a count.
         """
         logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
         options = {**self.options, "reduction": "sum"}
@@ -79,10 +79,10 @@ class TargetMean:
         return total
 
     def answers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the classes of the largest logits, the targets, and which of them count.
+        """Return the predicted classes, the target classes, and the mask of targets that count.
 
-        They have the shape of the logits without the classes. Of probabilities, the largest is the
-        target.
+        All three have the shape of the logits without the classes. A prediction is the class of the
+        largest logit. The target class of probabilities is the most probable one.
         """
         target = self.target
         if target.is_floating_point():
@@ -90,13 +90,16 @@ class TargetMean:
         return self.logits.argmax(self._class_dim), target, self.counted
 
     def probability(self, predicted: Tensor) -> Tensor:
-        """Return the probability of the `predicted` classes, fp32 of their shape."""
+        """Return the probability of the `predicted` classes, fp32 in their shape."""
         return probability(self.logits, predicted, self._class_dim)
 
 
 def probability(logits: Tensor, classes: Tensor, dim: int) -> Tensor:
-    """Return the probability of `classes`, fp32 of their shape, by `logits`, or by log
-    probabilities, whose dimension `dim` is that of the classes."""
+    """Return the softmax probability of `classes`, fp32 in their shape.
+
+    logits: logits, or log probabilities.
+    dim: the dimension of the classes in `logits`.
+    """
     wide = logits.float()
     chosen = wide.gather(dim, classes.unsqueeze(dim)).squeeze(dim)
     return (chosen - wide.logsumexp(dim)).exp()
@@ -107,8 +110,8 @@ def target_mean(
 ) -> TargetMean | None:
     """Return the call as a TargetMean where it is the mean of a known loss, else None.
 
-    A call inside a transform of `torch.func`, such as `vmap`, is none: its rows are something else
-    than the samples of a batch.
+    A call inside a transform of `torch.func`, such as `vmap`, does not count: its rows are not the
+    samples of a batch.
     """
     names = _LOSSES.get(function)
     if names is None:
@@ -127,10 +130,10 @@ def target_mean(
 def scaled(call: TargetMean, total: Tensor, factor: Tensor) -> Tensor:
     """Return `total` times `factor`, in the dtype that the call itself would return.
 
-    `total` is the sum over the call's targets. Autocast computes these losses in fp32 and leaves
-    them so.
+    `total` is the sum over the call's targets. Autocast computes these losses in fp32 and returns
+    fp32.
     """
-    # For meta tensors torch has no autocast to ask about (runtime/base/autocast.py).
+    # torch cannot tell whether autocast is on for meta tensors (runtime/base/autocast.py).
     widened = total.is_meta or torch.is_autocast_enabled(total.device.type)
     dtype = total.dtype if widened else call.logits.dtype
     return (total * factor.to(total.dtype)).to(dtype)
@@ -143,19 +146,19 @@ class RecomputedLosses:
         self._made: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def note(self, call: TargetMean, total: Tensor, factor: Tensor) -> None:
-        """Remember a call that is made inside a checkpointed function.
+        """Record a call, if it is made inside a checkpointed function.
 
-        Inside of one, torch's hooks for saved tensors are set, or gradients are off. Other calls
-        are not kept.
+        Inside of such a function, torch's hooks for saved tensors are set, or gradients are off.
         """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None or not torch.is_grad_enabled():
             self._made.append((call.target.detach(), total.detach(), factor))
 
     def factor(self, call: TargetMean, total: Tensor) -> Tensor:
-        """Return the factor of the noted call with the same targets and the sum nearest to `total`.
+        """Return the factor of the recorded call with the same targets and the sum nearest to
+        `total`.
 
-        Raises RuntimeError for a call whose targets no noted call had.
+        Raises RuntimeError where no recorded call has these targets.
         """
         same = [(before, x) for target, before, x in self._made if _equal(target, call.target)]
         if not same:
@@ -163,15 +166,15 @@ class RecomputedLosses:
         return min(same, key=lambda made: float((made[0] - total.detach()).abs()))[1]
 
     def in_backward(self) -> AbstractContextManager[Any]:
-        """Return the context for a backward in which parts of the forward are run again."""
+        """Return the context for a backward that recomputes parts of the forward."""
         return _Replay(self) if self._made else nullcontext()
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:
     """Accumulate gradients of `output` like torch.autograd.backward, inside of function modes.
 
-    torch.autograd.backward leaves torch's function modes for as long as it runs. Here, the parts of
-    a forward that checkpointing runs again are inside of them. `gradient` is the gradient of
+    torch.autograd.backward disables torch's function modes while it runs. Here, the parts of a
+    forward that checkpointing recomputes run inside of them. `gradient` is the gradient of
     `output`.
     """
     _backward(output, gradient)
@@ -206,7 +209,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class _Replay(TorchFunctionMode):
-    """Function mode that gives losses of a forward run again the factors of their first call."""
+    """Function mode that gives losses of a recomputed forward the factors of their first call."""
 
     def __init__(self, made: RecomputedLosses) -> None:
         super().__init__()
@@ -226,6 +229,6 @@ class _Replay(TorchFunctionMode):
         call = target_mean(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
-        # Computed as in the forward: checkpointing counts the tensors that are saved.
+        # It is computed as in the forward, because checkpointing counts the saved tensors.
         total = call.sum()
         return scaled(call, total, self._made.factor(call, total))

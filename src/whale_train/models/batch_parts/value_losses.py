@@ -1,4 +1,4 @@
-"""Losses that compare a model's values with target values: what a model of them predicts."""
+"""Recognise losses that compare a model's values with target values, and derive predictions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _FUNCTIONS: dict[Any, str] = {getattr(functional, name): name for name in _NAMES
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """A call of a loss over values.
+    """A loss that compares values.
 
     name: the name of the loss in torch.nn.functional.
     """
@@ -24,22 +24,22 @@ class ValueLoss:
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> "ValueLoss | None":
-        """Return the loss that a function of torch is, or None."""
+        """Return the value loss that a torch function computes, or None."""
         name = _FUNCTIONS.get(function)
         return None if name is None else cls(name)
 
     @classmethod
     def of_operation(cls, target: object) -> "ValueLoss | None":
-        """Return the loss that the target of a graph's node is, or None."""
+        """Return the value loss that the target of a graph's node computes, or None."""
         name = str(target).removeprefix("aten.").partition(".")[0]
         return cls(name) if name in _NAMES else None
 
     def predicted(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the prediction of a model that gives the loss `values`, and the probability.
+        """Return the prediction that follows from the loss's input `values`, and its probability.
 
-        The prediction of a regression is the values themselves, without a probability. That of
-        labels any number of which may hold is 1 where a label is likelier than not, else 0, with
-        the probability that it holds, fp32.
+        A regression predicts the values themselves, without a probability. A binary cross-entropy
+        predicts 1 where a label has a probability above 0.5, else 0, with the probability of 1,
+        fp32. Both results have the shape of `values`.
         """
         if self.name in _REGRESSIONS:
             return values.float(), None
@@ -48,7 +48,7 @@ class ValueLoss:
 
 
 def loss_operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the model's values and the targets of a call of a loss."""
+    """Return the model's values and the targets in a call of a loss."""
     values = args[0] if args else kwargs["input"]
     target = args[1] if len(args) > 1 else kwargs["target"]
     return values, target

@@ -1,15 +1,15 @@
-"""Sizes of the batches that a model's graph holds for, where its forward asks for the size.
+"""The batch sizes for which a model's graph is valid, where its forward asks for the batch size.
 
-A forward that compares the size of its batch with a number is traced on the side of it that the
-example is on. torch.export refuses such a trace for batches of any size, and says for which sizes
-it would be right.
+A forward that compares its batch size with a number is traced on one side of the comparison, the
+example's. torch.export refuses such a trace for batches of any size, and suggests the sizes for
+which it would be valid.
 """
 
 import re
 
 from torch import fx
 
-# (the smallest batch, the largest or 0 for any)
+# (the smallest batch size, the largest or 0 for any)
 Sizes = tuple[int, int]
 ANY: Sizes = (1, 0)
 KEY = "batch_sizes"  # in the `meta` of a graph
@@ -19,15 +19,17 @@ _MOST_LINES = 3
 
 
 def sizes_of(graph: fx.GraphModule) -> Sizes:
-    """Return the (smallest, largest) batch that a graph of `export` holds for; 0 for no largest."""
+    """Return the (smallest, largest) batch size for which a graph of `export` is valid; the largest
+    is 0 for no bound."""
     sizes: Sizes = graph.meta.get(KEY, ANY)
     return sizes
 
 
 def suggested(error: Exception, sizes: Sizes) -> Sizes | None:
-    """Return the sizes, narrower than `sizes`, for which torch.export says that its trace is right.
+    """Return the batch sizes, narrower than `sizes`, for which torch.export's `error` says that its
+    trace is valid.
 
-    Return None where it says no range (as for multiples), or nothing that narrows `sizes`.
+    Return None where the error suggests no range (as for multiples), or none narrower than `sizes`.
     """
     fix = _FIX.search(str(error))
     if fix is None:
@@ -39,14 +41,14 @@ def suggested(error: Exception, sizes: Sizes) -> Sizes | None:
 
 
 def said_of(error: Exception) -> str:
-    """Return the complaint of torch or of a forward in one line, with the type of the error.
+    """Return the error of torch or of a forward as one line, with its type.
 
-    Where a batch of any size violates constraints, torch's first three lines about them are added.
+    Where batches of any size violate constraints, torch's first three lines about them are added.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, *others = lines or ["no message"]
     said = (line.removeprefix("- ") for line in others if line.startswith("- "))
-    # What follows is advice on calls that nobody makes here.
+    # The rest of a line advises on calls that are not made here.
     constraints = list(dict.fromkeys(line.partition(". If")[0].rstrip(".") for line in said))
     if first.startswith("Constraints violated") and constraints:
         more = len(constraints) - _MOST_LINES

@@ -1,10 +1,10 @@
-"""Replacement of attention masks that are causal by attention's `is_causal`.
+"""Replace causal attention masks by attention's `is_causal`.
 
-A model of transformers makes its mask of positions, and an export has it as a tensor [batch, 1,
-queries, keys]. Kernels that skip what a causal mask hides take no mask (FlashAttention, Dao 2023,
-arXiv 2307.08691). With a mask, attention runs in another kernel, does twice the work, and reads a
-dense mask in every layer. A mask that depends on nothing but the batch's size is a constant. It is
-computed, and where it is the lower triangle, attention is given `is_causal` in its place.
+A model of transformers computes its mask from positions, and an export has it as a tensor [batch,
+1, queries, keys]. Kernels that skip the hidden half of a causal mask take no mask (FlashAttention,
+Dao 2023, arXiv 2307.08691). With a mask, attention runs in another kernel, does twice the work, and
+reads a dense mask in every layer. A mask that depends only on the batch size is a constant. It is
+computed here, and where it is the lower triangle, attention gets `is_causal` in its place.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ from torch import SymInt, Tensor, fx
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _SIZE = torch.ops.aten.sym_size.int
 _BATCH = 2
-# Elements of a mask up to which it is computed: 16,384 tokens.
+# The most elements of a mask that is computed: 16,384 tokens.
 _MOST_ELEMENTS = 1 << 28
 
 
 def say_causal(module: fx.GraphModule) -> int:
     """Replace masks that are proven causal in the graph of `module` by `is_causal`.
 
-    Nodes that only these masks were made of are erased. Returns the number of attention calls that
-    were changed.
+    Nodes that only these masks needed are erased. Returns the number of attention calls that were
+    changed.
     """
     proven: dict[fx.Node, bool] = {}
     made: dict[fx.Node, Any] = {}
@@ -47,7 +47,8 @@ def say_causal(module: fx.GraphModule) -> int:
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
-    """Return the mask of an attention call; None for one without a mask and for any other node."""
+    """Return the mask of an attention call, or None for a call without a mask and for any other
+    node."""
     if node.target is not _ATTENTION:
         return None
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -55,10 +56,10 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_lower_triangle(mask: fx.Node, attention: fx.Node, made: dict[fx.Node, Any]) -> bool:
-    """Return whether the mask of an attention is the lower triangle, whatever the batch.
+    """Return whether the mask of an attention is the lower triangle for every batch.
 
-    Every query then sees the keys up to its own place and no others. `made` are the values of nodes
-    that are known; newly computed ones are added.
+    Every query then sees the keys up to its own place and no others. `made` has the known values of
+    nodes; newly computed values are added.
     """
     value = mask.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype != torch.bool or value.dim() < 2:
@@ -78,29 +79,29 @@ def _is_lower_triangle(mask: fx.Node, attention: fx.Node, made: dict[fx.Node, An
 
 
 class _NoConstant(Exception):
-    """Raised for a node whose value is not known without the values of the batch."""
+    """The value of a node depends on the values of the batch."""
 
 
 def _computed(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     """Return the value of `node` for a batch of two samples, on the CPU.
 
-    `made` are the values of nodes that are known; newly computed ones are added. Raises _NoConstant
-    where the value is not known without the values of the batch.
+    `made` has the known values of nodes; newly computed values are added. Raises _NoConstant where
+    the value depends on the values of the batch.
     """
     waiting = [node]
     while waiting:
-        now = waiting[-1]
-        if now in made:
+        current = waiting[-1]
+        if current in made:
             waiting.pop()
             continue
-        if now.target is _SIZE:
-            size = now.meta.get("val")
-            # The size of the batch is the only one that is no number.
-            made[now] = _BATCH if isinstance(size, SymInt) else size
+        if current.target is _SIZE:
+            size = current.meta.get("val")
+            # The batch size is the only size that is not a number.
+            made[current] = _BATCH if isinstance(size, SymInt) else size
             continue
-        if now.op != "call_function" or not _is_pure(now.target):
-            raise _NoConstant(now.name)
-        missing = [x for x in now.all_input_nodes if x not in made]
+        if current.op != "call_function" or not _is_pure(current.target):
+            raise _NoConstant(current.name)
+        missing = [x for x in current.all_input_nodes if x not in made]
         if missing:
             waiting += missing
             continue
@@ -110,17 +111,17 @@ def _computed(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
                 return made[value]
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
-        args = fx.node.map_aggregate(now.args, argument)
-        kwargs = fx.node.map_aggregate(now.kwargs, argument)
+        args = fx.node.map_aggregate(current.args, argument)
+        kwargs = fx.node.map_aggregate(current.kwargs, argument)
         try:
-            made[now] = now.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception as error:  # whatever an operation says to such values
-            raise _NoConstant(now.name) from error
+            made[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:  # operations raise errors of many kinds for such values
+            raise _NoConstant(current.name) from error
     return made[node]
 
 
 def _is_pure(target: Any) -> bool:
-    """Return whether an operation gives the same value every time, and changes nothing."""
+    """Return whether an operation is deterministic and writes to none of its arguments."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     is_random = torch.Tag.nondeterministic_seeded in target.tags
@@ -128,12 +129,12 @@ def _is_pure(target: Any) -> bool:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node that nobody reads, and then the nodes that only it read."""
+    """Erase a node that no other node reads, and then the nodes that only it read."""
     waiting = [node]
     while waiting:
-        now = waiting.pop()
-        if now.users or now.op != "call_function" or now._erased:
+        current = waiting.pop()
+        if current.users or current.op != "call_function" or current._erased:
             continue
-        read = list(now.all_input_nodes)
-        graph.erase_node(now)
+        read = list(current.all_input_nodes)
+        graph.erase_node(current)
         waiting += read

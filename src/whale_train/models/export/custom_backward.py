@@ -1,9 +1,9 @@
-"""Detection of what a model does in its backward, or keeps, that `torch.export` would lose.
+"""Detect behaviour of a model that `torch.export` would lose.
 
-Export traces a forward, and the backward of its graph follows from that by differentiation. Left
-out without a word would be a backward of an autograd Function, hooks that may change gradients, a
-buffer that the forward replaces by another tensor, and the seed that the forward gives a generator.
-This file owns detecting them while a model is exported.
+Export traces a forward, and the backward of the graph follows by differentiation. Silently lost
+would be the backward of an autograd Function, hooks that may change gradients, the replacement of a
+buffer by another tensor, and the seeding of a generator. This file detects all four while a model
+is exported.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ from whale_train.models.export.gradcheck import is_derived
 from whale_train.models.loss_module import MODEL_PREFIX
 from whale_train.models.seeded_draws import OwnSeed
 
-# Where torch makes Functions of the backwards of custom operations. These are not lost: the graph
-# has the operation.
+# The module in which torch makes a Function for the backward of a custom operation. Such a backward
+# is not lost, because the graph has the operation.
 _OF_CUSTOM_OPERATIONS = "torch._library.autograd"
 
 
@@ -36,7 +36,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Observe the module for as long as the context is entered."""
+        """Observe the module inside of the context."""
         handles = (
             self._module.register_forward_pre_hook(self._remember),
             self._module.register_forward_hook(self._look),
@@ -51,14 +51,16 @@ class Watch:
 
     @property
     def draws(self) -> str:
-        """Return words for a generator that the forward draws from and seeds or holds, or ''."""
+        """Return a description of a generator that the forward draws from and seeds or holds, or
+        ''."""
         return "a generator that its forward seeds or holds" if self._seen.draws else ""
 
     def lost(self, run: Callable[[], Any]) -> str:
-        """Return the part of the module that an export loses, in words; '' for nothing.
+        """Return a description of the part of the module that an export loses, or '' where it loses
+        nothing.
 
         `run` calls the module. It is called once for each autograd Function that the forward used,
-        to learn the arguments of the Function.
+        to record the arguments of the Function.
         """
         hooked = _hooked(self._module)
         if hooked:
@@ -75,6 +77,7 @@ class Watch:
         return ""
 
     def _remember(self, module: nn.Module, args: Any) -> None:
+        """Note the buffers of the module before its forward."""
         self._buffers = dict(module.named_buffers())
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -83,12 +86,12 @@ class Watch:
             if self._buffers.get(path) is not buffer:
                 self._replaced = self._replaced or path.removeprefix(MODEL_PREFIX)
         nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)]
-        seen = set()
+        visited = set()
         while nodes:
             node = nodes.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             function = getattr(node, "_forward_cls", None)
             if function is not None and function.__module__ != _OF_CUSTOM_OPERATIONS:
                 self._functions.setdefault(function)
@@ -96,7 +99,7 @@ class Watch:
 
 
 class _Seen(TorchFunctionMode):
-    """Function mode that notes two things that a forward does.
+    """Function mode that records two actions of a forward.
 
     hooks: whether it registers hooks on the gradients of tensors that it makes.
     draws: whether it draws from a generator that it seeds or holds.
@@ -125,7 +128,7 @@ class _Seen(TorchFunctionMode):
 
 
 def _hooked(module: nn.Module) -> str:
-    """Return the first module or parameter with a hook in its backward, in words; '' for none."""
+    """Return a description of the first module or parameter with a hook in its backward, or ''."""
     for path, submodule in module.named_modules():
         if submodule._backward_hooks or submodule._backward_pre_hooks:
             return f"the backward hook of module {path.removeprefix(MODEL_PREFIX)}"

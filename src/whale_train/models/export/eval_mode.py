@@ -1,10 +1,9 @@
-"""Comparison of a model in evaluation mode with its training graph as evaluations run it.
+"""Compare a model in evaluation mode with its training graph as evaluations run it.
 
 A split or staged model has one graph, exported in training mode. Evaluations run that graph with
-the arguments that modules of torch.nn give in evaluation mode (`models/export/op_schemas.py`). That
-does not reach a forward that asks for `self.training` itself, or that always drops. This file owns
-detecting such a forward, by exporting the model in both modes and comparing what the graphs
-compute.
+the arguments that modules of torch.nn pass in evaluation mode (`models/export/op_schemas.py`). That
+cannot serve a forward that reads `self.training` itself, or that always applies dropout. This file
+detects such a forward: it exports the model in both modes and compares the operations.
 """
 
 from itertools import takewhile
@@ -24,16 +23,16 @@ from whale_train.models.export.op_schemas import by_name, draws, in_evaluation
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
-_Call = tuple[Any, ...]  # an operation and its arguments; values are given by their places
+_Call = tuple[Any, ...]  # an operation and its arguments; values are numbered by their calls
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 def changed_in_evaluation(options: ModelOptions, fields: tuple[InputField, ...]) -> str:
-    """Return the difference of evaluation mode from what evaluations of a divided model run.
+    """Return the difference between evaluation mode and the evaluations of a split or staged model,
+    or ''.
 
-    A divided model is split or staged. The text names the first module with other operations, or
-    says why the model cannot be exported in one of the modes. It is '' where all operations are the
-    same.
+    The text names the first module with other operations, or says why the model cannot be exported
+    in one of the modes.
     """
     computed = []
     for training in (True, False):
@@ -55,17 +54,18 @@ def _is_same(pair: tuple[tuple[_Call, fx.Node], tuple[_Call, fx.Node]]) -> bool:
 
 
 def _where(trained: list[tuple[_Call, fx.Node]], evaluated: list[tuple[_Call, fx.Node]]) -> str:
-    """Return the path of the module that the first of two unlike lists of calls is from.
+    """Return the path of the module to which the first difference between two lists of calls
+    belongs.
 
-    Of the modules of the two first calls, it is one that has other operations in the one list than
-    in the other.
+    Both lists begin at the difference. Of the modules of the two first calls, it is the one whose
+    operations differ between the lists.
     """
-    unlike = [
+    differing = [
         module_path(calls[0][1])
         for calls in (trained, evaluated)
         if calls and _targets(trained, calls[0][1]) != _targets(evaluated, calls[0][1])
     ]
-    return unlike[0] if unlike else module_path((trained or evaluated)[0][1])
+    return differing[0] if differing else module_path((trained or evaluated)[0][1])
 
 
 def _targets(calls: list[tuple[_Call, fx.Node]], node: fx.Node) -> list[str]:
@@ -111,13 +111,14 @@ def _computed(graph: fx.GraphModule, training: bool) -> list[tuple[_Call, fx.Nod
 
 
 def _held(value: Any, path: str, training: bool) -> Any:
-    """Return the description of an attribute: the calls of a graph, or the path of a tensor."""
+    """Return a description of an attribute: the calls of a graph, or the path of a tensor."""
     if isinstance(value, fx.GraphModule):
         return tuple(call for call, _ in _computed(value, training))
     return ("tensor", path)
 
 
 def _is_dropout(node: fx.Node) -> bool:
+    """Return whether a node is one of torch's dropouts."""
     namespace, _, name = str(node.target).partition(".")
     return namespace == "aten" and name.partition(".")[0].rstrip("_") in _DROPOUTS
 
@@ -125,8 +126,8 @@ def _is_dropout(node: fx.Node) -> bool:
 def _read(graph: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes that the output depends on.
 
-    A change of a tensor in place counts, because another name may read it. An update of a buffer
-    that nobody reads does not count.
+    A write in place counts, because another alias may read the memory. An update of a buffer that
+    no node reads does not count.
     """
     needed: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):

@@ -1,7 +1,7 @@
-"""Export of a model on the meta device, with a batch of unknown size (`torch.export`).
+"""Export a model on the meta device, with a symbolic batch size (`torch.export`).
 
-The flat graph is what planning and the ranks' rewritten parts share: the same model gives the same
-graph, in any process.
+Planning and the ranks' rewritten parts share the flat graph: the same model gives the same graph,
+in any process.
 """
 
 import re
@@ -30,14 +30,14 @@ from whale_train.models.options import ModelOptions
 from whale_train.models.seeded_draws import private_seed
 from whale_train.strategies.graph.operation_graph import InputField, Size
 
-# Any batch but 0 and 1, which torch.export would take for constants. Odd sizes, so that a
-# multiple of the batch is not mistaken for something else by the code being traced.
+# Any batch size but 0 and 1, which torch.export would take for constants. An odd size, so that
+# traced code does not mistake a multiple of the batch for something else.
 EXPORT_BATCH = 3
 
 # torch.export's name for the module of operations outside of all modules.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 
-# Checks and bookkeeping that torch.export leaves in the graph: they compute nothing.
+# Checks and bookkeeping of torch.export in the graph, which compute nothing.
 _BOOKKEEPING = ("_assert", "sym_constrain_range", "_guards_fn")
 
 
@@ -46,7 +46,7 @@ def export_model(
 ) -> tuple[fx.GraphModule | None, str]:
     """Return the flat exported graph and '', or None and the reason why there is no graph.
 
-    A profile's operations are named as the graph's nodes. The graph's tensors are on the meta
+    Operations of a profile have the names of the graph's nodes. The graph's tensors are on the meta
     device. The same model gives the same graph, in any process.
     """
     module, inputs = on_meta(options, fields)
@@ -56,7 +56,7 @@ def export_model(
 def on_meta(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[LossModule, tuple[InputField, ...]]:
-    """Return the model without weights, as LossModule, and those of `fields` that it takes.
+    """Return the model without weights, as a LossModule, and those of `fields` that it takes.
 
     Raises ConfigError for a model that cannot be built or does not take the fields.
     """
@@ -68,7 +68,7 @@ def on_meta(
 def model_on_meta(options: ModelOptions) -> nn.Module:
     """Return the model on the meta device, without weights.
 
-    A model whose constructor looks at values is built with weights, which are then dropped. Raises
+    A model whose constructor reads values is built with weights, which are then dropped. Raises
     ConfigError for a model that cannot be built.
     """
     try:
@@ -81,10 +81,10 @@ def model_on_meta(options: ModelOptions) -> nn.Module:
 
 
 def _leave_no_values(model: nn.Module) -> None:
-    """Replace parameters and buffers of `model` by meta tensors of their shapes.
+    """Replace the parameters and buffers of `model` by meta tensors of the same shapes.
 
-    Some are made elsewhere whatever the default device is, as by the old constructor
-    `torch.Tensor(2, 3)`. Meta tensors stay as they are, and tied tensors stay tied.
+    Some constructors ignore the default device, as the old `torch.Tensor(2, 3)` does. Meta tensors
+    are kept, and tied tensors stay tied.
     """
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -105,15 +105,15 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
 
     The module is called with tensors like `batch`, by name. There is no graph of a model with a
     backward that is not the derivative of the forward, with operations on all samples of a
-    `torch.vmap` at once, with a write in place that has no other form, with shapes that follow the
-    values of a tensor or depend on the batch size other than linearly, or with computations on
-    numbers read from tensors. A forward that asks for the size of its batch gives a graph for
-    batches of some sizes alone (`batch_bounds.sizes_of`).
+    `torch.vmap` at once, with an in-place write that has no out-of-place form, with shapes that
+    depend on the values of a tensor or not linearly on the batch size, or with computations on
+    numbers read from tensors. The graph of a forward that asks for its batch size may be valid for
+    some sizes only (`batch_bounds.sizes_of`).
     """
     if isinstance(module, LossModule):
         module.name(batch)
     watch = Watch(module)
-    # Tensors that the forward makes without naming a device are made where the batch is.
+    # Tensors that the forward makes without naming a device go to the batch's device.
     where = next((x.device for x in batch.values()), torch.device("cpu"))
     with (
         warnings.catch_warnings(),
@@ -138,7 +138,7 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
                     dynamic_shapes={name: {0: samples} for name in batch},
                     strict=False,
                 )
-            except Exception as error:  # whatever the user's forward raises while it is traced
+            except Exception as error:  # the user's forward may raise anything while traced
                 if watch.draws:
                     return None, f"torch.export would lose the state of {watch.draws}"
                 narrower = suggested(error, sizes)
@@ -173,9 +173,9 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
 
 
 # Losses whose kernel for meta tensors is a Python function with other arguments: it takes the
-# number that says how to reduce for the old `size_average` (torch._refs.nn.functional.nll_loss),
-# so that a loss of each sample is traced as a scalar. Without this kernel torch composes the loss
-# of other operations, whose shapes are right.
+# number of the reduction for the old `size_average` (torch._refs.nn.functional.nll_loss), so that
+# an unreduced loss is traced as a scalar. Without this kernel torch composes the loss of other
+# operations, whose shapes are right.
 _MISTAKEN = (
     torch.ops.aten.nll_loss.default,
     torch.ops.aten.hinge_embedding_loss.default,
@@ -185,7 +185,7 @@ _MISTAKEN = (
 
 @contextmanager
 def _true_shapes_of_losses() -> Iterator[None]:
-    """Trace losses on meta tensors with their true shapes while the context is entered."""
+    """Trace losses on meta tensors with their true shapes inside of the context."""
     kernels = [operation.py_kernels.pop(DispatchKey.Meta, None) for operation in _MISTAKEN]
     for operation in _MISTAKEN:
         operation._dispatch_cache.clear()
@@ -199,10 +199,9 @@ def _true_shapes_of_losses() -> Iterator[None]:
 
 
 def _is_mapped(node: fx.Node) -> bool:
-    """Return whether a node's value is that of all samples of a `torch.vmap`.
+    """Return whether a node's value stands for all samples of a `torch.vmap`.
 
-    torch.export leaves these as the calls made for one sample, which have a meaning inside of the
-    vmap alone.
+    torch.export records such calls as for one sample. They have no meaning outside of the vmap.
     """
     values = tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in values)
@@ -215,10 +214,10 @@ def _follows_values(node: fx.Node) -> bool:
 
 
 def size_of(extent: int | SymInt) -> Size | None:
-    """Return an exported extent as a function of its one symbol, the batch size.
+    """Return an exported extent as a linear function of the batch size.
 
-    Return None for an extent that is not linear in the batch size, as those of all pairs of samples
-    or of half the batch are not.
+    Return None for an extent that is not linear in the batch size, as the number of all pairs of
+    samples or half the batch.
     """
     if isinstance(extent, int):
         return Size(extent)
@@ -240,16 +239,15 @@ def _is_not_linear(node: fx.Node) -> bool:
 
 
 def _is_a_value(node: fx.Node) -> bool:
-    """Return whether a node's value is a number read from a tensor (`item`) or made of one."""
+    """Return whether a node's value is a number read from a tensor (`item`) or computed from
+    one."""
     value = node.meta.get("val")
     return isinstance(value, SymInt | SymFloat | SymBool) and bool(free_unbacked_symbols(value))
 
 
 def fetched(module: nn.Module, path: str) -> Any:
-    """Return the attribute of `module` at a dotted `path`.
-
-    Raises AttributeError where there is none.
-    """
+    """Return the attribute of `module` at a dotted `path`. Raises AttributeError where it does not
+    exist."""
     owner: Any = module
     for part in path.split("."):
         owner = getattr(owner, part)
@@ -259,7 +257,7 @@ def fetched(module: nn.Module, path: str) -> Any:
 def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Tensor]:
     """Return a meta tensor `[samples, *field.shape]` for every field of `inputs`, by name.
 
-    No two fields share a tensor, because export takes aliased inputs for one.
+    No two fields share a tensor, because export takes aliased inputs for one input.
     """
     return {
         field.name: torch.empty(
@@ -272,9 +270,9 @@ def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Ten
 def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
     """Return a unique name for each operation of a graph, in order.
 
-    `operations` are (name, path, whether it is a call). A tensor is named by its path. Calls are
-    numbered by kind in their order. Inputs and the output keep their names. The names that
-    torch.export gives depend also on what it has traced and dropped.
+    `operations` are (name, path, whether it is a call). A tensor is named by its path. Calls of one
+    kind are numbered in order. Inputs and the output keep their names. torch.export's own names are
+    not reproducible: they depend on operations that it traced and dropped.
     """
     entries = list(operations)
     taken = {name for name, path, call in entries if not path and not call}
@@ -300,9 +298,10 @@ def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
 def flat_module(program: ExportedProgram) -> fx.GraphModule:
     """Return the graph of an exported program as one module with the parameters as attributes.
 
-    torch.export's bookkeeping is erased, writes to values with a gradient are made out of place,
-    causal masks are replaced by `is_causal`, and operations are named by `canonical_names`. Raises
-    CannotReplace for a write to a value with a gradient that must stay.
+    torch.export's bookkeeping is erased, writes to values with a gradient are replaced by
+    out-of-place operations, causal masks are replaced by `is_causal`, and operations are named by
+    `canonical_names`. Raises CannotReplace for a write to a value with a gradient that cannot be
+    replaced.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -329,7 +328,7 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
 
 
 def _forget_bookkeeping(module: fx.GraphModule) -> None:
-    """Erase checks and bookkeeping of torch.export, and numbers that nothing else reads."""
+    """Erase torch.export's checks and bookkeeping, and numbers that nothing else reads."""
     for node in reversed(list(module.graph.nodes)):
         bookkeeping = any(mark in str(node.target) for mark in _BOOKKEEPING)
         # A number that an assertion read from a tensor is left behind as well.
@@ -344,7 +343,7 @@ def model_path(path: str) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the path, in the user's model, of the module whose forward a node belongs to.
+    """Return the path, in the user's model, of the module whose forward contains a node.
 
     It is '' for the model itself, and for a node outside of all modules.
     """

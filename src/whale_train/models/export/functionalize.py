@@ -1,11 +1,11 @@
-"""Rewriting of an exported graph so that no value is changed in place.
+"""Rewrite an exported graph so that no value is changed in place.
 
 A forward may write into a tensor that it has made: an activation in place, a residual added to a
-product, a part of a value set. A rank cannot always run such a write. A value that arrives from
-another stage is a leaf of autograd. A value that an autograd Function of ours made may be a view.
-Of a value with another layout than the write takes, a copy would be changed, which nobody reads.
-The same operation out of place computes the same result. Readers of the changed value, by its name
-or by that of a view, are given the new value.
+product, an assignment to a slice. A rank cannot always run such a write. A value received from
+another stage is a leaf of autograd. A value made by an autograd Function of ours may be a view. A
+value whose layout the write does not take would be copied, and the write would change the copy
+alone. The same operation out of place computes the same result. Readers of the changed value,
+directly or through a view, get the new value.
 
 Writes to parameters and buffers stay. So do writes without an out-of-place form to memory without a
 gradient.
@@ -32,7 +32,7 @@ Writes = Mapping[fx.Node, fx.Node]  # calls, and the values they write to
 
 
 class CannotReplace(Exception):
-    """Write without an out-of-place form. The message names the operation, `node` is the write."""
+    """A write has no out-of-place form. The message names the operation, `node` is the write."""
 
     def __init__(self, node: fx.Node, message: str) -> None:
         super().__init__(message)
@@ -40,9 +40,9 @@ class CannotReplace(Exception):
 
 
 def out_of_place(module: fx.GraphModule) -> None:
-    """Replace the writes in the graph of `module`; a graph without writes is left as it is.
+    """Replace the writes in the graph of `module`. A graph without writes is unchanged.
 
-    Raises CannotReplace for a write that would have to stay and whose memory has a gradient.
+    Raises CannotReplace for a write that cannot be replaced and whose memory has a gradient.
     """
     graph = module.graph
     writes = _replaceable(module)
@@ -59,10 +59,10 @@ def out_of_place(module: fx.GraphModule) -> None:
 
 
 class _Values:
-    """Latest values of a graph while its writes are replaced, from the first to the last.
+    """The latest values of a graph while its writes are replaced, from the first to the last.
 
-    `parents` maps every view of written memory to the value that it is a view of. A view of memory
-    that was written after the view was made is made again where it is read.
+    `parents` maps every view of written memory to its base value. A view that was made before a
+    write to its memory is made again where it is read.
     """
 
     def __init__(self, graph: fx.Graph, writes: Writes) -> None:
@@ -72,20 +72,20 @@ class _Values:
         self._made: dict[fx.Node, tuple[fx.Node, int]] = {}
 
     def latest(self, node: fx.Node) -> fx.Node:
-        """Return the node that has the value of `node` at this place of the graph."""
+        """Return the node with the value of `node` at this place of the graph."""
         version = self._version.get(_memory(node), 0)
         if not version:
             return node
         node = _named(node, self._writes)
         value, made = self._made.get(node, (node, 0))
-        # A value that is no view was made again when it was written.
+        # A value that is not a view was replaced when it was written.
         if made != version and node in self.parents:
             value = self._graph.node_copy(node, self.latest)
             self._made[node] = value, version
         return value
 
     def write(self, node: fx.Node) -> None:
-        """Put a new value in the place of the write `node`.
+        """Insert the new value of the write `node` at this place of the graph.
 
         The arguments of `node` must be the latest values.
         """
@@ -95,14 +95,14 @@ class _Values:
         version = self._version[_memory(node)]
         new = _without_writing(self._graph, node)
         self._made[chain[0]] = new, version
-        for (view, parent), whole in zip(pairwise(chain), before[1:], strict=True):
-            new = _put_back(self._graph, view, whole, new)
+        for (view, parent), base in zip(pairwise(chain), before[1:], strict=True):
+            new = _put_back(self._graph, view, base, new)
             new.meta = dict(node.meta) | {"val": parent.meta["val"]}
             self._made[parent] = new, version
 
 
 def _replaceable(module: fx.GraphModule) -> Writes:
-    """Return the writes that are to be replaced; of those to one memory, all or none are.
+    """Return the writes that are to be replaced: of the writes to one memory, all or none.
 
     Raises CannotReplace for a write without an out-of-place form to memory with a gradient.
     """
@@ -121,11 +121,11 @@ def _replaceable(module: fx.GraphModule) -> Writes:
             if node.target in parameters:
                 trained.add(node)
             continue
-        for written in _written(module, node):
-            if written is node.args[0] and _memory(written) == memory:
-                writes[node] = written
+        for target in _written(module, node):
+            if target is node.args[0] and _memory(target) == memory:
+                writes[node] = target
             else:
-                problems[_memory(written)] = CannotReplace(node, str(node.target))
+                problems[_memory(target)] = CannotReplace(node, str(node.target))
         reached = memory in with_gradient or any(x in trained for x in node.all_input_nodes)
         if reached and _can_have_gradient(node):
             trained.add(node)
@@ -144,7 +144,8 @@ def _replaceable(module: fx.GraphModule) -> Writes:
 
 
 def _memory(node: fx.Node) -> int:
-    """Return a number for the memory of a node's value; 0 for a value that is no tensor."""
+    """Return a number that identifies the memory of a node's value; 0 for a value that is not a
+    tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
 
@@ -152,7 +153,7 @@ def _memory(node: fx.Node) -> int:
 def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
     """Yield the values that a call writes to.
 
-    A call that runs a graph in which something is written counts as writing to all that it reads.
+    A call that runs a graph with writes counts as writing to all tensors that it reads.
     """
     if _runs_writes(module, node):
         yield from (x for x in node.all_input_nodes if _memory(x))
@@ -160,7 +161,7 @@ def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _runs_writes(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a call runs a graph in which something is written."""
+    """Return whether a call runs a graph that contains writes."""
     inner = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr" and not _memory(x)]
     modules = dict(module.named_modules(remove_duplicate=False)) if inner else {}
     graphs = [x for x in map(modules.get, inner) if isinstance(x, fx.GraphModule)]
@@ -168,7 +169,7 @@ def _runs_writes(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _can_have_gradient(node: fx.Node) -> bool:
-    """Return whether autograd may track a floating-point tensor that a node gives."""
+    """Return whether a node returns a floating-point tensor that autograd may track."""
     values = node.meta.get("val")
     outputs = values if isinstance(values, list | tuple) else [values]
     floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in outputs)
@@ -176,7 +177,7 @@ def _can_have_gradient(node: fx.Node) -> bool:
 
 
 def _parents(graph: fx.Graph, writes: Writes) -> dict[fx.Node, fx.Node]:
-    """Return the value that each view of written memory is a view of, by the view."""
+    """Return the base value of each view of written memory, by the view."""
     memories = set(map(_memory, writes))
     parents = {}
     for node in graph.nodes:
@@ -188,14 +189,14 @@ def _parents(graph: fx.Graph, writes: Writes) -> dict[fx.Node, fx.Node]:
 
 
 def _named(node: fx.Node, writes: Writes) -> fx.Node:
-    """Return the value that `node` writes to; `node` itself where it is no write."""
+    """Return the value that `node` writes to, or `node` itself where it is not a write."""
     while node in writes:
         node = writes[node]
     return node
 
 
 def _chain(node: fx.Node, writes: Writes, parents: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Yield the value that `node` is or writes to, the value that this is a view of, and so on."""
+    """Yield the value that `node` is or writes to, the base value of that, and so on."""
     node = _named(node, writes)
     yield node
     while node in parents:
@@ -206,7 +207,7 @@ def _chain(node: fx.Node, writes: Writes, parents: Mapping[fx.Node, fx.Node]) ->
 def _function(write: fx.Node) -> Any:
     """Return the out-of-place operation with the result of `write`, or None where torch has none.
 
-    A write that sets every element gives its own operation (`_without_writing` replaces it).
+    A write that sets every element returns its own operation, which `_without_writing` replaces.
     """
     target: Any = write.target
     if _name(write) in _SETS:
@@ -240,35 +241,36 @@ def _without_writing(graph: fx.Graph, node: fx.Node) -> fx.Node:
         is_wider = others[0].meta["val"].shape != into.meta["val"].shape
         return call(_aten.expand_as.default, made, into) if is_wider else made
     made = call(_function(node), *arguments, **node.kwargs)
-    # Another operand's type may win, in half precision where it did not when exported.
+    # In half precision, type promotion may choose another operand's dtype than when exported.
     operands = [x for x in node.all_input_nodes if x is not into]
     return call(_aten.type_as.default, made, into) if operands else made
 
 
-def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, new: fx.Node) -> fx.Node:
-    """Return the value `whole` with `new` in the place of its part `view`, as a node of `graph`."""
+def _put_back(graph: fx.Graph, view: fx.Node, base: fx.Node, new: fx.Node) -> fx.Node:
+    """Return the value of `base` after its part `view` is replaced by `new`, as a node of
+    `graph`."""
     kind, args = _name(view), list[Any](view.args[1:])
-    part, shape = view.meta["val"].shape, whole.meta["val"].shape
+    part, shape = view.meta["val"].shape, base.meta["val"].shape
     if part == shape and kind in ("slice", *_SAME_ELEMENTS):
         return new
     match kind:
         case "slice":
-            return _called(graph, _aten.slice_scatter.default, whole, new, *args)
+            return _called(graph, _aten.slice_scatter.default, base, new, *args)
         case "select":
-            return _called(graph, _aten.select_scatter.default, whole, new, *args)
+            return _called(graph, _aten.select_scatter.default, base, new, *args)
         case "transpose" | "t":
             return _called(graph, view.target, new, *args)
         case "permute":
             order = [dim % len(shape) for dim in args[0]]
             back = [order.index(dim) for dim in range(len(shape))]
             return _called(graph, _aten.permute.default, new, back)
-    # One extent follows the batch at most.
+    # At most one extent depends on the batch size.
     extents = [extent if isinstance(extent, int) else -1 for extent in shape]
     return _called(graph, _aten.reshape.default, new, extents)
 
 
 def _called(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call to `graph`, named as torch.export would name it, and return its node."""
+    """Add a call to `graph`, with torch.export's name for it, and return its node."""
     name = target._schema.name.partition("::")[2]
     return graph.create_node("call_function", target, args, kwargs, name)
 

@@ -1,7 +1,7 @@
-"""Values of the tensors that a forward makes (`x[:, [0, 2]]`, `torch.tensor(scale)`).
+"""Find the values of tensors that a forward makes itself (`x[:, [0, 2]]`, `torch.tensor(scale)`).
 
 A graph exported on the meta device has no such values. They are taken from a second export of the
-same model, on the CPU. This file owns which constant of the one graph is which of the other.
+same model, on the CPU. This file matches the constants of the two graphs.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from whale_train.models.export.export import EXPORT_BATCH, example_batch, export
 from whale_train.models.loss_module import LossModule
 from whale_train.strategies.graph.operation_graph import InputField
 
-_LIFTED = "lifted_tensor_"  # torch.export's name of what it lifts out of a forward, and a number
+_LIFTED = "lifted_tensor_"  # the beginning of torch.export's names for constants of a forward
 
 
 def with_constants(
@@ -23,9 +23,9 @@ def with_constants(
 ) -> fx.GraphModule:
     """Give `graph` the values of the constants that its forward makes, and return it.
 
-    The values come from exporting `module`, the same model with its weights. A graph whose
-    constants all have values is returned as it is. Raises LookupError for a constant whose value is
-    not found.
+    The values come from an export of `module`, the same model with its weights. A graph whose
+    constants all have values is returned unchanged. Raises LookupError for a constant without a
+    match.
     """
     held = {name for name, _ in (*module.named_parameters(remove_duplicate=False),
                                  *module.named_buffers(remove_duplicate=False))}  # fmt: skip
@@ -36,7 +36,7 @@ def with_constants(
             continue
         if value.numel():
             lost.append(path)
-        else:  # a cache before its first token
+        else:  # an empty tensor, such as a cache before its first token
             _put(graph, path, torch.empty_like(value, device="cpu"))
     if not lost:
         return graph
@@ -55,15 +55,15 @@ def with_constants(
 
 
 def _constants(graph: fx.GraphModule) -> list[str]:
-    """Return the paths of the attributes that `graph` reads, each once."""
+    """Return the paths of the attributes that `graph` reads, without repetitions."""
     return list(dict.fromkeys(str(node.target) for node in graph.graph.find_nodes(op="get_attr")))
 
 
 class _Origin(NamedTuple):
     """Place of a lifted constant.
 
-    line: number of the line of code that reads it.
-    path: its path in the graph.
+    line: number of the line of code that reads the constant.
+    path: path of the constant in the graph.
     """
 
     line: str
@@ -73,11 +73,11 @@ class _Origin(NamedTuple):
 def _same(ours: fx.GraphModule, theirs: fx.GraphModule) -> Iterator[tuple[str, str]]:
     """Yield the path in `ours` and the path in `theirs` of each lifted constant of `ours`.
 
-    The numbers in torch.export's names say nothing: on the CPU, a number that is assigned (`x[:, 0]
-    = 1`) is lifted as well. Constants of one module, function, shape and dtype are matched in their
-    order. Where the graphs have unlike numbers of them, only those of `theirs` count that are read
-    in the same lines of code. Lines do not decide otherwise, because a call over several lines may
-    be recorded at another of them. Raises LookupError where the numbers stay unlike.
+    The numbers in torch.export's names cannot be compared: on the CPU, an assigned number (`x[:, 0]
+    = 1`) is lifted as well. Constants with equal module, function, shape and dtype are matched in
+    their order. Where the two graphs have different numbers of them, only those of `theirs` count
+    that are read in the same lines of code. Lines decide only then, because a call over several
+    lines may be recorded at any of them. Raises LookupError where the numbers still differ.
     """
     others = _lifted(theirs)
     for kind, places in _lifted(ours).items():

@@ -1,8 +1,8 @@
-"""Facts about a call in an exported graph, read from torch's schemas and tags.
+"""Read facts about a call in an exported graph from torch's schemas and tags.
 
-This file owns which calls draw random numbers, which of their arguments they write into, and which
-`module.eval()` changes. There is no list of operations: torch marks what draws and what is written,
-and arguments of one name mean one thing throughout.
+The facts are whether a call draws random numbers, which arguments it writes to, and which arguments
+`module.eval()` changes. There is no list of operations: torch tags random operations and marks
+written arguments, and an argument's name means the same in all operations.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
-# Arguments that modules of torch.nn give operations by their mode, with the values of evaluation.
+# Arguments that modules of torch.nn set by their mode, with the values in evaluation mode.
 _IN_EVALUATION: dict[str, Any] = {
     "train": False,
     "training": False,
     "use_input_stats": False,
     "dropout_p": 0.0,
 }
-_SHARES = ("p", "dropout", "dropout_p")  # shares that are drawn; a share of 0 draws nothing
+_SHARES = ("p", "dropout", "dropout_p")  # dropout probabilities; a probability of 0 draws nothing
 
 
 def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers; a dropout of 0 does not."""
+    """Return whether a call draws random numbers. A dropout with probability 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     given = by_name(target, args, kwargs)
@@ -37,7 +37,7 @@ def in_evaluation(
     given = by_name(target, args, kwargs)
     changed: Mapping[str, Any] = _IN_EVALUATION
     if given.get("running_mean", ...) is None:
-        changed = {}  # no statistics are kept: they are the batch's in either mode
+        changed = {}  # without running statistics, the batch's are used in either mode
     names = [*given, *("" for _ in args)]  # a call without a schema has arguments without names
     return (
         [changed.get(name, x) for name, x in zip(names, args, strict=False)],
@@ -46,14 +46,14 @@ def in_evaluation(
 
 
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the values that a call itself writes into: in place, or as `out`."""
+    """Yield the values that a call itself writes to: in place, or as `out`."""
     for _, given in _written(node):
         values = given if isinstance(given, list | tuple) else [given]
         yield from (x for x in values if isinstance(x, fx.Node))
 
 
 def changed_value(node: fx.Node) -> fx.Node | None:
-    """Return the value that a call writes into and whose new value it returns; None for none."""
+    """Return the value that a call writes to and returns, or None."""
     schema = getattr(node.target, "_schema", None)
     aliases = [result.alias_info for result in schema.returns[:1]] if schema is not None else []
     returned = {name for alias in aliases if alias is not None for name in alias.before_set}
@@ -64,8 +64,8 @@ def changed_value(node: fx.Node) -> fx.Node | None:
 
 
 def _written(node: fx.Node) -> Iterator[tuple[set[str], Any]]:
-    """Yield pairs for the arguments that a call writes into: the schema's names of their memory,
-    and what is given."""
+    """Yield a pair for each argument that a call writes to: the alias names of its memory in the
+    schema, and the given value."""
     schema = getattr(node.target, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:

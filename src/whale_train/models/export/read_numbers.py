@@ -1,4 +1,4 @@
-"""Numbers that a forward reads from tensors, on which it may branch."""
+"""Record numbers that a forward reads from tensors, and may branch on."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ _OURS = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Read:
-    """Real number that a forward read, or compared before it read the answer.
+    """Real number that a forward read, or compared before it read the result of the comparison.
 
     value: the number.
     place: the line of the user's code that read it.
@@ -28,15 +28,16 @@ class Read:
 
 
 class ReadNumbers(TorchFunctionMode):
-    """Function mode that notes the real numbers that code inside reads from tensors.
+    """Function mode that records the real numbers that code reads from tensors.
 
-    `reads` has them in order.
+    reads: the numbers, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[Read] = []
-        self._compared: dict[int, tuple[Tensor, Tensor]] = {}  # by an answer's id, kept alive
+        # The result and the operand of comparisons, by the id of the result, which stays alive.
+        self._compared: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self,
@@ -73,10 +74,10 @@ def _place() -> str:
 def made_of_several(
     reads: Callable[[dict[str, Tensor]], ReadNumbers], batch: dict[str, Tensor]
 ) -> str:
-    """Return the place of the first number read that depends on both halves of `batch`, or ''.
+    """Return the place of the first number that depends on both halves of `batch`, or ''.
 
-    `reads` runs the forward on a batch and returns the numbers that it read. Each half in turn is
-    replaced by other values.
+    `reads` runs the forward on a batch and returns the numbers that it read. Each half of the batch
+    in turn is replaced by other values.
     """
     before = reads(batch).reads
     if not before:
@@ -94,8 +95,8 @@ def made_of_several(
 def _replaced(values: Tensor, places: range) -> Tensor:
     """Return `values` with other samples at `places`.
 
-    Real samples become three times themselves plus 1. Whole-numbered ones become those at the same
-    places counted from the end.
+    Floating-point samples become three times themselves plus 1. Other samples are replaced by the
+    samples at the same places counted from the end.
     """
     changed = values.clone()
     if values.is_floating_point():

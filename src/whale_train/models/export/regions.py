@@ -1,13 +1,13 @@
-"""Preservation of regions of a forward that an export would lose.
+"""Preserve regions of a forward that an export would lose.
 
-* Regions without autocast. A model is exported outside of autocast and its graph is run inside, so
-  that these regions have to be in the graph whether autocast is on or not. torch's own context
-  always is. The context of transformers (`maybe_autocast`) leaves itself out where it would do
-  nothing, and rotary angles would be products of 16 bits.
-* Inference mode, which torch.export does not see. It is traced as what it does to gradients. A
-  graph keeps the regions of `torch.no_grad` and `torch.enable_grad`, which notify torch when they
-  are entered. `torch.inference_mode` sets the same switch without notifying torch, so that
-  gradients would flow through a teacher that a forward runs in it.
+* Regions without autocast. A model is exported outside of autocast, and its graph runs inside, so
+  that the graph must have these regions whether autocast is on or not. torch's own context is
+  always recorded. The context of transformers (`maybe_autocast`) is skipped where it would do
+  nothing, and rotary angles would then be 16-bit products.
+* Inference mode, which torch.export does not see. It is traced by its effect on gradients. A graph
+  keeps the regions of `torch.no_grad` and `torch.enable_grad`, which notify torch when they are
+  entered. `torch.inference_mode` sets the same switch without notifying torch, so that gradients
+  would flow through a teacher model that a forward runs inside of it.
 """
 
 import sys
@@ -20,13 +20,13 @@ import torch
 
 @contextmanager
 def keeping_regions() -> Iterator[None]:
-    """Have transformers enter torch's autocast context always, also where it would do nothing."""
+    """Make transformers always enter torch's autocast context, even where it would do nothing."""
     generic = sys.modules.get("transformers.utils.generic")
     context = getattr(generic, "maybe_autocast", None)
     if context is None:
         yield
         return
-    # Its code, as models have imported the function by name.
+    # The code is replaced, and not the function, because models have imported it by name.
     before, context.__code__ = context.__code__, _always.__code__
     try:
         yield
@@ -37,19 +37,20 @@ def keeping_regions() -> Iterator[None]:
 def _always(
     device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
 ) -> Any:
-    import torch  # among the globals of the function whose code this becomes, it need not be
+    """Return torch's autocast context. Its code replaces that of transformers' `maybe_autocast`."""
+    import torch  # the globals of transformers' function may lack it
 
-    # torch has no autocast for the meta device. Where the graph runs, it says its own.
+    # torch has no autocast for the meta device. A rank replaces the device when it runs the graph.
     device = "cpu" if device_type == "meta" else device_type
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """Have `torch.inference_mode(mode)` set gradients to `not mode` and do nothing else inside.
+    """Make `torch.inference_mode(mode)` only set gradients to `not mode` inside of the context.
 
-    A tensor that is made in it is then an ordinary tensor. `torch.is_inference_mode_enabled` goes
-    on telling a forward that it is in such a region.
+    Tensors made in it are ordinary tensors. `torch.is_inference_mode_enabled` still tells a forward
+    whether it is in such a region.
     """
     entered: list[bool] = []
 

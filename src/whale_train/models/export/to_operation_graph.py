@@ -1,4 +1,4 @@
-"""The torch-free image of an exported graph, on which all planning works."""
+"""Convert an exported graph to the torch-free OperationGraph, on which all planning works."""
 
 from collections.abc import Mapping
 from types import FunctionType
@@ -24,14 +24,14 @@ def operation_graph(
     saved: Mapping[str, Mapping[int, float]],
     memory: Mapping[str, int],
 ) -> OperationGraph:
-    """Return the torch-free image of `module.graph`.
+    """Return the torch-free form of `module.graph`.
 
     flops: FLOPs by operation name, for the export batch.
     saved: bytes that autograd saves, by operation name and then by place (`Operation.saved`), for
         the export batch.
     memory: `Operation.memory` by operation name.
 
-    An operation that these do not name has no FLOPs, saves nothing and has memory of its own.
+    Operations that these do not name have no FLOPs, save nothing and have memory of their own.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     writers, writes = _earlier_writers(module.graph), _buffers_written(module.graph)
@@ -108,15 +108,12 @@ def _dtype(node: fx.Node, module: fx.GraphModule) -> str:
 
 
 def _is_graph(node: fx.Node) -> bool:
-    """Return whether a `get_attr` node fetches a graph.
-
-    Such a graph is a region without autocast or gradients.
-    """
+    """Return whether a `get_attr` node fetches a graph: a region without autocast or gradients."""
     return _inner(node) is not None
 
 
 def _inner(node: fx.Node) -> fx.GraphModule | None:
-    """Return the graph that a `get_attr` node fetches; None for any other node."""
+    """Return the graph that a `get_attr` node fetches, or None for any other node."""
     if node.op != "get_attr":
         return None
     assert node.graph.owning_module is not None
@@ -135,18 +132,18 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _earlier_writers(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
-    """Return the names of earlier nodes that wrote to memory that a node reads, by the node's name.
+    """Return, for each node, the earlier nodes that wrote to memory that it reads, by name.
 
-    Writers that the node reads by name are left out. An example is `x[1:] = y`, a copy into a view
-    of x: a node that reads x later must come after it. Nodes without such writers are left out.
+    A node's inputs are left out. An example is `x[1:] = y`, a copy into a view of x: a later node
+    that reads x must come after it. Nodes without such writers are left out.
     """
     memory = _memory(graph)
     writers: dict[fx.Node, list[fx.Node]] = {}
     earlier_writers: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
         read = {root for value in node.all_input_nodes for root in memory[value]}
-        seen = [w for root in read for w in writers.get(root, ())]
-        names = [w.name for w in dict.fromkeys(seen) if w not in node.all_input_nodes]
+        all_writers = [w for root in read for w in writers.get(root, ())]
+        names = [w.name for w in dict.fromkeys(all_writers) if w not in node.all_input_nodes]
         if names:
             earlier_writers[node.name] = tuple(names)
         for value in _given_to_write(node):
@@ -156,13 +153,13 @@ def _earlier_writers(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
 
 
 def _changed_name(node: fx.Node) -> str:
-    """Return the name of the value that a node changes in place and returns; '' for none."""
+    """Return the name of the value that a node changes in place and returns, or ''."""
     changed = changed_value(node)
     return "" if changed is None else changed.name
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Return the nodes whose memory each node's value may share, itself included."""
+    """Return for each node the set of nodes whose memory its value may share, including itself."""
     memory: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         shared = {node}
@@ -171,18 +168,15 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
             for argument, value in zip(schema.arguments, node.args, strict=False):
                 if argument.alias_info is not None and isinstance(value, fx.Node):
                     shared |= memory[value]
-        elif node.op == "call_function":  # getitem, of a list that may be views
+        elif node.op == "call_function":  # getitem on a list whose items may be views
             shared |= {root for value in node.all_input_nodes for root in memory[value]}
         memory[node] = shared
     return memory
 
 
 def _given_to_write(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a call is given to write into.
-
-    A call writes into them in place, as `out`, or in a graph that it runs and whose inputs they
-    are.
-    """
+    """Return the arguments that a call writes to: in place, as `out`, or in a graph that it
+    runs."""
     if node.op != "call_function":
         return []
     written_values = list(written_arguments(node))
@@ -191,7 +185,7 @@ def _given_to_write(node: fx.Node) -> list[fx.Node]:
         if inner is None:
             continue
         memory = _memory(inner.graph)
-        written = {
+        written_roots = {
             root
             for inner_node in inner.graph.nodes
             for x in _given_to_write(inner_node)
@@ -199,16 +193,14 @@ def _given_to_write(node: fx.Node) -> list[fx.Node]:
         }
         inputs = [inner_node for inner_node in inner.graph.nodes if inner_node.op == "placeholder"]
         for inner_node, given in zip(inputs, node.args[number + 1 :], strict=False):
-            if inner_node in written and isinstance(given, fx.Node):
+            if inner_node in written_roots and isinstance(given, fx.Node):
                 written_values.append(given)
     return written_values
 
 
 def _buffers_written(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
-    """Return the names of the attributes that a node writes into, by the node's name.
-
-    Nodes that write into none are left out.
-    """
+    """Return, for each node, the names of the attributes that it writes to. Other nodes are left
+    out."""
     memory, written_names = _memory(graph), {}
     for node in graph.nodes:
         roots = {root for value in _given_to_write(node) for root in memory[value]}

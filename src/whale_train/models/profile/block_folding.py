@@ -1,10 +1,11 @@
-"""Profiles of deep models from a few of their blocks: equal blocks are exported three times, not N.
+"""Profile deep models from a few of their blocks: of N equal blocks, three are exported.
 
-A list of a model (`model.layers`) that holds a run of equal modules is cut to the run's first,
-second and last before the export. Afterwards the torch-free graph gets the others back, as copies.
-The result is the graph of the whole model, names included. It is checked that the second block and
-the last compute the same, from the block before each and from what all blocks share. A model that
-fails the check has to be exported whole. After TAP's folding of equal subtrees (arXiv 2302.00247).
+A list in a model (`model.layers`) with a run of equal modules is cut to the run's first, second and
+last module before the export. Afterwards the other blocks are added to the torch-free graph as
+copies. The result is the graph of the whole model, names included. A check ensures that the second
+block and the last compute the same, each from the block before it and from values that all blocks
+share. A model that fails the check must be exported whole. After TAP's folding of equal subtrees
+(arXiv 2302.00247).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from whale_train.models.export.export import canonical_names
 from whale_train.strategies.graph.operation_graph import Argument, Operation, OperationGraph, Ref
 
 KEPT = 3  # modules of a run: the first, one that stands for all between, the last
-_FEWEST = 5  # a shorter run is exported sooner than it is unfolded
+_FEWEST = 5  # a shorter run is exported faster than it is unfolded
 
 _Value = int | float | bool | str | None
 
@@ -30,7 +31,7 @@ class Fold:
 
     path: path of the list.
     start: index of the run's first module in the list.
-    count: number of modules of the run.
+    count: number of modules in the run.
     """
 
     path: str
@@ -39,7 +40,7 @@ class Fold:
 
     @property
     def left_out(self) -> int:
-        """Return the number of modules that the folded list leaves out."""
+        """Return the number of modules that are missing in the folded list."""
         return self.count - KEPT
 
     def block(self, index: int) -> str:
@@ -48,14 +49,14 @@ class Fold:
 
 
 class CannotUnfold(Exception):
-    """Raised where exported blocks do not stand for all: the model has to be exported whole."""
+    """The exported blocks do not represent all blocks: the model has to be exported whole."""
 
 
 def folds_of(model: nn.Module) -> tuple[Fold, ...]:
-    """Return the longest run of equal modules of every list in `model` that can be folded.
+    """Return the longest foldable run of equal modules of every list in `model`.
 
-    A list inside of a folded one is left out. So is one whose modules differ by a setting of the
-    model's config, and one whose run is too short.
+    Left out are lists inside of a folded one, lists whose modules differ by a setting of the
+    model's config, and lists whose run is too short.
     """
     folds: list[Fold] = []
     for path, module in model.named_modules():
@@ -73,41 +74,43 @@ def folds_of(model: nn.Module) -> tuple[Fold, ...]:
 
 @contextmanager
 def folded(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
-    """Cut the runs of `folds` in `model` to their first, second and last module inside."""
-    whole = [(fold, *_owner(model, fold)) for fold in folds]
-    for fold, parent, name, whole_list in whole:
+    """Cut the runs of `folds` in `model` to their first, second and last module inside of the
+    context."""
+    owners = [(fold, *_owner(model, fold)) for fold in folds]
+    for fold, parent, name, whole_list in owners:
         modules = list(whole_list)
-        kept = modules[: fold.start + 2] + modules[fold.start + fold.count - 1 :]
+        remaining = modules[: fold.start + 2] + modules[fold.start + fold.count - 1 :]
         is_list = isinstance(whole_list, nn.ModuleList)
-        made = nn.ModuleList(kept) if is_list else nn.Sequential(*kept)
+        made = nn.ModuleList(remaining) if is_list else nn.Sequential(*remaining)
         setattr(parent, name, made)
     try:
         yield
     finally:
-        for _, parent, name, whole_list in whole:
+        for _, parent, name, whole_list in owners:
             setattr(parent, name, whole_list)
 
 
 def _owner(model: nn.Module, fold: Fold) -> tuple[nn.Module, str, nn.ModuleList | nn.Sequential]:
-    """Return the module that holds the list of a fold, the name of the list in it, and the list."""
+    """Return the module that contains the list of a fold, the name of the list in it, and the
+    list."""
     owner, _, name = fold.path.rpartition(".")
     parent = model.get_submodule(owner)
     return parent, name, getattr(parent, name)
 
 
 def unfold(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
-    """Return the graph of the whole model, made of that of the folded one.
+    """Return the graph of the whole model, from the `graph` of the folded model.
 
-    Raises CannotUnfold where the exported blocks do not stand for all.
+    Raises CannotUnfold where the exported blocks do not represent all blocks.
     """
     return numbered(repeated(graph, folds))
 
 
 def repeated(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
-    """Return the operations of the whole model, under the names they have in the folded `graph`.
+    """Return the operations of the whole model, under their names in the folded `graph`.
 
     A copy of an operation is named `NAME@COPY`. Raises CannotUnfold where the exported blocks do
-    not stand for all.
+    not represent all blocks.
     """
     for fold in folds:
         graph = _Unfolding(graph, fold).run()
@@ -115,7 +118,8 @@ def repeated(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
 
 
 def original(operation: Operation) -> str:
-    """Return the name in the folded graph of the operation that `repeated` made `operation` of."""
+    """Return the name, in the folded graph, of the operation that `repeated` copied to
+    `operation`."""
     return operation.name.partition("@")[0]
 
 
@@ -123,7 +127,7 @@ _NAMED = ("input", "output")  # targets of operations that keep their names
 
 
 def numbered(graph: OperationGraph) -> OperationGraph:
-    """Return `graph` with its operations named as `canonical_names` would name them."""
+    """Return `graph` with the names of `canonical_names`."""
     names = dict(zip(
         (op.name for op in graph),
         canonical_names(
@@ -135,10 +139,8 @@ def numbered(graph: OperationGraph) -> OperationGraph:
 
 
 def _longest_run(modules: Sequence[nn.Module]) -> tuple[int, int] | None:
-    """Return (start, count) of the longest run of equal modules.
-
-    Return None for a run that is not worth folding.
-    """
+    """Return (start, count) of the longest run of equal modules, or None for a run that is not
+    worth folding."""
     best, start = (0, 1), 0
     for index in range(1, len(modules) + 1):
         if index == len(modules) or not _equal(modules[start], modules[index], start, index):
@@ -150,8 +152,8 @@ def _longest_run(modules: Sequence[nn.Module]) -> tuple[int, int] | None:
 def _equal(first: nn.Module, second: nn.Module, i: int, j: int) -> bool:
     """Return whether the modules at the indices `i` and `j` of a list are built alike.
 
-    The classes, tensors and settings of all submodules are compared. A setting may be the index
-    itself.
+    The classes, tensors and settings of all submodules are compared. A setting may be the index of
+    the module.
     """
     pairs = zip(first.named_modules(), second.named_modules(), strict=False)
     if sum(1 for _ in first.modules()) != sum(1 for _ in second.modules()):
@@ -159,22 +161,24 @@ def _equal(first: nn.Module, second: nn.Module, i: int, j: int) -> bool:
     for (path, a), (other_path, b) in pairs:
         if path != other_path or type(a) is not type(b) or _tensors(a) != _tensors(b):
             return False
-        ours, theirs = _settings(a), _settings(b)
-        if ours.keys() != theirs.keys():
+        first_settings, second_settings = _settings(a), _settings(b)
+        if first_settings.keys() != second_settings.keys():
             return False
-        for key, value in ours.items():
-            is_index = value is not True and value == i and theirs[key] == j
-            if theirs[key] != value and not is_index:
+        for key, value in first_settings.items():
+            is_index = value is not True and value == i and second_settings[key] == j
+            if second_settings[key] != value and not is_index:
                 return False
     return True
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, tuple[int, ...], str, bool]]:
+    """Return name, shape, dtype and requires_grad of a module's own parameters and buffers."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in own]
 
 
 def _settings(module: nn.Module) -> Mapping[str, _Value]:
+    """Return the module's own public attributes that are numbers, strings or None."""
     return {
         key: value
         for key, value in vars(module).items()
@@ -185,8 +189,8 @@ def _settings(module: nn.Module) -> Mapping[str, _Value]:
 def _differ_by_config(model: nn.Module, count: int) -> bool:
     """Return whether a setting in the model's config differs among the `count` modules of a list.
 
-    Such a setting is a list with an entry for each module, as for kinds of attention that take
-    turns.
+    Such a setting is a list with an entry for each module, for example for alternating kinds of
+    attention.
     """
     config = getattr(model, "config", None)
     lists = (x for x in vars(config).values() if isinstance(x, list | tuple)) if config else ()
@@ -196,8 +200,8 @@ def _differ_by_config(model: nn.Module, count: int) -> bool:
 class _Unfolding:
     """Expansion of one run of blocks in a graph of the folded model.
 
-    The blocks left out are made of `second` and `last`, the operations of these two blocks. The
-    first block may compute for all blocks what export lets them share (a product of sizes).
+    The missing blocks are copied from the operations of the second and the last block. The first
+    block may compute values that export shares among all blocks (a product of sizes).
     """
 
     def __init__(self, graph: OperationGraph, fold: Fold) -> None:
@@ -210,15 +214,15 @@ class _Unfolding:
         self.first, self.second, self.last = blocks
         self.in_second = {operation.name: i for i, operation in enumerate(self.second)}
         self.in_last = {operation.name: i for i, operation in enumerate(self.last)}
-        # Weights that all blocks read have the path of their last place.
+        # A weight that all blocks share has its path in the last block.
         weights = {operation.name for operation in self.last if operation.path}
         self.shared = weights.intersection(x for op in self.second for x in references(op))
         self.check()
 
     def number_of(self, operation: Operation) -> int | None:
-        """Return the index in the folded run of the block that an operation belongs to.
+        """Return the index in the folded run of the block that contains an operation.
 
-        It counts from the run's first block. Return None for an operation outside of the list.
+        The run's first block has index 0. Return None for an operation outside of the list.
         """
         for path in (operation.path, operation.module):
             if path.startswith(f"{self.fold.path}."):
@@ -227,28 +231,31 @@ class _Unfolding:
         return None
 
     def check(self) -> None:
-        """Raise CannotUnfold unless the second and the last block can stand for those left out."""
+        """Raise CannotUnfold unless the second and the last block can represent the missing
+        blocks."""
         where = self.fold.path
         if not len(self.second) == len(self.last) > 0:
             raise CannotUnfold(f"{where}: blocks differ in number of operations")
         targets = {operation.name: operation.target for operation in self.first}
         for b, c in zip(self.second, self.last, strict=True):
-            ours, theirs = list(references(b)), list(references(c))
-            there = self.fold.block(self.fold.start + 1)
-            same_path = _moved_path(c.path, self.fold.block(self.fold.start + 2), there) == b.path
-            alike = _without_names(b) == _without_names(c) and same_path
-            if not alike or len(ours) != len(theirs):
+            second_names, last_names = list(references(b)), list(references(c))
+            second_path = self.fold.block(self.fold.start + 1)
+            same_path = (
+                _moved_path(c.path, self.fold.block(self.fold.start + 2), second_path) == b.path
+            )
+            is_equal = _without_names(b) == _without_names(c) and same_path
+            if not is_equal or len(second_names) != len(last_names):
                 raise CannotUnfold(f"{where}: {b.name} and {c.name} differ")
-            for our_name, other in zip(ours, theirs, strict=True):
+            for our_name, other in zip(second_names, last_names, strict=True):
                 if other in self.shared:
-                    alike = our_name == other
+                    is_equal = our_name == other
                 elif other in self.in_last:
-                    alike = self.in_second.get(our_name) == self.in_last[other]
-                elif other in self.in_second:  # handed on from block to block
-                    alike = targets.get(our_name) == self.second[self.in_second[other]].target
+                    is_equal = self.in_second.get(our_name) == self.in_last[other]
+                elif other in self.in_second:  # passed on from block to block
+                    is_equal = targets.get(our_name) == self.second[self.in_second[other]].target
                 else:
-                    alike = our_name == other
-                if not alike:
+                    is_equal = our_name == other
+                if not is_equal:
                     raise CannotUnfold(f"{where}: {b.name} and {c.name} read different values")
         inside = self.in_second.keys() | self.in_last.keys()
         for operation in self.graph:
@@ -281,21 +288,19 @@ class _Unfolding:
     def copied(self, number: int, copy: int) -> Operation:
         """Return the operation `number` of the `copy`-th block after the second."""
         source = self.last[number]
-        here = self.fold.block(self.fold.start + KEPT - 1)
-        there = self.fold.block(self.fold.start + 1 + copy)
+        last_path = self.fold.block(self.fold.start + KEPT - 1)
+        copy_path = self.fold.block(self.fold.start + 1 + copy)
         return _renamed(
             source,
             {name: self.name_for(name, copy) for name in references(source)},
             name=self.copy_name(number, copy),
-            module=_moved_path(source.module, here, there),
-            path=_moved_path(source.path, here, there),
+            module=_moved_path(source.module, last_path, copy_path),
+            path=_moved_path(source.path, last_path, copy_path),
         )
 
     def name_for(self, name: str, copy: int) -> str:
-        """Return the name of a value in the `copy`-th block after the second.
-
-        `name` is its name in the last block.
-        """
+        """Return the name, in the `copy`-th block after the second, of the value `name` of the last
+        block."""
         if name in self.shared:
             return name
         if name in self.in_last:
@@ -307,30 +312,31 @@ class _Unfolding:
     def copy_name(self, number: int, copy: int) -> str:
         """Return the name of operation `number` in the `copy`-th block after the second.
 
-        The name is unique in the graph; `numbered` gives the one that the whole model's graph has.
+        The name is unique in the graph. `numbered` replaces it by the name in the whole model's
+        graph.
         """
         name = self.second[number].name
         return f"{name}@{copy}" if copy else name
 
     def moved(self, operation: Operation) -> Operation:
-        """Return an operation outside of the second block, under the paths of the whole model.
+        """Return an operation outside of the second block, with the paths of the whole model.
 
-        An operation of the last block reads the last copy.
+        An operation of the last block reads the values of the last copy.
         """
         names = {name: name for name in references(operation)}
         if operation.name in self.in_last:
             for name in names.keys() & self.in_second.keys():
                 names[name] = self.copy_name(self.in_second[name], self.fold.left_out)
-        here = there = ""
+        old = new = ""
         number = self.number_of(operation)
         if number is not None and number >= KEPT - 1:
             index = self.fold.start + number
-            here, there = self.fold.block(index), self.fold.block(index + self.fold.left_out)
+            old, new = self.fold.block(index), self.fold.block(index + self.fold.left_out)
         return _renamed(
             operation,
             names,
-            module=_moved_path(operation.module, here, there),
-            path=_moved_path(operation.path, here, there),
+            module=_moved_path(operation.module, old, new),
+            path=_moved_path(operation.path, old, new),
         )
 
 
@@ -344,13 +350,13 @@ def _check_order(operations: Sequence[Operation]) -> None:
 
 
 def _without_names(operation: Operation) -> Operation:
-    """Return an operation without its names and paths: equal for those of equal blocks."""
+    """Return an operation without names and paths, for comparison with that of an equal block."""
     nameless = dict.fromkeys(references(operation), "")
     return _renamed(operation, nameless, name="", module="", path="")
 
 
 def references(operation: Operation) -> Iterator[str]:
-    """Yield the names of all values that an operation reads, in order, repeated where it does."""
+    """Yield the names of all values that an operation reads, in order, with repetitions."""
 
     def visit(argument: Argument) -> Iterator[str]:
         if isinstance(argument, Ref):
@@ -384,7 +390,9 @@ def _renamed(operation: Operation, names: Mapping[str, str], **changes: Any) -> 
     )
 
 
-def _moved_path(path: str, here: str, there: str) -> str:
-    if here and (path == here or path.startswith(f"{here}.")):
-        return there + path[len(here) :]
+def _moved_path(path: str, old: str, new: str) -> str:
+    """Return a path in the module `old` as the same path in the module `new`, or any other path
+    unchanged."""
+    if old and (path == old or path.startswith(f"{old}.")):
+        return new + path[len(old) :]
     return path

@@ -1,8 +1,8 @@
-"""The key of a model's profile, made without importing torch or building anything.
+"""Make the key of a model's profile, without importing torch or building the model.
 
-This file owns which content the key is made of; a profile with the same key is the same profile.
-Where not all of that content can be known there is no key: a constructor of the user's reads what
-it likes.
+The key is a digest of all content that a profile depends on: two profiles with the same key are
+equal. Where some of that content cannot be known, there is no key: the constructor of a user's
+model may read anything.
 """
 
 import os
@@ -19,7 +19,7 @@ from whale_train.models.weights.saved_configs import saved_configs
 from whale_train.strategies.graph.operation_graph import InputField
 
 _PACKAGE = Path(__file__).parents[2]
-OWN_SOURCES = (  # sources that make a profile, and that write it down
+OWN_SOURCES = (  # the code that makes a profile and writes it
     *sorted((_PACKAGE / "models").rglob("*.py")),
     *(
         _PACKAGE / "strategies" / "graph" / f"{name}.py"
@@ -35,8 +35,8 @@ OWN_SOURCES = (  # sources that make a profile, and that write it down
     ),
 )
 _OWN_MODELS = "whale_train.models."
-# Beginnings of the variables that torch and transformers read. The compiler, which nothing here
-# uses, sets a variable of its own.
+# Prefixes of the environment variables that torch and transformers read. The compiler, which is not
+# used here, sets a variable of its own.
 _COMPILER_VARIABLES = "TORCHINDUCTOR"
 _READ_VARIABLES = (
     *("ACCELERATE", "ATEN", "CUDA", "FAKE_", "FLASH", "FX_", "HF_", "HIP", "KERNELS", "LOCAL_"),
@@ -50,14 +50,13 @@ _IMPORTABLE = (".py", ".pyc", ".so", ".dist-info", ".egg-info", ".egg-link")
 def profile_key(
     options: ModelOptions, fields: tuple[InputField, ...], *, by_folding: bool
 ) -> str | None:
-    """Return the key of a profile that `profile_model` makes here, a SHA-256 in hex.
+    """Return the key of a profile that `profile_model` makes in this environment, a SHA-256 in hex.
 
-    It holds for this environment. Return None for a model whose profile may depend on more than the
-    key is made of.
+    Return None for a model whose profile may depend on more than the key's content.
     """
-    ours = options.target.startswith(_OWN_MODELS)
+    is_ours = options.target.startswith(_OWN_MODELS)
     given = (options.arguments, options.config, options.adapters)
-    if not ours or options.own_loss is not None or not all(map(_is_plain, given)):
+    if not is_ours or options.own_loss is not None or not all(map(_is_plain, given)):
         return None
     search = [os.getcwd(), *sys.path]  # where a model's class is looked for
     try:
@@ -84,7 +83,8 @@ def profile_key(
 
 
 def _environment() -> list[tuple[str, str]]:
-    """Return (name, value) of the variables that torch and transformers may read, sorted."""
+    """Return (name, value) of the environment variables that torch and transformers may read,
+    sorted."""
     return sorted(
         (name, value)
         for name, value in os.environ.items()
@@ -93,7 +93,7 @@ def _environment() -> list[tuple[str, str]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the representation of `value` says all of it."""
+    """Return whether `repr(value)` determines `value`."""
     if type(value) is dict:
         return all(_is_plain(x) for pair in value.items() for x in pair)
     if type(value) is list:
@@ -102,9 +102,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _names_others(config: Any) -> bool:
-    """Return whether a config of transformers may take parts from elsewhere.
+    """Return whether a config of transformers may refer to parts elsewhere.
 
-    These are a backbone by its name, and code or kernels of a repository.
+    Such parts are a backbone by its name, and code or kernels of a repository.
     """
     if isinstance(config, dict):
         return any(
@@ -119,8 +119,8 @@ def _names_others(config: Any) -> bool:
 def _files_of(package: str, search: list[str]) -> list[tuple[str, int, int]]:
     """Return (path, bytes, time of the last change in ns) of every source and library of a package.
 
-    The version is not enough, as people change what is installed. Raises ValueError for a package
-    that is not installed as a folder.
+    The version is not enough, because people edit installed packages. Raises ValueError for a
+    package that is not installed as a folder.
     """
     spec = PathFinder.find_spec(package, search)
     if spec is None or not spec.submodule_search_locations:
@@ -138,9 +138,10 @@ def _files_of(package: str, search: list[str]) -> list[tuple[str, int, int]]:
 
 
 def _importable(search: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return (folder, names of what can be imported from it) for each folder of `search`.
+    """Return for each folder of `search` (folder, names of importable modules and installed
+    packages).
 
-    Installed distributions have their versions in their names. Libraries do what they do by what
+    Installed distributions have their versions in their names. Libraries behave differently by what
     else is installed.
     """
     here = os.getcwd()
@@ -148,6 +149,8 @@ def _importable(search: Iterable[str]) -> list[tuple[str, list[str]]]:
     for folder in search:
         path = os.path.abspath(folder)
         names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-        kept = [n for n in names if n.endswith(_IMPORTABLE) or n.isidentifier()]
-        contents.append(("." if path == here else path, [n for n in kept if n != "__pycache__"]))
+        importable = [n for n in names if n.endswith(_IMPORTABLE) or n.isidentifier()]
+        contents.append(
+            ("." if path == here else path, [n for n in importable if n != "__pycache__"])
+        )
     return contents

@@ -1,8 +1,8 @@
-"""Counters that a forward keeps in Python and moves in every call, and their later values.
+"""Find counters that a forward keeps in Python and advances in every call, and set their later
+values.
 
-A warm-up of a loss, or a layer that is frozen after some steps, does nothing odd in the first
-calls. This file owns detecting the counters of a model, and setting them as they are after many
-more calls.
+A loss with a warm-up, or a layer that is frozen after some steps, is inconspicuous in the first
+calls. This file finds the counters of a model, and sets them to their values after many more calls.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-# Calls after which a forward is looked at again: warm-ups last some tens to some thousands of them.
+# Numbers of calls after which a forward is examined again. Warm-ups last tens to thousands of
+# calls.
 AHEAD = (1, 2, 3, 10, 100, 1_000, 10_000, 1_000_000)
 
 Numbers = Mapping[tuple[str, str], int]
@@ -18,12 +19,12 @@ Numbers = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class Counter:
-    """Integer attribute of a module that every forward moves by the same step.
+    """Integer attribute of a module that every forward changes by the same step.
 
     path: path of the module.
     name: name of the attribute.
     start: value before the first call.
-    step: what a call adds.
+    step: increment of a call.
     """
 
     path: str
@@ -39,7 +40,7 @@ class Counter:
 def numbers(model: nn.Module) -> Numbers:
     """Return the integer attributes of the modules in `model`, by (module path, attribute name).
 
-    Attributes of user classes count too. Booleans do not.
+    Class attributes of the user's classes count too. Booleans do not.
     """
     attributes = {}
     for path, module in model.named_modules():
@@ -50,13 +51,14 @@ def numbers(model: nn.Module) -> Numbers:
 
 
 def _of_class(made: type) -> dict[str, object]:
-    """Return the attributes of a class outside of torch, by name: counters often begin there."""
+    """Return the attributes of a class and its bases outside of torch, by name. Counters often
+    begin as class attributes."""
     classes = [x for x in reversed(made.__mro__) if not x.__module__.startswith("torch.")]
     return {name: value for x in classes for name, value in vars(x).items() if name[:2] != "__"}
 
 
 def counters(model: nn.Module, call: Callable[[], object]) -> list[Counter]:
-    """Return the counters of `model` that `call` moves."""
+    """Return the counters of `model` that `call` advances."""
     before = numbers(model)
     call()
     after = numbers(model)

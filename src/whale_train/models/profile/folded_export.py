@@ -1,7 +1,7 @@
-"""The exported graph of a deep model from a few of its blocks, the same as in its profile.
+"""Export the graph of a deep model from a few of its blocks, equal to the graph in its profile.
 
-`block_folding` does this for the torch-free graph, and this file for the graph that runs. It is for
-rehearsals, which train nothing. A rank that trains exports its model as it is.
+`block_folding` does this for the torch-free graph, and this file for the executable graph. It
+serves rehearsals, which train nothing. A rank that trains exports the whole model.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def export_by_folding(
 ) -> tuple[fx.GraphModule | None, str]:
     """Return the exported graph of a model and '', or None and the reason, as `export_model` does.
 
-    Equal blocks are exported three times, where the others can be made of them.
+    Of equal blocks three are exported, where the others can be copied from them.
     """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
@@ -40,17 +40,17 @@ def export_by_folding(
     if folds:
         with folded(module.model, folds):
             graph, _ = export(module, batch)
-        module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
+        module, _ = on_meta(options, fields)  # a forward may have changed its modules
         if graph is not None:
             with suppress(CannotUnfold):
                 return _unfolded(graph, module, folds), ""
     return export(module, batch)
 
 
-def _unfolded(graph: fx.GraphModule, whole: nn.Module, folds: Sequence[Fold]) -> fx.GraphModule:
-    """Return the graph of `whole`, made of that of the folded model.
+def _unfolded(graph: fx.GraphModule, model: nn.Module, folds: Sequence[Fold]) -> fx.GraphModule:
+    """Return the graph of the whole `model`, from the `graph` of the folded model.
 
-    Raises CannotUnfold where the exported blocks do not stand for all.
+    Raises CannotUnfold where the exported blocks do not represent all blocks.
     """
     sources = {node.name: node for node in graph.graph.nodes}
     operations = repeated(operation_graph(graph, {}, {}, {}), folds)
@@ -63,7 +63,7 @@ def _unfolded(graph: fx.GraphModule, whole: nn.Module, folds: Sequence[Fold]) ->
         target = source.target
         if source.op == "get_attr":
             target = _target(source, operation)
-            attributes[target] = _attribute(graph, whole, str(source.target), target)
+            attributes[target] = _attribute(graph, model, str(source.target), target)
         node = made.create_node(source.op, target, args, kwargs)
         node.meta = _meta(source, operation)
         nodes[operation.name] = node
@@ -75,7 +75,8 @@ def _unfolded(graph: fx.GraphModule, whole: nn.Module, folds: Sequence[Fold]) ->
 
 
 def _reading(source: fx.Node, nodes: Sequence[fx.Node]) -> tuple[Any, Any]:
-    """Return the (args, kwargs) of `source` with `nodes`, in order, for the nodes it reads."""
+    """Return the (args, kwargs) of `source`, with the nodes that it reads replaced by `nodes` in
+    order."""
     left = iter(nodes)
 
     def following(_: fx.Node) -> fx.Node:
@@ -85,27 +86,27 @@ def _reading(source: fx.Node, nodes: Sequence[fx.Node]) -> tuple[Any, Any]:
 
 
 def _target(source: fx.Node, operation: Operation) -> str:
-    """Return the path of the attribute that `operation`, made of the node `source`, fetches."""
+    """Return the path of the attribute that `operation`, a copy of the node `source`, fetches."""
     is_of_model = str(source.target).startswith(MODEL_PREFIX)
     return f"{MODEL_PREFIX}{operation.path}" if is_of_model else operation.path
 
 
-def _attribute(graph: fx.GraphModule, whole: nn.Module, source: str, target: str) -> Any:
-    """Return the attribute at `target` of `whole`, or of `graph` where the export made it.
+def _attribute(graph: fx.GraphModule, model: nn.Module, source: str, target: str) -> Any:
+    """Return the attribute at `target` of `model`, or of `graph` where the export made it.
 
     `source` is the path in the folded graph. Raises CannotUnfold for an attribute that the export
     made and whose path differs between the two.
     """
     try:
-        return fetched(whole, target)
-    except AttributeError:  # what the export made, such as a constant
+        return fetched(model, target)
+    except AttributeError:  # the export made it, such as a constant
         if target != source:
             raise CannotUnfold(f"{target} is not the model's") from None
         return fetched(graph, source)
 
 
 def _meta(source: fx.Node, operation: Operation) -> dict[str, Any]:
-    """Return the `meta` of the node of `operation`, made of the node `source`."""
+    """Return the `meta` of the node of `operation`, which is a copy of the node `source`."""
     meta = dict(source.meta)
     stack = meta.get("nn_module_stack")
     if stack and operation.module:

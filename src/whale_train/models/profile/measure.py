@@ -1,8 +1,8 @@
-"""Measurement of a model's structure and cost on the meta device: no weights, no devices.
+"""Measure a model's structure and cost on the meta device: no weights, no devices.
 
-The model is exported once with a batch of unknown size (`torch.export`). Its graph
-becomes the torch-free `OperationGraph` all planning works on, and is kept for the ranks that run a
-rewritten part of it. A model that cannot be exported is measured as it is.
+The model is exported once with a symbolic batch size (`torch.export`). The exported graph becomes
+the torch-free `OperationGraph`, on which all planning works. A model that cannot be exported is
+measured by calling it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,22 +62,23 @@ def profile_model(
 ) -> ModelProfile:
     """Return the profile of a model: build it on the meta device, export it, and measure one step.
 
-    `name` is the model's name in the profile and in faults. A model that looks at values is
-    measured on the `samples` it is trained on, or on zeros where these are None. With `by_folding`,
-    equal blocks are exported three times and not as often as they occur
-    (`models/profile/block_folding.py`). That is for plans nobody runs, as a model might treat its
-    blocks differently in a way that does not show in them. Raises ConfigError for a class that
-    cannot be built or does not take the data's fields and for sparse gradients, and the errors of
-    the model's forward and of `samples`.
+    name: the model's name in the profile and in faults.
+    samples: training samples, for a model that reads values; None takes zeros.
+    by_folding: whether only three of equal blocks are exported (`models/profile/block_folding.py`).
+        That is for plans that are not run, because a model might treat its blocks differently in a
+        way that does not show in them.
+
+    Raises ConfigError for a class that cannot be built or does not take the data's fields and for
+    sparse gradients, and the errors of the model's forward and of `samples`.
     """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
-    shapes: list[tuple[int, ...]] = []  # of the logits, wherever the forward is run
+    shapes: list[tuple[int, ...]] = []  # of the logits, from all calls of the forward
     module.on_logits = shapes.append
     folds = folds_of(module.model) if by_folding else ()
     graph, sizes = _folded_graph(module, folds, batch, name) if folds else (None, ANY)
     if folds and graph is None:
-        module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
+        module, _ = on_meta(options, fields)  # a forward may have changed its modules
         module.on_logits = shapes.append
     error, varies, own_draws = "", False, ""
     if graph is None:
@@ -90,7 +91,7 @@ def profile_model(
         error = f"{said}are none; {error}"
     if graph is None:
         looks = not _runs(module, batch)
-        if looks:  # it looks at values, which the meta device has none of
+        if looks:  # it reads values, which the meta device does not have
             module = LossModule(build_model(options), options)
             module.on_logits = shapes.append
             batch = _values(batch, samples)
@@ -139,7 +140,7 @@ _CHANGES = "its forward changes from call to call"
 
 
 def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tensor]:
-    """Return a batch like `batch` with values on the CPU: of `samples`, or else zeros."""
+    """Return a batch like `batch` with values on the CPU: those of `samples`, or zeros."""
     if samples is None:
         return {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
     arrays = samples(EXPORT_BATCH)
@@ -149,10 +150,10 @@ def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tens
 def _folded_graph(
     module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor], name: str
 ) -> tuple[OperationGraph | None, Sizes]:
-    """Return the graph of the whole model, made of a few blocks, and its batch sizes.
+    """Return the graph of the whole model from a few of its blocks, and the batch sizes for which
+    it is valid.
 
-    The graph is None where there is none of the folded model, or its blocks' graphs are not equal.
-    The sizes are those of the batches that it holds for.
+    The graph is None where the folded model cannot be exported, or where its blocks' graphs differ.
     """
     with folded(module.model, folds):
         graph, sizes, _ = _exported_graph(module, batch, name)
@@ -167,11 +168,11 @@ def _folded_graph(
 def _exported_graph(
     module: LossModule, batch: dict[str, Tensor], name: str
 ) -> tuple[OperationGraph | None, Sizes, str]:
-    """Return the measured graph of a model, the batch sizes it holds for, and ''.
+    """Return the measured graph of a model, the batch sizes for which it is valid, and ''.
 
-    Return None, any sizes and the reason for a model that cannot be exported or does not do the
-    same whenever it is called. Raises ConfigError for a model with sparse gradients, and for one
-    whose forward changes which parameters are trained.
+    Return None, any sizes and the reason for a model that cannot be exported, or whose calls
+    differ. Raises ConfigError for a model with sparse gradients, and for a forward that changes
+    which parameters are trained.
     """
 
     def run() -> None:
@@ -208,7 +209,7 @@ def _exported_graph(
         return None, ANY, f"{_CHANGES}: {changed}"
     try:
         return _measured_graph(exported, batch, name), sizes_of(exported), ""
-    except NotImplementedError as error:  # of an operation that torch cannot run without values
+    except NotImplementedError as error:  # torch cannot run the operation without values
         return None, ANY, str(error).partition(": attempted")[0] + " cannot be run without values"
 
 
@@ -220,7 +221,8 @@ def _trained(model: nn.Module) -> dict[str, bool]:
 def _refuse_other_parameters(model: nn.Module, trained: dict[str, bool], name: str) -> None:
     """Raise ConfigError where a call has changed which parameters are trained.
 
-    `trained` says by path which were trained before the call. `name` is the model's in the fault.
+    trained: whether each parameter was trained before the call, by path.
+    name: the model's name in the fault.
     """
     after = _trained(model)
     for path, was in trained.items():
@@ -234,7 +236,7 @@ def _measured_graph(
 ) -> OperationGraph:
     """Return the operations of an exported model, with the FLOPs and saved bytes of each.
 
-    `name` is the model's in the fault. Raises ConfigError for sparse gradients.
+    `name` is the model's name in the fault. Raises ConfigError for sparse gradients.
     """
     with _saved_tensors(exported) as saved:
         interpreter = _CountingInterpreter(exported, saved)
@@ -246,7 +248,7 @@ def _measured_graph(
 def _measure(
     run: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor], module: nn.Module
 ) -> tuple[float, float]:
-    """Return (forward FLOPs, bytes kept for backward) of one call on `batch`."""
+    """Return (forward FLOPs, bytes saved for backward) of one call on `batch`."""
     with _saved_tensors(module) as saved, _flop_counter() as counter:
         run(batch)
     storage_bytes = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
@@ -254,10 +256,9 @@ def _measure(
 
 
 def _flop_counter() -> FlopCounterMode:
-    """Return a counter of all FLOPs that does not tell modules apart.
+    """Return a counter of all FLOPs without a breakdown by module.
 
-    The tracker that tells them apart watches backwards too, and breaks forwards that compute
-    gradients.
+    The tracker of modules watches backwards too, and breaks forwards that compute gradients.
     """
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
@@ -265,19 +266,19 @@ def _flop_counter() -> FlopCounterMode:
 
 
 class _NoModules(nullcontext[None]):
-    """Stand-in for the module tracker of a FlopCounterMode, in which no module ever runs."""
+    """Stand-in for the module tracker of a FlopCounterMode, which reports no running module."""
 
     parents = frozenset({"Global"})
 
 
 @contextmanager
 def _saved_tensors(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield a list that receives the tensors that autograd saves inside, each time it does.
+    """Yield a list to which every tensor that autograd saves in the context is added.
 
-    Parameters and buffers of `module`, which a product saves as a view of its weight, are left out.
+    Parameters and buffers of `module` are left out; a product saves them as views of its weight.
     """
     held = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    saved: list[Tensor] = []  # alive, as a freed storage's number would be used again
+    saved: list[Tensor] = []  # keeps tensors alive, since the id of a freed storage is reused
 
     def pack(tensor: Tensor) -> Tensor:
         if _memory(tensor) not in held:
@@ -289,6 +290,7 @@ def _saved_tensors(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _memory(tensor: Tensor) -> int:
+    """Return the id of a tensor's storage."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -298,7 +300,8 @@ class _CountingInterpreter(fx.Interpreter):
 
     flops: FLOPs by operation name.
     kept: bytes that autograd saves, by operation name and then by place (`Operation.saved`).
-    memory: whose memory a value lies in, by operation name (`Operation.memory`).
+    memory: the place of the value whose memory an operation's result shares, by operation name
+        (`Operation.memory`).
     sparse: modules, or operations, with sparse gradients.
     """
 
@@ -320,7 +323,7 @@ class _CountingInterpreter(fx.Interpreter):
             return self.run(*(batch[name] for name in names))
 
     def run_node(self, n: fx.Node) -> Any:
-        """Return the value of node `n`, and note what it computes and saves."""
+        """Return the value of node `n`, and record the node's FLOPs, saved bytes and memory."""
         before, known = self.counter.get_total_flops(), len(self._saved)
         sparse = len(self.sparse_calls.targets)
         value = super().run_node(n)
@@ -328,7 +331,7 @@ class _CountingInterpreter(fx.Interpreter):
             self.sparse.append(module_path(n) or n.name)
         self.flops[n.name] = float(self.counter.get_total_flops() - before)
         if n.target is _ATTENTION:
-            # The meta device takes it apart, and would keep every query's weight of every key.
+            # The meta device decomposes attention, and would save the full matrix of weights.
             fused = self._fused_attention(n, known)
             value = value if fused is None else fused
         places: dict[int, int] = {}
@@ -337,21 +340,21 @@ class _CountingInterpreter(fx.Interpreter):
                 places.setdefault(m, i)
         own = _memories(value)
         self.memory[n.name] = min((places[m] for m in own if m in places), default=OWN)
-        kept: dict[tuple[int, int], float] = {}
+        saved_bytes: dict[tuple[int, int], float] = {}
         for tensor in self._saved[known:]:
             m = _memory(tensor)
             place = places.get(m, OWN if m in own else INSIDE)
-            kept[place, m] = float(tensor.untyped_storage().nbytes())
+            saved_bytes[place, m] = float(tensor.untyped_storage().nbytes())
         self.kept[n.name] = {}
-        for (place, _), num_bytes in kept.items():
+        for (place, _), num_bytes in saved_bytes.items():
             self.kept[n.name][place] = self.kept[n.name].get(place, 0.0) + num_bytes
         return value
 
     def _fused_attention(self, n: fx.Node, known: int) -> Tensor | None:
-        """Return the value of the attention `n` as a CPU's fused kernel makes it.
+        """Return the value of the attention `n` as a CPU's fused kernel computes it, or None where
+        torch would choose no fused kernel.
 
-        What that kernel saves takes the place of all tensors saved since `known`. Return None where
-        no fused kernel is chosen.
+        The tensors that the kernel saves replace all tensors saved since `known`.
         """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         small, named = _small_on_cpu((args, kwargs))
@@ -373,11 +376,12 @@ _SMALL_EXTENT = 512
 
 
 def _small_on_cpu(arguments: Any) -> Any:
-    """Return `arguments` with small tensors on the CPU, alike in all that a kernel is chosen by.
+    """Return `arguments` with small tensors on the CPU, for which torch chooses the same kernel.
 
-    A mask over a long sequence has its square of elements, and a plan has no room for it. Extents
-    above _SMALL_EXTENT become the next numbers above it, in their order: equal extents stay equal.
-    Strides keep their order, and which of them are 0 and 1.
+    A mask over a long sequence has as many elements as the square of the length, which would not
+    fit into memory while planning. Extents above _SMALL_EXTENT become the numbers after it, in
+    ascending order: equal extents stay equal. Strides keep their order, and strides of 0 and 1
+    stay.
     """
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     large = sorted({e for x in tensors for e in x.shape if e > _SMALL_EXTENT})
@@ -398,7 +402,7 @@ def _small_on_cpu(arguments: Any) -> Any:
 
 
 def _memories(value: Any) -> set[int]:
-    """Return the numbers of the memories of all tensors in `value`."""
+    """Return the ids of the storages of all tensors in `value`."""
     return {_memory(x) for x in tree_leaves(value) if isinstance(x, Tensor)}
 
 
@@ -425,16 +429,16 @@ def _runs(module: LossModule, batch: dict[str, Tensor]) -> bool:
         module(**batch)
     except ConfigError:
         raise
-    except Exception:  # whatever the user's forward raises without values to look at
+    except Exception:  # a user's forward may raise anything where it cannot read values
         return False
     return True
 
 
 def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
-    """Return the paths of the trained parameters that get no gradient from `loss` by autograd."""
+    """Return the paths of the trained parameters that autograd gives no gradient for `loss`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     paths = [x.path for x in _parameters(model)]
-    # Reentrant checkpointing has a backward, and no other gradients.
+    # Reentrant checkpointing supports backward(), and not torch.autograd.grad.
     loss.backward()  # type: ignore[no-untyped-call]
     unused = [path for path, p in zip(paths, parameters, strict=True) if p.grad is None]
     model.zero_grad()

@@ -1,9 +1,9 @@
-"""Random numbers that a forward draws in Python or with NumPy: a graph would hold one draw of them.
+"""Detect random numbers that a forward draws in Python or with NumPy, which a graph would freeze.
 
-Every rank and every micro-batch calls the forward, and each call draws. A rank's first draw has to
-be the draw of one process, and a second micro-batch draws once more. This file owns detecting that
-a call has drawn, by the states of all generators in the process: only a model itself knows where it
-keeps one.
+Every rank and every micro-batch calls the forward, and each call draws. A rank's first draw must be
+the draw of a single process, and a second micro-batch draws once more. This file detects draws by
+the states of all generators in the process, because only a model itself knows where it keeps a
+generator.
 """
 
 import gc
@@ -15,30 +15,32 @@ from typing import Any
 
 
 class PythonDraws:
-    """Generators of Python and NumPy in this process, and their states at its making."""
+    """Generators of Python and NumPy in this process, with their states when this object was
+    made."""
 
     def __init__(self) -> None:
         self._before = [(generator, _state(generator)) for generator in _generators()]
 
     def drawn(self) -> str:
-        """Return the type of the first generator that was drawn from since, or ''."""
+        """Return the type of the first generator that has been drawn from, or ''."""
         for generator, state in self._before:
             if _state(generator) != state:
                 return f"{type(generator).__module__}.{type(generator).__qualname__}"
         return ""
 
     def rewind(self) -> None:
-        """Set all generators back, so that they draw again what they drew since."""
+        """Restore the states of all generators, so that they repeat their draws."""
         for generator, state in self._before:
             _set_state(generator, state)
 
 
 def _generators() -> list[Any]:
-    """Return the generators that a model may draw from, wherever they are held.
+    """Return the generators that a model may draw from, wherever they are stored.
 
-    They are those behind the functions of `random` and `numpy.random`, and all that the garbage
-    collector knows. What was frozen (`gc.freeze`) before the model's own code was imported is not
-    its. `random.SystemRandom` has no state to compare, and is left out.
+    They are the global ones of `random` and `numpy.random`, and all that the garbage collector
+    tracks. Objects that were frozen (`gc.freeze`) before the model's code was imported are not
+    tracked, and do not belong to the model. `random.SystemRandom` has no state to compare, and is
+    left out.
     """
     kinds: tuple[type, ...] = (random.Random,)
     shared = [random.getstate.__self__]  # type: ignore[attr-defined]
@@ -47,8 +49,8 @@ def _generators() -> list[Any]:
         kinds += (numpy.Generator, numpy.RandomState)
         shared.append(numpy.get_state.__self__)
     things = gc.get_objects()
-    # Types are few and things are many: half a million where transformers was imported, which only
-    # iterators written in C pass quickly.
+    # There are few types and many objects: half a million once transformers is imported. Only
+    # iterators written in C are fast enough.
     types = list(map(type, things))
     wanted = {
         kind
@@ -60,10 +62,10 @@ def _generators() -> list[Any]:
 
 
 def _state(generator: Any) -> Any:
-    """Return the state of a generator, which its next draw follows from, as a value to compare."""
+    """Return the state that determines a generator's next draw, as a value to compare."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    # NumPy's states have arrays, whose comparison is no truth value.
+    # NumPy's states contain arrays, whose comparison is not a bool.
     return pickle.dumps(_bits(generator).state)
 
 

@@ -1,8 +1,8 @@
-"""Comparison of the operations and numbers in repeated calls of a forward.
+"""Compare the operations and numbers of repeated calls of a forward.
 
-A graph holds what one call did. torch.export writes into it the value of a counter that the forward
-keeps in Python, a number that it draws with Python's `random`, or the length of a list that grows.
-The graph would go on with that value for ever.
+A graph records one call. torch.export freezes the value of a counter that the forward keeps in
+Python, a number that it draws with Python's `random`, or the length of a growing list. The graph
+would use that value for ever.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ RecordedCall = tuple[str, tuple[Any, ...]]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that notes operations, with their numbers and the shapes of tensors."""
+    """Dispatch mode that records operations, with their numbers and the shapes of tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,9 +37,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Constants(TorchFunctionMode):
-    """Function mode that notes the Python numbers of which the forward makes tensors.
+    """Function mode that records the Python values from which the forward makes tensors.
 
-    On the meta device nothing else would show them.
+    On the meta device nothing else shows these values.
     """
 
     def __init__(self, calls: list[RecordedCall]) -> None:
@@ -62,7 +62,7 @@ class _Constants(TorchFunctionMode):
 def _plain(leaves: list[Any]) -> Iterator[Any]:
     """Yield the numbers, strings and dtypes of `leaves`, and the shapes of tensors.
 
-    A plain CPU tensor gives the sum of its elements as well.
+    For a plain CPU tensor, the sum of its elements follows.
     """
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -74,18 +74,18 @@ def _plain(leaves: list[Any]) -> Iterator[Any]:
 
 
 def record_calls(run: Callable[[], object]) -> list[RecordedCall] | None:
-    """Return the operations of one call of `run`, without gradients; None where it raises."""
+    """Return the operations of one call of `run`, without gradients, or None where it raises."""
     recorder = _Recorder()
     try:
         with torch.no_grad(), recorder, _Constants(recorder.calls):
             run()
-    except Exception:  # whatever a user's forward raises without values to look at
+    except Exception:  # a user's forward may raise anything where it cannot read values
         return None
     return recorder.calls
 
 
 def first_difference(before: list[RecordedCall] | None, after: list[RecordedCall] | None) -> str:
-    """Return the first difference between a call and the one before, in words.
+    """Return a description of the first difference between two calls.
 
     It is '' where they do not differ, and where one of them was not recorded.
     """

@@ -1,8 +1,8 @@
-"""Detection of sparse gradients: those of tables that are looked up in with `sparse=True`.
+"""Detect sparse gradients, as those of embedding tables with `sparse=True`.
 
-A sparse gradient has the rows that were looked up and no others. Ranks sum dense ones, engines keep
-dense ones in buckets, and most optimizers update every row in every step whatever its gradient.
-This file owns detecting them while a model's forward runs.
+A sparse gradient has only the rows that were looked up. Ranks sum dense gradients, engines keep
+dense ones in buckets, and most optimizers update every row in every step, whatever its gradient.
+This file detects sparse gradients while a model's forward runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ _ASKING = ("sparse", "sparse_grad")
 
 
 class SparseCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that notes the operations inside whose operands will get sparse gradients.
+    """Dispatch mode that records operations whose operands will get sparse gradients.
 
-    arguments: names of the arguments that ask for them.
+    arguments: names of the arguments that ask for sparse gradients.
     targets: the operations.
     """
 
@@ -49,9 +49,10 @@ class SparseCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def refuse(self, model: str, where: Sequence[str]) -> None:
-        """Raise ConfigError where an operation was noted.
+        """Raise ConfigError where an operation was recorded.
 
-        `model` is the name of the model, and `where` are the places in it that the fault names.
+        model: name of the model.
+        where: places in the model, for the fault.
         """
         if self.arguments:
             places = ", ".join(dict.fromkeys(where))
@@ -61,7 +62,7 @@ class SparseCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def may_be_sparse(module: fx.GraphModule) -> bool:
-    """Return whether any call of a graph, or of one inside it, asks for sparse gradients."""
+    """Return whether any call of a graph, or of a graph inside it, asks for sparse gradients."""
     graphs = (m for m in module.modules() if isinstance(m, fx.GraphModule))
     nodes = (node for graph in graphs for node in graph.graph.nodes)
     return any(_asking(node.target, node.args, node.kwargs) is not None for node in nodes)

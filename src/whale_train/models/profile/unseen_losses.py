@@ -1,8 +1,8 @@
-"""Means over targets that a model computes where torch's function modes do not see them.
+"""Find means over targets that a model computes where torch's function modes do not see them.
 
-The runtime makes them means over the targets of the whole batch as they are called
-(`models/batch_parts/target_means.py`). Calls past `torch.nn.functional`, such as those of a
-function of TorchScript, show in the exported graph alone.
+The runtime intercepts such means and replaces each by a mean over the targets of the whole batch
+(`models/batch_parts/target_means.py`). Calls that bypass `torch.nn.functional`, such as those of a
+TorchScript function, appear only in the exported graph.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _MEAN = 1  # torch's number of this reduction, the fourth argument of these oper
 
 
 class SeenLosses(TorchFunctionMode):
-    """Function mode that counts the means over targets that are called inside."""
+    """Function mode that counts the means over targets that are called in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,15 +36,14 @@ class SeenLosses(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def unseen(self, graph: fx.Graph) -> fx.Node | None:
-        """Return the last mean over targets of `graph` where it has more than were called.
-
-        Return None where it has no more.
-        """
+        """Return the last mean over targets in `graph` where the graph has more of them than were
+        called, else None."""
         means = [node for node in graph.nodes if _is_mean(node)]
         return means[-1] if len(means) > self._count else None
 
 
 def _is_mean(node: fx.Node) -> bool:
+    """Return whether a node computes a mean over targets."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     given = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", _MEAN)
     return name in _MEANS and bool(given == _MEAN)

@@ -1,10 +1,10 @@
-"""Initial values of a model, made tensor by tensor when somebody asks for them.
+"""Materialise the initial values of a model tensor by tensor, on demand.
 
-A model is built on tensors without memory, and the operations of its constructor are recorded. The
-value of a parameter is made by repeating those operations that it depends on. Random numbers come
-from a generator seeded by the seed and the operation's number. So values depend neither on the plan
-nor on who asks for them first, and no process has to hold the whole model. They are not the values
-that one process would draw one after another. Reading a tensor of a folder is recorded like any
+A model is built on tensors without memory, and the operations of its constructor are recorded. To
+materialise a parameter, the operations that it depends on are repeated. Random numbers come from a
+generator seeded by the seed and the operation's number. So values depend neither on the plan nor on
+the order of materialisation, and no process has to hold the whole model. They differ from the
+values that one process would draw in sequence. Reading a tensor of a folder is recorded like any
 operation. The idea is torchdistx's deferred initialisation.
 """
 
@@ -29,16 +29,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from whale_train.models.weights.stored import mapped
 
 _STORED = torch.ops.whale_train.stored.default
-_ATTRIBUTE = "_whale_deferred"  # of a placeholder: its recording, and the tensor recorded
+_ATTRIBUTE = "_whale_deferred"  # a placeholder's attribute: its recording and recorded tensor
 
 
 def deferred(
     build: Callable[[], nn.Module], seed: int, *, draws_at_once: bool = False
 ) -> nn.Module:
-    """Return the module that `build` gives, with placeholders for its parameters and buffers.
+    """Return the module that `build` returns, with placeholders for its parameters and buffers.
 
-    A placeholder has the shape and dtype of its tensor, and no memory; `made` gives its value. With
-    `draws_at_once`, the tensors that depend on random numbers have their values at once, drawn as
+    A placeholder has the shape and dtype of its tensor, and no memory; `made` returns its value.
+    With `draws_at_once`, tensors that depend on random numbers get their values at once, drawn as
     one process draws them after `torch.manual_seed(seed)`.
     """
     recording = _Recording(seed)
@@ -56,7 +56,7 @@ def deferred(
             for name, tensor in held.items():
                 held[name] = instead.get(id(tensor), tensor)  # type: ignore[assignment]
         for name, value in vars(part).items():
-            # Neither a parameter nor a buffer; a forward reads it as it is.
+            # It is neither a parameter nor a buffer, and a forward reads it directly.
             if isinstance(value, FakeTensor):
                 vars(part)[name] = recording.made(value)
     return module
@@ -70,8 +70,8 @@ def is_deferred(tensor: Tensor) -> bool:
 def made(tensor: Tensor) -> Tensor:
     """Return the initial value of a placeholder of `deferred`, or any other tensor itself.
 
-    A value that is a tensor of a file is mapped into memory: it has the dtype of the file, perhaps
-    another than the placeholder's, and takes memory only for what is read of it.
+    A value from a file is mapped into memory. It has the dtype of the file, which may differ from
+    the placeholder's, and takes memory only for the parts that are read.
     """
     recorded = getattr(tensor, _ATTRIBUTE, None)
     if recorded is None:
@@ -82,9 +82,9 @@ def made(tensor: Tensor) -> Tensor:
 
 
 def fill(tensor: Tensor) -> Callable[[], Tensor] | None:
-    """Turn a placeholder into a tensor with its value, and return what makes the value again.
+    """Materialise a placeholder in place, and return a function that makes the value again.
 
-    Return None for any other tensor, which stays as it is.
+    Return None for any other tensor, which is unchanged.
     """
     recorded = getattr(tensor, _ATTRIBUTE, None)
     if recorded is None:
@@ -102,10 +102,14 @@ def fill(tensor: Tensor) -> Callable[[], Tensor] | None:
 
 @dataclass(frozen=True)
 class _View:
-    """Recorded tensor as it was then; its storage may be exchanged later (`x.data = y`).
+    """A recorded tensor as a view of its storage at that time, since `x.data = y` may exchange the
+    storage later.
 
     storage: number of the recorded storage.
-    offset: place of the first element in the storage, in elements.
+    dtype: dtype of the tensor.
+    device: device of the tensor.
+    offset: index of the first element in the storage.
+    shape: shape of the tensor.
     stride: elements between neighbours, for each dimension.
     """
 
@@ -118,14 +122,14 @@ class _View:
 
     @classmethod
     def of(cls, fake: Tensor) -> "_View":
-        """Return the view that a recorded tensor is of its storage."""
+        """Return the view of its storage that a recorded tensor is."""
         place = (fake.dtype, fake.device, int(fake.storage_offset()))
         return cls(_storage(fake), *place, fake.shape, fake.stride())
 
     def within(self, storages: Mapping[int, UntypedStorage]) -> Tensor:
         """Return the tensor of this view in memory.
 
-        `storages` are the storages in memory by the numbers of the recorded ones.
+        `storages` has the storages in memory, by the numbers of the recorded ones.
         """
         tensor = torch.empty(0, dtype=self.dtype, device=self.device)
         return tensor.set_(storages[self.storage], self.offset, self.shape, self.stride)
@@ -135,7 +139,7 @@ class _Operation(NamedTuple):
     """Recorded operation.
 
     function: the operation that torch called.
-    done: arguments by place, arguments by name, and result, with views in the place of tensors.
+    done: positional arguments, keyword arguments and result, with views in place of tensors.
     storages: numbers of the storages of all tensors that it reads or writes.
     """
 
@@ -149,7 +153,8 @@ class _Operation(NamedTuple):
 
 
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensor mode of the recorded tensors and of their copies; a deep copy of it is itself.
+    """Fake tensor mode of the recorded tensors and of their copies. A deep copy of the mode is the
+    mode itself.
 
     Each fake tensor has its mode as an attribute, so that `copy.deepcopy` of a module would
     otherwise copy the mode.
@@ -161,11 +166,12 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _convertible() -> Iterator[None]:
-    """Let `to` and `copy.deepcopy` of a module take parameters without memory inside.
+    """Let `to` and `copy.deepcopy` of a module accept parameters without memory inside of the
+    context.
 
-    `to` (dtype, device) exchanges such a parameter with the converted one. torch refuses that for a
-    tensor to which anything has a weak reference, as FakeTensorMode has to every tensor it makes.
-    `copy.deepcopy` asks for the address of the data, which warns (torch 2.13).
+    `to` (dtype, device) swaps such a parameter with the converted one. torch refuses to swap a
+    tensor with weak references, which FakeTensorMode has to every tensor it makes. `copy.deepcopy`
+    asks for the address of the data, which warns (torch 2.13).
     """
 
     def put(parameter: Tensor, converted: Tensor) -> None:
@@ -182,7 +188,8 @@ def _convertible() -> Iterator[None]:
 
 
 class _Recording(TorchDispatchMode):
-    """Dispatch mode that records operations on tensors without memory, and repeats some of them."""
+    """Dispatch mode that records operations on tensors without memory, and can repeat some of
+    them."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,7 +197,7 @@ class _Recording(TorchDispatchMode):
         self._operations: list[_Operation] = []
         # Numbers of the operations that write to a storage, by the storage's number.
         self._writers: dict[int, list[int]] = {}
-        self._alive: list[UntypedStorage] = []  # so that none has the number of one before it
+        self._alive: list[UntypedStorage] = []  # since the id of a freed storage is reused
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -198,30 +205,30 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         try:
             result = function(*args, **kwargs)
-        except DataDependentOutputException:  # a value is wanted now, as a Python number
+        except DataDependentOutputException:  # the code needs a value, as a Python number
             real_args, real_kwargs = tree_map(self._value, (args, kwargs))
             with _disable_current_modes():
                 return function(*real_args, **real_kwargs)
         read = {_storage(tensor) for tensor in _fakes((args, kwargs))}
-        written = {_storage(tensor) for tensor in _fakes(result)} - read
+        written_storages = {_storage(tensor) for tensor in _fakes(result)} - read
         for number, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[number] if number < len(args) else kwargs.get(argument.name)
-                written |= {_storage(tensor) for tensor in _fakes(given)}
-        if written:  # else the results are views of the arguments
+                written_storages |= {_storage(tensor) for tensor in _fakes(given)}
+        if written_storages:  # else the results are views of the arguments
             number = len(self._operations)
             done = tree_map(_as_view, (args, kwargs, result))
-            self._operations.append(_Operation(function, done, frozenset(read | written)))
+            self._operations.append(_Operation(function, done, frozenset(read | written_storages)))
             self._alive += (tensor.untyped_storage() for tensor in _fakes((args, kwargs, result)))
-            for storage in written:
+            for storage in written_storages:
                 self._writers.setdefault(storage, []).append(number)
         return result
 
     def replacing(self, fake: Tensor, value: Tensor | None) -> Tensor:
-        """Return the tensor that a module gets in the place of the recorded tensor `fake`.
+        """Return the tensor that replaces the recorded tensor `fake` in a module.
 
-        It is `value`, or a placeholder where that is None. A placeholder has the shape and dtype of
-        `fake`, and a single element in memory. A parameter is replaced by a parameter.
+        It is `value`, or a placeholder where `value` is None. A placeholder has the shape and dtype
+        of `fake`, and a single element in memory. A parameter is replaced by a parameter.
         """
         is_placeholder = value is None
         tensor = torch.empty((), dtype=fake.dtype).expand(fake.shape) if value is None else value
@@ -234,8 +241,8 @@ class _Recording(TorchDispatchMode):
     def made(self, fake: Tensor, may_map: bool = False) -> Tensor:
         """Return the value of the recorded tensor `fake`, in memory of its own.
 
-        With `may_map`, a value that is a tensor of a file is that tensor, mapped into memory and of
-        the file's dtype.
+        With `may_map`, a value that is a tensor of a file is mapped into memory, with the file's
+        dtype.
         """
         view = _View.of(fake)
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -256,7 +263,7 @@ class _Recording(TorchDispatchMode):
     def drawn(self, fakes: Iterable[FakeTensor]) -> dict[int, Tensor]:
         """Return the values of those of `fakes` that depend on random numbers, by id.
 
-        They are the values of one process that does every operation in its order.
+        They are the values of one process that runs every operation in order.
         """
         end = len(self._operations)
         draws = {number for number in range(end) if self._draws(number)}
@@ -267,10 +274,10 @@ class _Recording(TorchDispatchMode):
         chosen: dict[int, _View] = {}
         for fake in fakes:
             view = _View.of(fake)
-            of_this = self._needed(view.storage, end)
-            if of_this & draws:
+            needed_by_fake = self._needed(view.storage, end)
+            if needed_by_fake & draws:
                 chosen[id(fake)] = view
-                needed |= of_this
+                needed |= needed_by_fake
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(self._seed)
             storages: dict[int, UntypedStorage] = {}
@@ -279,25 +286,27 @@ class _Recording(TorchDispatchMode):
             return {key: view.within(storages).clone() for key, view in chosen.items()}
 
     def _draws(self, number: int) -> bool:
-        """Return whether operation `number` takes random numbers of the CPU's generator."""
+        """Return whether operation `number` draws random numbers from the CPU's generator."""
         operation = self._operations[number]
         random = torch.Tag.nondeterministic_seeded in operation.function.tags
         return random and all(view.device.type == "cpu" for view in _views(operation.result))
 
     def _value(self, value: Any) -> Any:
+        """Return the value of a recorded tensor, or any other value unchanged."""
         return self.made(value) if isinstance(value, FakeTensor) else value
 
     def _seed_for(self, number: int) -> None:
-        """Seed the CPU's generator for operation `number`, where that draws random numbers."""
+        """Seed the CPU's generator for operation `number`, if it draws random numbers."""
         if self._draws(number):
             digest = hashlib.sha256(f"{self._seed} {number}".encode()).digest()
-            # Not torch.manual_seed, which would seed the GPUs' generators too, and for good.
+            # torch.manual_seed would also seed the GPUs' generators, permanently.
             torch.default_generator.manual_seed(int.from_bytes(digest[:7], "little"))
 
     def _do(self, number: int, storages: dict[int, UntypedStorage]) -> None:
-        """Repeat operation `number` on the storages in memory, by the numbers of the recorded ones.
+        """Repeat operation `number` on storages in memory.
 
-        The storages of its results are added to `storages`.
+        `storages` has the storages in memory, by the numbers of the recorded ones. The storages of
+        the results are added.
         """
 
         def real(value: Any) -> Any:
@@ -311,7 +320,8 @@ class _Recording(TorchDispatchMode):
                 storages[view.storage] = tensor.untyped_storage()
 
     def _needed(self, storage: int, end: int) -> set[int]:
-        """Return the numbers of the operations before `end` that a storage's values depend on."""
+        """Return the numbers of the operations before `end` on which the values of a storage
+        depend."""
         needed: set[int] = set()
         left = [(storage, end)]
         while left:
@@ -336,5 +346,6 @@ def _as_view(value: Any) -> Any:
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return the id of a tensor's storage."""
     number: int = tensor.untyped_storage()._cdata
     return number

@@ -1,4 +1,4 @@
-"""Tensors of the user's model that a checkpoint keeps, and their names."""
+"""Select the tensors of the user's model that a checkpoint stores, and name them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,10 @@ from whale_train.models.options import ModelOptions
 
 
 def kept_tensors(module: LossModule) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of the user's model by path, each once.
+    """Return the parameters and persistent buffers of the user's model by path, without
+    repetitions.
 
-    They are what a checkpoint has under `model/`.
+    A checkpoint stores them under `model/`.
     """
     passing = {
         id(buffer)
@@ -26,19 +27,21 @@ def kept_tensors(module: LossModule) -> dict[str, Tensor]:
 
 
 def other_names(model: Any) -> dict[str, str]:
-    """Return transformers' names of tied tensors, by the name of each here, which is its first."""
+    """Return the names under which transformers saves tied tensors, by the first path of each
+    tensor in the model."""
     tied = getattr(model, "all_tied_weights_keys", None)
     return dict(tied) if isinstance(tied, Mapping) else {}
 
 
 def saved_names(module: LossModule, options: ModelOptions) -> frozenset[str]:
-    """Return the paths of the tensors that a checkpoint has of the user's model.
+    """Return the paths of the tensors of the user's model that a checkpoint stores.
 
-    These are all kept tensors, but for the frozen weights of a folder that adapters are added to.
+    These are all parameters and persistent buffers, except for the frozen weights of a folder to
+    which adapters are added.
     """
-    kept = kept_tensors(module)
+    tensors = kept_tensors(module)
     if not options.adds_to_a_folder:
-        return frozenset(kept)
+        return frozenset(tensors)
     return frozenset(
-        path for path, x in kept.items() if x.requires_grad or not isinstance(x, nn.Parameter)
+        path for path, x in tensors.items() if x.requires_grad or not isinstance(x, nn.Parameter)
     )

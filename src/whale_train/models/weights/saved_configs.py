@@ -1,4 +1,4 @@
-"""Read the configs of a folder of pretrained weights, within bounds."""
+"""Read the configs in a folder of pretrained weights, within bounds."""
 
 import re
 from pathlib import Path
@@ -9,22 +9,22 @@ from whale_train.errors import ConfigError, Fault, shortened
 from whale_train.hub import folder_of as folder_of_hub
 
 KEY = "model.pretrained"
-MOST_LAYERS = 10_000  # of a config of transformers, whose lists have an item for each
+MOST_LAYERS = 10_000  # of a config of transformers, whose lists have an item for each layer
 _LAYERS = re.compile(r"layer|block|depth|stage", re.IGNORECASE)
 _SIZES = re.compile(r"size|dim|_id|width|length", re.IGNORECASE)
 
 
 def folder_of(pretrained: str) -> Path:
-    """Return the folder that `model.pretrained` names. Raises ConfigError as `hub.folder_of`
-    does."""
+    """Return the folder that `model.pretrained` names. Raises ConfigError where it cannot be
+    downloaded."""
     return folder_of_hub(KEY, pretrained)
 
 
 def saved_configs(pretrained: str | None) -> dict[str, dict[str, Any]]:
     """Return the contents of the config files in the folder `pretrained`, by file name.
 
-    They are all that `from_pretrained` may read for a config. Without a folder there are none.
-    Raises ConfigError for a file that is no JSON mapping or passes a bound, and OSError.
+    They are all files that `from_pretrained` may read for a config; none where `pretrained` is
+    None. Raises ConfigError for a file that is not a JSON mapping or exceeds a bound, and OSError.
     """
     paths = sorted(folder_of(pretrained).glob("config*.json")) if pretrained else []
     configs: dict[str, dict[str, Any]] = {}
@@ -40,7 +40,7 @@ def saved_configs(pretrained: str | None) -> dict[str, dict[str, Any]]:
 def too_many_layers(config: Any, key: str) -> list[Fault]:
     """Return a fault for every number of layers in `config` that is above MOST_LAYERS.
 
-    `key` is the name of `config` in the faults. Mappings inside it are searched too.
+    `key` is the name of `config` in the faults. Nested mappings are searched too.
     """
     faults = []
     for name, value in config.items() if isinstance(config, dict) else ():

@@ -1,7 +1,7 @@
-"""Sharing of one layer's weights in all places, before a model's layers part.
+"""Share one layer's weights among all equal layers, until the layers are delinked.
 
-Pseudo-to-Real (M6-10T, Lin et al. 2021, arXiv 2110.03888) trains a deep model with the weights of
-one layer first, as ALBERT does for good (Lan et al. 2020, arXiv 1909.11942).
+Pseudo-to-Real (M6-10T, Lin et al. 2021, arXiv 2110.03888) first trains a deep model with the
+weights of one layer, which ALBERT does throughout (Lan et al. 2020, arXiv 1909.11942).
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _Kind = tuple[tuple[str, type, tuple[tuple[str, tuple[int, ...], str, bool], ...
 
 
 def shared_places(model: nn.Module) -> dict[str, str]:
-    """Return the paths of the parameters to share: of a later layer's, the path of the first's.
+    """Return the parameters to share: the path in a later layer, and the path in the first layer
+    like it.
 
-    A layer shares the parameters of the first layer of its list that is like it. Lists
-    (`nn.ModuleList`, `nn.Sequential`) count that lie in no other whose layers are shared. Layers
-    are alike that are built of the same classes, with parameters of the same shapes and dtypes,
-    trained or frozen the same way.
+    Layers of a list (`nn.ModuleList`, `nn.Sequential`) are compared. They are alike if they consist
+    of the same classes, with parameters of the same names, shapes and dtypes, trained or frozen in
+    the same way. A list inside a list whose layers are shared is left out.
     """
     first_paths: dict[str, str] = {}
     lists: list[str] = []
@@ -41,7 +41,7 @@ def shared_places(model: nn.Module) -> dict[str, str]:
 
 
 def share_layers(model: nn.Module) -> None:
-    """Make layers of a list that are alike hold the parameters of the first of them.
+    """Give equal layers of a list the parameters of the first of them.
 
     Raises ConfigError where no two layers of a list are alike.
     """
@@ -55,11 +55,14 @@ def share_layers(model: nn.Module) -> None:
 
 
 def _kind(layer: nn.Module) -> _Kind:
+    """Return the classes and parameter shapes of a layer, which are equal for layers that are
+    alike."""
     return tuple(
         (path, type(module), tuple(_shapes(module))) for path, module in layer.named_modules()
     )
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], str, bool]]:
+    """Yield name, shape, dtype and requires_grad of a module's own parameters."""
     for name, parameter in module.named_parameters(recurse=False):
         yield name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad

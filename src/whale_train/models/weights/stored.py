@@ -1,8 +1,8 @@
-"""Weights of a folder, as tensors that are read when their values are wanted.
+"""Load the weights of a folder as tensors that are read on demand.
 
-transformers puts them into a model: it knows which weights it renamed, joined and cut since a
-folder was written. Within `deferred` it is given tensors without memory, so that joining is
-recorded too and done where its result is read.
+transformers loads them into a model, because it knows which weights were renamed, joined or split
+since a folder was written. Within `deferred` it gets tensors without memory, so that joining is
+recorded too, and done when its result is needed.
 """
 
 import os
@@ -20,12 +20,12 @@ from whale_train.errors import ConfigError, Fault
 from whale_train.models.weights.saved_configs import KEY
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Errors of the library and torch for a header that cannot be right, beside their own types.
+# Errors that safetensors and torch raise for an impossible header, beside their own types.
 _OF_DAMAGED = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError),
     *(OverflowError, MemoryError),
 )
-# transformers reads in threads of its own, where operations on a tensor are not recorded.
+# transformers reads in its own threads, where operations on a tensor are not recorded.
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -34,10 +34,13 @@ def open_folder(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Return a model with the weights in `folder`, and `from_pretrained`'s loading info.
 
-    `made` is the model's class, of transformers, and `config` its config. Weights are in fp32. The
-    loading info is what transformers says of the names of weights. With `any_shape`, weights of
-    another shape than the model's are left out. Raises ConfigError for a folder without weights in
-    safetensors and for damaged files, and the errors of transformers.
+    made: the model's class, of transformers.
+    config: the model's config.
+    any_shape: whether weights of another shape than the model's are left out.
+
+    Weights are in fp32. The loading info has the missing and unexpected names of weights. Raises
+    ConfigError for a folder without weights in safetensors and for damaged files, and the errors of
+    transformers.
     """
     weights = {name: stored(*where) for name, where in _tensors_in(folder)}
     with _quiet_transformers():
@@ -66,7 +69,7 @@ def _(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def mapped(path: str, name: str) -> Tensor:
     """Return the tensor `name` of a safetensors file in the file's dtype, mapped into memory.
 
-    Parts that nobody reads take no memory.
+    Parts that are not read take no memory.
     """
     from safetensors import safe_open
 
@@ -78,7 +81,7 @@ def mapped(path: str, name: str) -> Tensor:
 def _tensors_in(folder: Path) -> Iterator[tuple[str, tuple[str, str, list[int], torch.dtype]]]:
     """Yield (name, arguments of `stored`) of every tensor of a folder.
 
-    Floating-point tensors are asked for in fp32. Raises ConfigError for damaged files.
+    Floating-point tensors are requested in fp32. Raises ConfigError for damaged files.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -94,7 +97,7 @@ def _tensors_in(folder: Path) -> Iterator[tuple[str, tuple[str, str, list[int], 
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the safetensors files in `folder` that transformers reads weights from.
+    """Return the safetensors files in `folder` from which transformers reads weights.
 
     Raises ConfigError for a folder without any, and for a damaged index.
     """
@@ -118,7 +121,8 @@ def _damaged(folder: Path, why: str) -> ConfigError:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Have transformers read inside without threads, progress bars and its report of names.
+    """Disable transformers' reader threads, progress bars and report of names inside of the
+    context.
 
     The plan has that report.
     """
