@@ -92,8 +92,8 @@ class ModelAnalysis:
 
     @cached_property
     def sample_states(self) -> Mapping[str, State]:
-        """Return how each value of the graph depends on the samples of a batch, by the value's
-        name."""
+        """Return the dependence of each value of the graph on the samples of a batch, by the name
+        of the value."""
         return states_of(self.graph, self.profile.batch_norm_modules)
 
     @cached_property
@@ -218,5 +218,6 @@ class ModelAnalysis:
 
     @cached_property
     def order(self) -> Sequenced:
-        """Return the operations that a pipeline assigns to stages, and the places where it may cut."""
+        """Return the operations that a pipeline assigns to stages, and the places where it may
+        cut."""
         return sequenced(self.graph)

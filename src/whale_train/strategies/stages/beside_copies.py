@@ -381,7 +381,8 @@ def _instead_of_head(job: PlanningContext) -> str:
 
 
 def _profile_of(job: PlanningContext, part: Slice) -> ModelProfile:
-    """Return the profile of one slice of the model, with the values that the slice takes as inputs."""
+    """Return the profile of one slice of the model, with the values that the slice takes as
+    inputs."""
     inside = set(part.operations)
     taken = [
         replace(job.graph[name], target="input", args=(), kwargs=(), after=())

@@ -64,8 +64,8 @@ def chunked(
     """Return the model of `job` in chunks.
 
     job: the strategy on its devices.
-    places: indices into `Sequenced.places` to cut at; None for the cut whose slowest stage takes the
-        fewest seconds.
+    places: indices into `Sequenced.places` to cut at; None for the cut whose slowest stage takes
+        the fewest seconds.
     caps: the most units of a stage's split parts that each member may hold. Stages outside `caps`
         have no limit.
 
@@ -87,7 +87,8 @@ def chunked(
 
 
 def _whole(profile: ModelProfile) -> Slice:
-    """Return the slice that is the whole model; it has no operations where the model has no graph."""
+    """Return the slice that is the whole model; it has no operations where the model has no
+    graph."""
     return Slice(
         operations=tuple(profile.graph.by_name) if profile.graph else (),
         takes=(),
@@ -255,8 +256,8 @@ def _chunk(
     interval: positions in `Sequenced.operations` at which the slice begins and ends.
     shared: stages of every weight that several stages hold, by path.
 
-    Layouts are computed once for slices that are equal but for names. Raises PlanError where nothing
-    can be sharded.
+    Layouts are computed once for slices that are equal but for names. Raises PlanError where
+    nothing can be sharded.
     """
     form, findings = job.form.stages[stage], job.findings
     held_elsewhere = tuple(path for path in part.weights if path in shared)

@@ -33,7 +33,8 @@ def gradient_sums(
     shared: stages of each tied weight, by path.
     crowd: number of groups whose transfers leave each node.
     actors: numbers of the simulated actors, by replica and position.
-    one_backward: True if a step runs one backward; replicas on one host then reduce in shared memory.
+    one_backward: True if a step runs one backward; replicas on one host then reduce in shared
+        memory.
 
     Torch's engine sums tied weights over all their holders after everything else has started.
     DeepSpeed waits for these sums before it reduces its partitions, which contain the tied weights

@@ -34,8 +34,8 @@ class Batches:
 
     samples: intervals of the global batch, by replica and micro-batch.
     owners: position that owns each micro-batch, by replica, chunk and micro-batch.
-    members: interval of a micro-batch that each member of a shard group takes, by replica, stage and
-        micro-batch; empty where no members divide samples.
+    members: interval of a micro-batch that each member of a shard group takes, by replica, stage
+        and micro-batch; empty where no members divide samples.
     """
 
     samples: tuple[Intervals, ...]

@@ -91,8 +91,8 @@ class StageChunk:
     slice: operations, values and weights of the chunk.
     key: cache key of everything derived from the chunk.
     sharded: layouts of the chunk's values over its shard group; None where the stage is no split.
-        Where the rest is replicated, they cover only the operations `beside`, shards of weights, and
-        values made of such shards alone.
+        Where the rest is replicated, they cover only the operations `beside`, shards of weights,
+        and values made of such shards alone.
     beside: operations of the split part, which run on rows of other members as well, where the rest
         is replicated; None where the stage has no such part.
     head: the output projection, where it is the only such part.
