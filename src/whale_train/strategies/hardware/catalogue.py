@@ -1,11 +1,11 @@
-"""Devices, links and hosts by name, which an inventory may use without spelling out their figures.
+"""Devices, links and hosts by name, which an inventory may use without giving their figures.
 
 Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"): `fp32` is
-the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and `bf16`
-are the tensor cores with fp32 accumulation, as in training. A precision without units of its own is
-absent. The reached parts of the peaks are beside them. Memory is the printed size in powers of ten,
-the smaller reading. Bandwidth of a link is one direction, bytes/s: vendors print NVLink's two
-directions together.
+that of the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and
+`bf16` are those of the tensor cores with fp32 accumulation, as in training. A precision without
+units of its own is absent. The fractions of the peaks that are reached are listed separately.
+Memory is the printed size in powers of ten, the smaller reading. Bandwidth of a link is in bytes/s
+in one direction: vendors print the sum of both directions for NVLink.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ _PEAKS = (
     Device(CPU_PROCESS, {"fp32": 1e11, "fp16": 1e11, "bf16": 1e11}, 0.0, 25.6e9),
 )
 
-# What was measured of the peaks. Products: the largest rates that Stas Bekman's "Machine Learning
+# Measured fractions of the peaks. Products: the largest rates that Stas Bekman's "Machine Learning
 # Engineering" lists as "Maximum Achievable Matmul FLOPS" (bf16, torch 2.5 to 2.7; the H200's is the
 # H100's), and for V100, 83 of 112 TFLOP/s (Markidis et al. 2018, arXiv 1803.04014) with 790 of
 # 900 GB/s copied (paranumal.com, "Rough-n-Ready Roofline: NVIDIA V100 edition", 2018). Attention:
