@@ -131,7 +131,7 @@ class BlockCosts:
     ) -> Seconds:
         """Return the seconds of the units on a group of `shards` devices like `device`.
 
-        dim: what splits divide, as in a strategy file.
+        dim: dimension that splits divide, as in a strategy file.
         link: link that joins the group (None: no collective is priced).
         samples: samples of the micro-batch.
         """

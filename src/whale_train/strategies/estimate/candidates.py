@@ -80,7 +80,7 @@ class Candidate:
     zero: ZeRO stage of the replicas.
     offload: state on the host: `none`, `optimizer`, or `all` (parameters too).
     split_head: True if the head is split over the devices of all replicas.
-    dim: what splits divide, as in a strategy file.
+    dim: dimension that splits divide, as in a strategy file.
     experts: devices that the experts of a mixture are spread over, while the rest is replicated (0:
         there are no experts, or every replica holds all).
     """

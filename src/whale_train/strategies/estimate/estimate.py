@@ -294,7 +294,7 @@ class Estimator:
             [int(stage.in_flight) for stage in stages], sent, pieces,
         )  # fmt: skip
         step, before = 0.0, 0.0
-        waits = candidate.schedule != "zero_bubble"  # else weights' gradients come later
+        waits = candidate.schedule != "zero_bubble"  # which computes weight gradients later
         for number, part in enumerate(parts):
             first, last = ends[number : number + 2]
             elements = self.costs.blocks.holding(part.shards, candidate.dim).elements

@@ -1,4 +1,5 @@
-"""Time what replicas of a stage exchange: gradient reductions, updates, and ZeRO's gathers."""
+"""Time the exchanges between replicas of a stage: gradient reductions, updates, and ZeRO's
+gathers."""
 
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -132,10 +132,12 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             return None
         case (Replicate() as body, Split() as split, *others) if _are_splits(others):
             more = tuple(node for node in others if isinstance(node, Split))
-            said = next((node for node in (split, *more) if node.degree), split)
-            if not all(_is_beside_copies(body, x, said, path, faults) for x in (split, *more)):
+            sized_by = next((node for node in (split, *more) if node.degree), split)
+            if not all(_is_beside_copies(body, x, sized_by, path, faults) for x in (split, *more)):
                 return None
-            shards, sized = (said.degree, said.path) if said.degree else (body.degree, body.path)
+            shards, sized = (
+                (sized_by.degree, sized_by.path) if sized_by.degree else (body.degree, body.path)
+            )
             if shards and body.degree and body.degree != shards:
                 copies = copies and copies * (body.degree // shards)
         case _:
@@ -153,9 +155,9 @@ def _are_splits(nodes: Sequence[Node]) -> bool:
 
 
 def _is_beside_copies(
-    body: Replicate, split: Split, said: Replicate | Split, path: str, faults: list[Fault]
+    body: Replicate, split: Split, sized_by: Replicate | Split, path: str, faults: list[Fault]
 ) -> bool:
-    """Return True if a split beside `body` can be executed on the number of devices that `said`
+    """Return True if a split beside `body` can be executed on the number of devices that `sized_by`
     gives. If it cannot, add a fault."""
     if body.of or split.of:
         rule = "is not a replicate of all beside splits of modules, over the same devices"
@@ -163,9 +165,10 @@ def _is_beside_copies(
         faults.append(Fault(path.rpartition("[")[0], "", rule, remedy))
         return False
     key, value = f"{split.path}.degree", str(split.degree)
-    if said.degree and split.degree and said.degree != split.degree:
+    if sized_by.degree and split.degree and sized_by.degree != split.degree:
         rule = (
-            f"differs from {said.path}.degree={said.degree}, though splits of a list share their "
+            f"differs from {sized_by.path}.degree={sized_by.degree}, "
+            "though splits of a list share their "
         )
         faults.append(Fault(key, value, f"{rule}devices", "give both the same, or auto"))
         return False

@@ -408,7 +408,7 @@ class ModelProfile:
         may get one from another.
     unequal_parts: the difference between a batch and its parts that a comparison found; '' for
         none, or where nothing was compared.
-    unequal_remedy: what the user can do about `unequal_parts`.
+    unequal_remedy: the remedy for `unequal_parts`.
     frozen: the parameters that are not trained and have no gradient.
     varies: True if the operations of a forward vary, because it depends on the values of a batch,
         draws random numbers itself or changes from call to call.

@@ -173,13 +173,15 @@ def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> 
     calibrations = {x.device: x for x in known if x.threads == (threads if x.threads else 0)}
     devices: dict[int, Device] = {}
     for number, device in {id(device): device for device in cluster.devices}.items():
-        there = calibrations.get(device.name)
-        devices[number] = replace(device, kernels=there.kernels if there else device.kernels)
+        calibration = calibrations.get(device.name)
+        devices[number] = replace(
+            device, kernels=calibration.kernels if calibration else device.kernels
+        )
     of_cpu = calibrations.get(CPU_PROCESS) if cluster.on_cpu else None
     nodes = []
     for node in cluster.nodes:
-        there = calibrations.get(node.devices[0].name)
-        link = there.link if there and there.link else node.link
+        calibration = calibrations.get(node.devices[0].name)
+        link = calibration.link if calibration and calibration.link else node.link
         node_devices = tuple(devices[id(device)] for device in node.devices)
         nodes.append(replace(node, devices=node_devices, link=link))
     memory = of_cpu.shared_memory if of_cpu else cluster.shared_memory
@@ -202,9 +204,9 @@ def on_cores(
         used = replace(cluster.first(count), processors=cores / threads)
         return calibrated(used, known, threads)
 
-    there = len(cluster.devices)
-    unlike = [n for n in range(1, there) if threads_of(n) != threads_of(there)]
-    return replace(of(there), fewer={count: of(count) for count in unlike})
+    num_devices = len(cluster.devices)
+    unlike = [n for n in range(1, num_devices) if threads_of(n) != threads_of(num_devices)]
+    return replace(of(num_devices), fewer={count: of(count) for count in unlike})
 
 
 def stand_ins(

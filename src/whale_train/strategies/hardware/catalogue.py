@@ -82,7 +82,7 @@ _REACHED = {
     "h200": Reached(products=0.80, attention=0.35),
     "gh200": Reached(products=0.84, attention=0.35),
     "b200": Reached(products=0.78, attention=0.35),
-    # Nominal as its peaks are: products come near what ordinary units can do.
+    # Nominal like its peaks: products come near the peak of ordinary units.
     CPU_PROCESS: Reached(0.85, 0.85, 0.8, 5e-6),
 }
 
@@ -100,8 +100,8 @@ def _with_reached(device: Device) -> Device:
 
 _DEVICES = tuple(map(_with_reached, _PEAKS))
 
-# No datasheet gives the latency of one step of a collective. These are nominal: what NCCL's own
-# tuning model assumes for a ring step of its Simple protocol (hwLatencies for NVLINK, PCI, NET).
+# No datasheet gives the latency of one step of a collective. These are nominal, from NCCL's own
+# tuning model for a ring step of its Simple protocol (hwLatencies for NVLINK, PCI, NET).
 _NVLINK_LATENCY_S = 3.4e-6
 _PCIE_LATENCY_S = 5.7e-6
 _NETWORK_LATENCY_S = 14e-6

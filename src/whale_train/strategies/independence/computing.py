@@ -122,7 +122,7 @@ def broadcast_rows(call: Call) -> Answer:
 def _left(call: Call, dims: tuple[int, ...], state: PerSample) -> PerSample:
     """Return `state` after a reduction of dimensions `dims`, which do not include the sample
     dimension."""
-    if call.operation.shape is None:  # a tuple: `only_batch_dim` of its items says where
+    if call.operation.shape is None:  # a tuple: `item` finds the dimension of each part
         return state
     if len(call.shape) == call.rank_of(0):
         return state

@@ -33,7 +33,7 @@ def shape_check(
     A sentence names the operation and the member (the index in its shard group). `axes` are the
     intervals of each axis, in units.
     """
-    faults = [said for axis, intervals in axes.items() for said in _tiled(axis, intervals)]
+    faults = [sentence for axis, intervals in axes.items() for sentence in _tiled(axis, intervals)]
     for name, layout in assignment.layouts.items():
         faults += _laid(graph[name], layout, axes)
     if faults:
@@ -53,10 +53,10 @@ def shape_check(
                 shapes[name] = local_shape(graph[name], layout, axes, member)
             result_shape = local_shape(operation, assignment.layouts[operation.name], axes, member)
             if result_shape is not None and (
-                said := _disagreement(operation, shapes, result_shape)
+                sentence := _disagreement(operation, shapes, result_shape)
             ):
                 where = f"{operation.name} ({operation.target}) on member {member}"
-                faults.append(f"{where}: {said}")
+                faults.append(f"{where}: {sentence}")
     return tuple(faults)
 
 

@@ -27,8 +27,8 @@ def kept_on_hosts(
     for number, num_bytes in zip(cluster.node_of, of_ranks(), strict=True):
         host_loads[number] += num_bytes
     short = [
-        num_bytes - (inf if there.host is None else there.host.memory_bytes)
-        for num_bytes, there in zip(host_loads, cluster.nodes, strict=True)
+        num_bytes - (inf if host_node.host is None else host_node.host.memory_bytes)
+        for num_bytes, host_node in zip(host_loads, cluster.nodes, strict=True)
     ]
     worst = max(range(len(short)), key=short.__getitem__)
     if short[worst] > 0:
@@ -49,7 +49,7 @@ def offload_decisions(
     if len(kept) > 1:
         most = "at most " if max(kept) > min(kept) else ""
         reason += f", {most}{in_bytes(max(kept))} on each of {len(kept)}"
-    if any(there.host is None for there in cluster.nodes):
+    if any(host_node.host is None for host_node in cluster.nodes):
         reason += f", of whose memory hardware={cluster.name} says nothing"
     yield Decision(f"{node.path}.offload", "cpu", "", reason)
 

@@ -1,8 +1,8 @@
 """Liveness analysis of a forward and a backward of a part of the model, by its operations.
 
-Counts bytes beside the weights and the optimizer's state: tensors that autograd saves
+Weights and the optimizer's state are left out. The bytes are those of tensors that autograd saves
 (`saved_tensors.py`), gradients of values, temporaries of an operation while it runs, and gradients
-of weights. A peak is the sum of what is alive at one moment, not of everything that ever exists.
+of weights. A peak is the sum over one moment, not over everything that ever exists.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -116,7 +116,7 @@ def profile_with_recompute(
     crossed = {graph.memory_of[name] for name in (*takes, *gives)}
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[MemoryPoint] = []
-    blocks: list[tuple[ActivationProfile, float]] = []  # with the bytes that are kept beside it
+    blocks: list[tuple[ActivationProfile, float]] = []  # profile, bytes of other blocks' values
     for block, names in _runs(graph, computed):
         inside = set(names)
         read = {graph.memory_of[x] for name in names for x in graph[name].inputs}
@@ -228,8 +228,8 @@ class _Run:
                 if key not in known:
                     known.add(key)
                     so_far += num_bytes
-            near = {memory_of[x] for x in (operation.name, *operation.inputs)}
-            at_hand = sum(size(x) for x in near if x in own and (x, OWN) not in known)
+            touched = {memory_of[x] for x in (operation.name, *operation.inputs)}
+            at_hand = sum(size(x) for x in touched if x in own and (x, OWN) not in known)
             for cast, num_bytes in read:
                 # Parts come into one buffer, and are put together in another.
                 buffers = (cast not in made) + ((cast, OWN) not in known)

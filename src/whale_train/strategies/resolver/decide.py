@@ -178,11 +178,11 @@ def _considered(
         return build_plan(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:
-        there = replace(job, cluster=others)
+        elsewhere = replace(job, cluster=others)
         recomputed = frozenset(decided.recomputed)
         limits = decided.times.limits
-        taken = ChunkTimes(there, cut.chunks, cut.axes, recomputed, limits)
-        return simulated_step(there, replace(decided, times=taken))
+        taken = ChunkTimes(elsewhere, cut.chunks, cut.axes, recomputed, limits)
+        return simulated_step(elsewhere, replace(decided, times=taken))
 
     return EvaluatedStrategy(step, plan, on, look.work, cut.places)
 

@@ -79,8 +79,10 @@ def refuse_unmatched(
                 near = closest(pattern, {name for x in parameters for name in _names(x.path)})
                 example = near or parameters[0].path
                 remedy = f"use a parameter's path or a module's, such as {example}, or *.bias"
-                said = "matches no trained parameter of the model"
-                faults.append(Fault(f"optimizer.groups[{number}].match", pattern, said, remedy))
+                fault_rule = "matches no trained parameter of the model"
+                faults.append(
+                    Fault(f"optimizer.groups[{number}].match", pattern, fault_rule, remedy)
+                )
 
 
 def _follows(parameter: Parameter, patterns: Iterable[str]) -> bool:

@@ -12,8 +12,8 @@ from whale_train.strategies.resolver.shared_batch import (
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_unknown_names
 
-# The remedy where there is no graph. The launcher finds out whether copies can share the batch of
-# the model at hand before it gives this remedy.
+# The remedy for a model without a graph. The launcher checks that replicas can divide the batch of
+# the model before it gives this remedy.
 AS_IS = "use strategy=dp or a zero strategy, which run the model as it is"
 
 

@@ -1,8 +1,8 @@
 """The resolver: strategy x hardware x model -> Plan.
 
-One pure function over frozen data, in the order a reader would decide by hand: which devices, which
-TaskGraphs, who takes how much of the head and of the batch, what that costs. It needs none of the
-devices. Every choice that the request leaves open becomes a decision of the plan.
+One pure function over frozen data, in the order a reader would decide by hand: the devices, the
+TaskGraphs, the shares of the head and of the batch, and their cost. It needs none of the devices.
+Every choice that the request leaves open becomes a decision of the plan.
 """
 
 from collections.abc import Sequence
@@ -114,14 +114,14 @@ def _used_devices(
 ) -> Cluster:
     """Return the part of `cluster` that the strategy uses. Add a fault if the strategy asks for
     more devices than the cluster has, and a decision if it leaves some idle."""
-    there, asked = len(cluster.devices), strategy.devices
+    available, asked = len(cluster.devices), strategy.devices
     if asked is None:
         return cluster
     if isinstance(asked, int):
-        if asked > there:
+        if asked > available:
             rule, remedy = (
-                f"is more than the {there} of hardware={cluster.name}",
-                f"{there}, or auto",
+                f"is more than the {available} of hardware={cluster.name}",
+                f"{available}, or auto",
             )
             faults.append(Fault("strategy.devices", str(asked), rule, f"use at most {remedy}"))
             return cluster
@@ -142,10 +142,10 @@ def _used_devices(
         if len(faults) > before:
             return cluster
         used = sum(asked.values())
-    if used < there:
-        idle = f"{there - used} idle"
+    if used < available:
+        idle = f"{available - used} idle"
         reason = f"strategy={strategy.name} uses so many; {idle} of hardware={cluster.name}"
-        decisions.append(Decision("strategy.devices", str(used), str(there), reason))
+        decisions.append(Decision("strategy.devices", str(used), str(available), reason))
     return cluster.chosen(asked)
 
 

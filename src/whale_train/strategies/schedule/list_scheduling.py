@@ -8,7 +8,7 @@ is valid for any widths and durations, and the textbook's where the pipeline is 
 
     gpipe             no limit; no backward before the position's last forward
                       (Huang et al. 2019, arXiv 1811.06965)
-    1f1b              as many in flight as keep the position busy (Narayanan et al. 2021,
+    1f1b              enough in flight to keep the position busy (Narayanan et al. 2021,
                       arXiv 2104.04473)
     interleaved_1f1b  the same, for positions of several chunks
     zero_bubble       ZB-H1 (Qi et al. 2023, arXiv 2401.10241): the limits hold for backward
@@ -148,9 +148,9 @@ class ScheduledPipeline:
         pace, underway = max(busy) / self.micro_batches, [0.0] * count
         for chunk in reversed(range(count - 1)) if pace else ():
             if (chunk + 1) % self.num_stages:
-                there = transits.get((chunk, chunk + 1), 0.0)
+                onward = transits.get((chunk, chunk + 1), 0.0)
                 back = transits.get((chunk + 1, chunk), 0.0)
-                underway[chunk] = underway[chunk + 1] + (there + back) / pace
+                underway[chunk] = underway[chunk + 1] + (onward + back) / pace
         return underway
 
 
@@ -327,7 +327,7 @@ class Simulation:
             if not self.coming:
                 break
             awake = set()
-            # All that ends at one time ends before anything else begins.
+            # All computations that end at this time end before others start.
             self.clock = self.coming[0][0]
             while self.coming and self.coming[0][0] == self.clock:
                 _, _, index, arrival = heapq.heappop(self.coming)
@@ -402,13 +402,13 @@ class Simulation:
         """Send the result of a computation to the owners of micro-batch `m` in the chunks `peers`,
         which wait for it."""
         for peer in peers:
-            there = self.owners[peer][m]
-            transit = self.transits.get((chunk, peer), 0.0) if there != index else 0.0
+            receiver = self.owners[peer][m]
+            transit = self.transits.get((chunk, peer), 0.0) if receiver != index else 0.0
             if transit:
-                self._at(self.clock + transit, there, _Arrival(waits[peer], m))
+                self._at(self.clock + transit, receiver, _Arrival(waits[peer], m))
             else:
                 waits[peer][m] -= 1
-                awake.add(there)
+                awake.add(receiver)
 
 
 class _Arrival(NamedTuple):

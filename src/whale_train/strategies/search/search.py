@@ -95,7 +95,7 @@ def search(
     devices, idle = _able(asked, cluster, training.precision, use_all)
     space = space_of(cluster, devices, findings, training, can_offload, use_all)
     spaces = [space]
-    if space.exported:  # a shard group leaves its node where nothing else has room
+    if space.exported:  # shard groups span nodes only where nothing else fits
         spaces.append(replace(space, wide_splits=True))
     with _uncollected():
         for candidate_space in spaces:
@@ -116,11 +116,11 @@ def _able(
     one is not but `use_all` is set, and where there are more than `MOST_KINDS` kinds.
     """
     faults: list[Fault] = []
-    there = cluster.chosen(asked.devices)
-    refuse_precision(precision, there, faults)
+    allowed = cluster.chosen(asked.devices)
+    refuse_precision(precision, allowed, faults)
     able = {
-        device.name: there.kinds[device.name]
-        for device in there.devices
+        device.name: allowed.kinds[device.name]
+        for device in allowed.devices
         if precision in device.flops
     }
     if faults and (use_all or not able):
@@ -132,7 +132,7 @@ def _able(
     idle = []
     if faults:
         reason = f"train.precision={precision} {faults[0].rule}"
-        count = len(there.devices)
+        count = len(allowed.devices)
         idle.append(Decision("strategy.devices", str(sum(able.values())), str(count), reason))
     return tuple(sorted(able.items())), idle
 
@@ -379,7 +379,7 @@ class _Search:
             mapping = self.fastest([mapping] if named is None else [named, mapping])
         considered = self.consider(mapping, moving=True)
         seconds = considered.step.spans.seconds
-        said = decisions(
+        explained = decisions(
             candidate, seconds, self.families, self.space, self.asked, self.training, self.findings,
             counts=(self.resolved, self.estimated), floor_s=self.floor_s,
         )  # fmt: skip
@@ -387,7 +387,7 @@ class _Search:
             self.read(mapping),
             mapping,
             considered,
-            tuple(said),
+            tuple(explained),
             self.floor_s,
             self.resolved,
             self.estimated,

@@ -18,7 +18,7 @@ from whale_train.strategies.estimate.estimate import Estimator
 from whale_train.strategies.search.space import Devices, Space
 
 _ROUGHLY = 14  # pipelines of a kind that are estimated as if they could be cut anywhere;
-_CUT = 10  # limit on those of them that are cut;
+_CUT = 10  # pipelines among these that are cut at most;
 _KEPT = 3  # pipelines of a kind that fit, after which no other is cut
 _FAR = 1.7  # times the smallest rough estimate: kinds with only slower pipelines are skipped
 

@@ -22,7 +22,7 @@ from whale_train.strategies.stages.placement import VIRTUAL_STAGES
 
 Devices = tuple[tuple[str, int], ...]  # kinds of devices, and the number of each
 
-# Beyond this many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
+# With more micro-batches for each stage, a pipeline's bubble is under a ninth of its step.
 _MOST_PER_STAGE = 8
 _FEW = 8  # limit on shard groups that form stages of unequal widths
 _SETS = 64  # limit on sets of devices for which every number of each kind is tried
@@ -253,7 +253,7 @@ class Space:
             if stages < self.places and stage_copies <= self.global_batch // copies:
                 yield Part(kind, stages, stage_copies, shards)
 
-    # --- What else a strategy says ---
+    # --- Other settings of a strategy ---
 
     def numbers_of_micro_batches(self, mesh: Mesh) -> Sequence[int]:
         """Return the numbers of micro-batches to try for the samples of a replica (0: no pipeline).

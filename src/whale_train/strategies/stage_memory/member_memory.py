@@ -73,7 +73,7 @@ class MemberMemory:
         self._accumulates, self._again = accumulates, again
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # bytes of frozen weights
-        self._experts: dict[str, float] = {}  # elements of parameters split beside a rest
+        self._experts: dict[str, float] = {}  # elements of split parameters
         self._passing: dict[int, ActivationProfile] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)

@@ -1,4 +1,5 @@
-"""The engines of a strategy's stages: what each holds, and which ranks reduce its gradients.
+"""The engines of a strategy's stages: the parameters of each, and the ranks that reduce its
+gradients.
 
 A stage has one engine, or two where a part (a head, experts, other modules) is split and the rest
 replicated. Every member of the shard group then holds all of the rest, and a shard of that part.

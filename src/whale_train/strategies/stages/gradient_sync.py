@@ -1,7 +1,8 @@
 """The all-reduces of a strategy's gradients: for every stage over its replicas, and for tied
 weights over the stages that hold them.
 
-Owns what is summed, over which ranks and for how long; `simulate/tasks.py` owns when.
+Owns the elements, the ranks and the seconds of each reduction; `simulate/tasks.py` owns its place
+in the step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -133,10 +133,10 @@ class StagedStep:
                         more = self._gradients_s(chunk, ranks, adds, alone)
                         costs[key] = replace(costs[key], seconds=costs[key].seconds + more)
                 return costs[key]
-            there = owners[peer][micro_batch]
-            edge = (kind, chunk, peer, there, samples)
+            peer_position = owners[peer][micro_batch]
+            edge = (kind, chunk, peer, peer_position, samples)
             if edge not in costs:
-                link = self.sends.link(copy, (position, there))
+                link = self.sends.link(copy, (position, peer_position))
                 sent = self.sends.num_bytes(chunk, peer, samples)
                 costs[edge] = Cost(send_time_s(sent, link), busy=link.busy)
             return costs[edge]

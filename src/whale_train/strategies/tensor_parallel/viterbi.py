@@ -275,9 +275,9 @@ class _Search:
         available to all later readers, as if the value had been unsharded, or scattered, from the
         start."""
         casts = []
-        there = {c.value: c for c in casts_of(user, wants, known, self.region.gradients, axes)}
+        needed = {c.value: c for c in casts_of(user, wants, known, self.region.gradients, axes)}
         for name, laid in known.items():
-            cast = there.get(name)
+            cast = needed.get(name)
             if isinstance(state.layouts.get(name), PartialSum) and not isinstance(laid, PartialSum):
                 target = cast.target if cast else laid
                 if isinstance(target, PartialSum):
@@ -327,18 +327,18 @@ class _Search:
         once."""
         cost, made = state.cost, state.made
         for cast in casts:
-            there = made.get(cast.value, ())
-            if cast.target in there:
+            earlier = made.get(cast.value, ())
+            if cast.target in earlier:
                 continue
             operation = self.region.graph[cast.value]
             if isinstance(cast.source, Shard) and cast.kind.startswith("gather"):
                 path = self.region.weight_of.get(cast.value, "")
                 cost = plus(cost, self.region.counted.get(path, 0), 0.0, 0)
             size = elements(operation.shape or (), _SAMPLES) * _BYTES
-            sent, count = moved(cast, size, cast.value in self.region.gradients, R in there)
+            sent, count = moved(cast, size, cast.value in self.region.gradients, R in earlier)
             cost = plus(cost, 0, sent, count)
             added = (cast.target,) if cast.kind != "reduce_enter" else (cast.target, R)
-            made = {**made, cast.value: (*there, *added)}
+            made = {**made, cast.value: (*earlier, *added)}
         return cost, made
 
     def forgetting(self, state: State, operation: Operation, position: int) -> State:

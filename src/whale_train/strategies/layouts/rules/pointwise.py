@@ -23,7 +23,7 @@ _COPIES = (
     "lift_fresh_copy.default",
 )  # fmt: skip
 _CASTS = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy.default", "float.default")
-# Operations that leave zeros zero, beside the above.
+# Further operations that map zeros to zeros.
 _KEEPS_ZERO = (
     "silu.default", "gelu.default", "relu.default", "tanh.default", "abs.default",
     "dropout.default", "leaky_relu.default", "sin.default", "square.default",

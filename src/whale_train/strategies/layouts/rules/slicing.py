@@ -39,7 +39,7 @@ def take_apart(typed: RuleInput) -> RuleResult | None:
     of the tensor; `item` derives the layout of each part."""
     layout, along = typed.only, _list_dim(typed)
     if isinstance(layout, PartialSum):
-        return RuleResult({}, layout if along else P)  # rows keep their owners along others only
+        return RuleResult({}, layout if along else P)  # a split along dim 0 loses the owners
     if not isinstance(layout, Shard):
         return None
     if layout.dim == along:
@@ -126,7 +126,7 @@ def stack(typed: RuleInput) -> RuleResult | None:
     if all(isinstance(x, PartialSum) for x in layouts):
         return RuleResult({}, P)
     cuts = [x for x in layouts if isinstance(x, Shard)]
-    if not cuts:  # sums beside whole tensors
+    if not cuts:  # partial sums and unsharded tensors
         return None
     first = cuts[0]
     if any((x.dim, x.outer, x.pieces) != (first.dim, first.outer, first.pieces) for x in cuts):
