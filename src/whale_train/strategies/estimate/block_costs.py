@@ -213,7 +213,7 @@ class BlockCosts:
     def _block(
         self, block: int, device: Device, shards: int, dim: str, link: Link | None, samples: float
     ) -> Times:
-        """Return the times of a block: alone, or what it adds next to an equal neighbour."""
+        """Return the times of a block, alone or added to an equal neighbour."""
         times = [
             self._times(self._piece(*ends, shards, dim), device, shards, link, samples)
             for ends in self._ends(block)

@@ -1,5 +1,5 @@
-"""Estimate replicas that are not cut: of an unexported model, beside a split head, beside
-experts."""
+"""Estimate replicas that are not cut into stages: of an unexported model, and next to a split head
+or spread experts."""
 
 from math import inf
 

@@ -120,7 +120,7 @@ class Strategy:
     """A complete strategy file.
 
     name: name of the strategy.
-    graph: the nodes; empty (auto) where the planner searches them.
+    graph: the nodes; empty (auto) where the planner searches for them.
     balance: how work is divided among devices, one of `BALANCE`.
     devices: devices of the inventory that it may use: the first so many, so many of each kind, or
         all (None).
@@ -136,7 +136,7 @@ class Strategy:
 
     @property
     def is_auto(self) -> bool:
-        """Return True if the planner searches the nodes."""
+        """Return True if the planner searches for the nodes."""
         return not self.graph
 
 

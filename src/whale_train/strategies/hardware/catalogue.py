@@ -1,11 +1,11 @@
 """Devices, links and hosts by name, which an inventory may use without giving their figures.
 
-Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"): `fp32` is
-that of the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and
-`bf16` are those of the tensor cores with fp32 accumulation, as in training. A precision without
-units of its own is absent. The fractions of the peaks that are reached are listed separately.
-Memory is the printed size in powers of ten, the smaller reading. Bandwidth of a link is in bytes/s
-in one direction: vendors print the sum of both directions for NVLink.
+Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"). `fp32` is
+the rate of the ordinary units, never of TF32, which rounds its inputs to 10 bits of mantissa.
+`fp16` and `bf16` are the rates of the tensor cores with fp32 accumulation, as in training. A
+precision without units of its own is absent. The fractions of the peaks that are reached are listed
+separately. Memory is the printed size in powers of ten, the smaller reading. Bandwidth of a link is
+in bytes/s in one direction: vendors print the sum of both directions for NVLink.
 """
 
 from collections.abc import Mapping

@@ -19,14 +19,14 @@ def _loss(call: Call, reduction: object, rows: State | Refused | None) -> Answer
 
 def elementwise_loss(call: Call, position: int) -> Answer:
     """Derive the state of an elementwise loss of inputs that are broadcast against each other.
-    `position` is that of the argument with the reduction."""
+    `position` is the index of the reduction argument."""
     rows = broadcast_rows(call)
     return _loss(call, call.argument(position, "reduction", 1), rows)
 
 
 def row_loss(call: Call, position: int) -> Answer:
     """Derive the state of a loss of rows. Dimension 0 must be the sample dimension. `position` is
-    that of the argument with the reduction."""
+    the index of the reduction argument."""
     states = [call.states[name] for name in call.operation.inputs]
     rows = [x for x in states if isinstance(x, PerSample)]
     others = any(x != FIXED and not isinstance(x, PerSample) for x in states)

@@ -171,8 +171,8 @@ RULES: dict[str, StateRule] = {name: rule for rule, family in _FAMILIES for name
 
 
 def rule_of(target: str) -> StateRule | None:
-    """Return the rule of the operation `target`: that of its overload or else that of its base
-    name; None where neither has one."""
+    """Return the rule of the operation `target`, by its overload or else by its base name; None
+    where neither has a rule."""
     kind = target.removeprefix("aten.")
     if kind in RULES:
         return RULES[kind]

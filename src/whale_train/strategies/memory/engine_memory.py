@@ -1,4 +1,4 @@
-"""Bytes that a rank needs at the peak of a step, by what holds them.
+"""Bytes that a rank needs at the peak of a step, by use.
 
 Covers replicas under ZeRO 0-3 with CPU offload, and a head whose shards have a group of one. Owns
 how an engine handles gradients throughout a step; the rank needs the worst moment. `liveness.py`

@@ -45,6 +45,7 @@ class CanonicalSlices:
 
     @property
     def graph(self) -> OperationGraph:
+        """Return the graph of the model."""
         return self.works.graph
 
     def number(self, part: Slice, shared: Collection[str]) -> int:
@@ -192,12 +193,15 @@ class _Renaming:
         )
 
     def axis(self, name: str) -> str:
+        """Return the new name of an axis."""
         return self.paths.get(name, name)
 
     def shard(self, layout: Shard) -> Shard:
+        """Return a shard with its axis renamed."""
         return replace(layout, axis=self.axis(layout.axis))
 
     def layout(self, layout: Layout) -> Layout:
+        """Return a layout with its axis and its row value renamed."""
         if isinstance(layout, Shard):
             return self.shard(layout)
         if isinstance(layout, PartialByRow):
@@ -205,6 +209,7 @@ class _Renaming:
         return layout
 
     def cast(self, cast: Cast) -> Cast:
+        """Return a cast with its reader, value and layouts renamed."""
         user = self.names[cast.user] if cast.user else ""
         ends = self.layout(cast.source), self.layout(cast.target)
         return Cast(user, self.names[cast.value], cast.kind, *ends)

@@ -3,8 +3,8 @@
 Operations that depend on a parameter, or on random numbers, run on exactly one stage. Others
 (masks, positions, rotary angles) are recomputed wherever they are read, instead of being sent.
 Values cross from any stage to any later one, skip edges included. The cut is optimal: dynamic
-programming over the boundaries between blocks of modules finds the cut with the fastest slowest
-stage.
+programming over the boundaries between blocks of modules finds the cut whose slowest stage is
+fastest.
 """
 
 from bisect import bisect_right

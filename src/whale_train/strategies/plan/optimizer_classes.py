@@ -49,8 +49,8 @@ class OptimizerClass:
     weight_decay: the default weight decay; None where the optimizer has no weight decay.
     refused: the reason why it refuses parameters, by their number of dimensions as text.
     states: the entries of its state, by the parameter's number of dimensions as text.
-    unlike_in_parts: the reason why the update of a part of a parameter differs; '' where the update
-        is elementwise.
+    unlike_in_parts: the reason why a part of a parameter is updated differently than within the
+        whole; '' where the update is elementwise.
     unsaved: the reason why a checkpoint cannot hold its state; '' where it can.
     draws: True if an update draws random numbers.
     """

@@ -76,7 +76,7 @@ class TaskGraph:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peak bytes of one rank in a step, by what holds them.
+    """Peak bytes of one rank in a step, by use.
 
     parameters: bytes of weights.
     gradients: bytes of gradients.

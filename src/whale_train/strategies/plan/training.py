@@ -89,7 +89,7 @@ class Training:
 
     @property
     def unlike_in_parts(self) -> OptimizerClass | None:
-        """Return the first optimizer whose update is not elementwise, so that it updates a part of
-        a parameter differently; None where all updates are elementwise. LAMB, which is ours, is not
-        among them."""
+        """Return the first optimizer that needs whole parameters, since its update is not
+        elementwise; None where all updates are elementwise. LAMB, which is ours, is not among
+        them."""
         return next((x for x in self.optimizers if x.unlike_in_parts), None)

@@ -4,7 +4,7 @@ The balanced cut is the best for the slowest stage by FLOP/s. A step depends on 
 operations bound by memory, the first and last micro-batches, gradient reductions over replicas. The
 simulator knows this for one cut at a time, and no formula adds it up. So the ends of stages move
 one by one to neighbouring places. A move is kept if it shortens the step or, where nothing fits the
-memory, the shortfall in bytes.
+memory, if it reduces the shortfall.
 """
 
 from collections.abc import Callable

@@ -59,8 +59,8 @@ def _refuse_partitions(job: PlanningContext, faults: list[Fault]) -> None:
 
 
 def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
-    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes the parameters that are
-    read inside it for unused ones."""
+    """Add a fault for a reentrant checkpoint: DistributedDataParallel treats the parameters that
+    are read inside it as unused."""
     if "autograd function CheckpointFunction" in profile.export_error:
         rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
         remedy = "use use_reentrant=False, or strategy=zero1"
@@ -68,7 +68,7 @@ def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
 
 
 def refuse_pieces(job: PlanningContext, micro_batches: int) -> None:
-    """Raise PlanError if the batch may not be trained in the pieces that replicas and
+    """Raise PlanError if the batch must not be divided into as many pieces as replicas and
     `micro_batches` make."""
     faults: list[Fault] = []
     form, profile = job.form, job.profile

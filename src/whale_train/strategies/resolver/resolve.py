@@ -160,8 +160,8 @@ def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> N
 
 
 def _refuse_engines(strategy: Strategy, training: Training, faults: list[Fault]) -> None:
-    """Add a fault for each optimizer class whose update of a partition differs, if ZeRO would
-    partition it, and a fault for the first one, if its state would be offloaded to the host."""
+    """Add a fault for each optimizer class that needs whole parameters, if ZeRO would partition
+    them, and a fault for the first optimizer class, if its state would be offloaded to the host."""
     nodes = [x for x in every_node(strategy.graph) if isinstance(x, Replicate)]
     partitioned = next((x for x in nodes if x.zero), None)
     for optimizer in training.optimizers:
@@ -180,8 +180,8 @@ def _refuse_engines(strategy: Strategy, training: Training, faults: list[Fault])
 
 
 def _refuse_split_parameters(plan: Plan) -> None:
-    """Raise PlanError for each optimizer class whose update of a shard differs, if the plan splits
-    its parameters."""
+    """Raise PlanError for each optimizer class that needs whole parameters, if the plan splits some
+    of them."""
     split: dict[str, tuple[OptimizerClass, list[str]]] = {}
     for path in (path for task_graph in plan.task_graphs for path in task_graph.shards):
         optimizer = plan.optimizer_of(path)

@@ -68,10 +68,12 @@ class PlanDecisions:
 
     @property
     def chunks(self) -> Sequence[StageChunk]:
+        """Return all chunks, in the order they run."""
         return self.times.chunks
 
     @property
     def recomputed(self) -> Set[int]:
+        """Return the stages that recompute their blocks in the backward."""
         return self.times.recomputed
 
     @cached_property

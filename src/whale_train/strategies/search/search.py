@@ -1,4 +1,4 @@
-"""Search the strategy of `graph: auto`: estimate many candidates, simulate the best of them.
+"""Search for the strategy of `graph: auto`: estimate many candidates, simulate the best of them.
 
 Every candidate of the space is estimated by formulas (`shortlist.py`). The best ones are resolved
 and simulated by the resolver itself, family by family, until the budget of simulated tasks is

@@ -67,8 +67,7 @@ class Sync:
 
     members: numbers of the actors.
     seconds: seconds of transfers.
-    pieces: number of pieces in which the gradients become ready; each piece is reduced as soon as
-        it is.
+    pieces: number of pieces in which the gradients become ready; each piece is then reduced.
     overlapped: True if the reduction overlaps with the last backward; if not, it has one piece.
     busy: the fraction of the transfers' time for which they occupy a rank's processor, which slows
         computation.
@@ -116,6 +115,8 @@ def tasks_of(step: Step) -> list[Task]:
 
 
 class _Writer:
+    """Writer of the tasks of one step, in the runtime's order."""
+
     def __init__(self, step: Step) -> None:
         self.step = step
         self.tasks: list[Task] = []
@@ -208,6 +209,8 @@ class _Writer:
         ), "the schedule waits for what nobody sends"
 
     def compute(self, number: int, place: int, arrived: Sequence[int]) -> None:
+        """Add the tasks of the computation at index `place` of actor `number`, split into pieces if
+        it is a last backward. The first one waits for the messages `arrived`."""
         actor, final = self.step.actors[number], self.final[number]
         instruction = actor.instructions[place]
         cost = actor.cost(instruction)
@@ -229,6 +232,7 @@ class _Writer:
                     waits = self.after(number)
 
     def send(self, number: int, instruction: Instruction) -> None:
+        """Add the task of a send of actor `number`."""
         actor = self.step.actors[number]
         cost, waits, sender = actor.cost(instruction), self.after(number), actor.ranks[:1]
         # The link of one member stands for those of the whole group, which send at the same time.

@@ -181,7 +181,7 @@ class MemberMemory:
         return replace(once, kept=entering, forward=())
 
     def needs(self, order: Sequence[Instruction], own: int) -> MemoryEstimate:
-        """Return the peak bytes of a rank, by what holds them.
+        """Return the peak bytes of a rank, by use.
 
         order: instructions of the schedule that the rank runs.
         own: samples of a micro-batch that the rank takes itself.

@@ -230,7 +230,8 @@ def _dense(
     """Return the part of the weights `named`, divided over the stage's devices by layouts of these
     weights.
 
-    job, stage, part, split: as in `_head_parts`.
+    job, stage, part: as in `split_parts`.
+    split: the split that names the weights.
     named: paths of the weights. Heads are left out where `split` and the replicated rest both name
         everything, unless the part is `head` itself.
     head: the output projection, where it is the part.

@@ -130,8 +130,8 @@ class ChunkTimes:
     def _priced(
         self, number: int, ranks: Sequence[int], samples: int, shares: Sequence[int], link: Link
     ) -> tuple[Times, Times]:
-        """Return two times: those of the shard group's slowest member, for which the others wait,
-        with its collectives, and those of the collectives alone."""
+        """Return two times. The first is that of the shard group's slowest member, for which the
+        others wait, with its collectives; the second is that of the collectives alone."""
         chunk = self.chunks[number]
         if chunk.shares_samples:
             members = [self._beside(number, i, rank, shares) for i, rank in enumerate(ranks)]

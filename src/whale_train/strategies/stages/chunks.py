@@ -1,7 +1,7 @@
 """The chunks of a strategy: where the model is cut, and the layouts of each chunk's tensors.
 
-A chunk is a part of the model that a stage runs at a time. A model that nothing cuts is one chunk.
-`placement.py` owns which devices hold a chunk, `schedule/orders.py` when it runs.
+A chunk is a part of the model that a stage runs without interruption. A model that nothing cuts is
+one chunk. `placement.py` owns which devices hold a chunk, `schedule/orders.py` when it runs.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence

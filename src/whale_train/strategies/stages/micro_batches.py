@@ -127,8 +127,8 @@ def copy_shares(
 ) -> tuple[int, ...]:
     """Return the number of samples of each replica of the pipeline.
 
-    Every share is large enough that, in `micro_batches`, each copy of a stage and each member that
-    divides samples gets at least one. Raises PlanError and BatchTooLargeError as `share_batch`
+    Every share is large enough to give each copy of a stage, and each member that divides samples,
+    at least one sample in `micro_batches`. Raises PlanError and BatchTooLargeError as `share_batch`
     does.
     """
     form, total = job.form, job.training.global_batch

@@ -52,6 +52,12 @@ def cheapest(region: Region, fixed: Mapping[str, str]) -> State:
 
 
 class _Search:
+    """One search over a region.
+
+    region: the operations to be sharded, with the request.
+    fixed: the requested patterns, by path.
+    """
+
     def __init__(self, region: Region, fixed: Mapping[str, str]) -> None:
         self.region, self.fixed = region, fixed
         self._by_tokens = region.dim == "sequence"

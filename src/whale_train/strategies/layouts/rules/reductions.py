@@ -72,8 +72,8 @@ def total(typed: RuleInput) -> RuleResult | None:
 
 
 def mean(typed: RuleInput) -> RuleResult | None:
-    """Derive the layouts of a mean. A mean of a partial sum is a partial sum, and so is a mean over
-    the sharded dimension, of each rank's mean weighted by the rank's fraction."""
+    """Derive the layouts of a mean. A mean of a partial sum is a partial sum. A mean over the
+    sharded dimension is a partial sum of the ranks' means, each weighted by the rank's fraction."""
     if isinstance(typed.only, PartialSum):
         return RuleResult({}, P)
     typing = _reduced(typed, sums=True)
