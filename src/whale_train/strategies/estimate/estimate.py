@@ -31,7 +31,7 @@ from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.simulate.tasks import PIECES
 
-_COARSE = 1e6  # bytes: a smaller shortage is the rounding of the sum
+_COARSE = 1e6  # bytes: a smaller shortfall is a rounding error of the sum
 _UNHIDDEN = 1 - 1 / PIECES  # the part of a backward in which gradients are ready to reduce
 
 

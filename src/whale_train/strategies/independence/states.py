@@ -67,7 +67,7 @@ class RowPosition:
 
 @dataclass(frozen=True)
 class Permutation:
-    """Numbers of entries in sorted order.
+    """Numbers of entries, or of their rows, in sorted order.
 
     order: the operation that sorted the entries.
     unit: the number of sorted entries in each row. An entry's number divided by `unit` is the

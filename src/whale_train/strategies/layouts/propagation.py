@@ -203,7 +203,7 @@ def assign(
         axes = after
         casts += casts_of(operation.name, typing.wants, known, gradients, axes)
         layouts[operation.name] = axes.laid(typing.gives)
-        if changed := operation.changes:  # whoever reads it next reads the new value
+        if changed := operation.changes:  # later readers read the new value
             layouts[changed] = layouts[operation.name]
         if typing.becomes:
             becomes[operation.name] = typing.becomes

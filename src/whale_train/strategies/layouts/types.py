@@ -147,7 +147,7 @@ class MinUnits:
 
     def __init__(self, members: int) -> None:
         self.members = members
-        self._coarse, self._fine = 0, sys.maxsize  # the most units too few, the fewest enough
+        self._coarse, self._fine = 0, sys.maxsize  # largest refused, smallest allowed
 
     def allows(self, units: int) -> bool:
         """Return True if `units` are enough for every member to get at least one."""

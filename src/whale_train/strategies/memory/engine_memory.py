@@ -322,7 +322,7 @@ class Gradients:
             return PeakMemory(come, activations, added)
         bucket = min(come, self._bucket)
         if self.zero == 2:
-            # A gradient that is larger than a bucket is whole as well.
+            # A gradient that is larger than a bucket is unpartitioned as well.
             moving = added + bucket + max(bucket, self._just_made(come).gradients)
             if not self.on_cpu:  # one bucket is filled while another is reduced
                 moving += bucket
@@ -382,8 +382,8 @@ class Gradients:
 
     @property
     def summed(self) -> float:
-        """Return the bytes of a bucket that is reduced over replicas; 0 where gradients are
-        partitioned."""
+        """Return the bytes of a bucket that DistributedDataParallel reduces over replicas; 0 where
+        it does not serve."""
         return self._bucket if self.are_buckets else 0.0
 
     @property

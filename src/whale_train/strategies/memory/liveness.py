@@ -231,7 +231,7 @@ class _Run:
             touched = {memory_of[x] for x in (operation.name, *operation.inputs)}
             at_hand = sum(size(x) for x in touched if x in own and (x, OWN) not in known)
             for cast, num_bytes in read:
-                # Parts come into one buffer, and are put together in another.
+                # Shards are received in one buffer, and joined in another.
                 buffers = (cast not in made) + ((cast, OWN) not in known)
                 at_hand += buffers * num_bytes
                 made.add(cast)
@@ -310,7 +310,7 @@ class _Run:
             if sources.count(source) > 1:
                 at_hand += size
             gradients[source] = size
-        # The gradients of gathered or cut inputs, until they are cut or summed.
+        # The gradients of gathered or sliced inputs, until they are sliced or reduced.
         at_hand += sum(num_bytes for _, num_bytes in self.put_together[number])
         return state.values + sum(gradients.values()) + own + at_hand
 

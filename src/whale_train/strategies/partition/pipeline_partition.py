@@ -89,7 +89,7 @@ def sequenced(graph: OperationGraph) -> Sequenced:
     blocks = [block_of(graph[name].module) for name in operations]
     places = [0]
     places += [i for i in range(1, len(operations)) if blocks[i] != blocks[i - 1]]
-    # A tuple of tensors is not sent: the stage that makes it also takes it apart.
+    # A tuple of tensors is not sent: the stage that makes it also unpacks it.
     places = [i for i in places if graph[operations[i]].target != _GETITEM] if places else [0]
     places.append(len(operations))
     # Differences of the live bytes: a value lives from its maker to its last user.

@@ -282,8 +282,8 @@ class Simulation:
         self.held_limit = max(self.limits)
         self.progress = [self._start(index) for index in range(len(pipeline.positions))]
         self.computations: list[list[Instruction]] = [[] for _ in pipeline.positions]
-        # For every chunk and micro-batch, how many computations its forward and its backward still
-        # wait for: the forwards before, and this one's forward with the backwards after it.
+        # The number of computations that the forward and the backward of every chunk and
+        # micro-batch still wait for: earlier forwards; the own forward and later backwards.
         count = pipeline.micro_batches
         self.before = [[len(sources)] * count for sources in self.links.sources]
         self.after = [[1 + len(targets)] * count for targets in self.links.gradient_targets]

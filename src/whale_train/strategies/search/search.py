@@ -35,7 +35,7 @@ from whale_train.strategies.search.written import to_strategy_file, with_cut
 from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 from whale_train.strategies.stages.analysis import ModelAnalysis
 
-MOST_KINDS = 32  # kinds of devices that a search takes at most
+MOST_KINDS = 32  # limit on the kinds of devices in a search
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _REFUSED = 4_000  # tasks that a refused candidate counts as
 _REFUSALS = 2  # refusals after which no other similar candidate is resolved
@@ -153,7 +153,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-_Likes = tuple[str, Devices, int, bool, int, bool]  # candidates whose estimates err alike
+_Likes = tuple[str, Devices, int, bool, int, bool]  # candidates with similar errors of estimates
 
 
 def _likes(candidate: Candidate) -> _Likes:

@@ -214,7 +214,7 @@ class MemberMemory:
             order=self._made_in_order if job.zero >= 2 else (),
         )
         casts, steps = self._casts(order, sizes), self._steps(order, engine)
-        # 16-bit copies that an only backward frees weight by weight count as values.
+        # 16-bit copies that a single backward frees one by one count as values.
         casts_as_values = casts if self._uses_up(order, engine) else 0.0
         worst = engine.worst(
             (come, added, values * samples + casts_as_values * left)

@@ -60,7 +60,7 @@ class BatchTooLargeError(Exception):
         self.most = most
 
 
-MOST_PARTS = 1_000_000  # micro-batches of a step, of all stages of all copies
+MOST_PARTS = 1_000_000  # micro-batches of a step, over all stages of all replicas
 
 
 def share_batch(

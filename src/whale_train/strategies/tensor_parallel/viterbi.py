@@ -324,7 +324,7 @@ class _Search:
             if name in self.region.statistics
         )
 
-    # --- What a state costs, and which are one ---
+    # --- The cost and the merging of states ---
 
     def paid(
         self, state: State, casts: tuple[Cast, ...]

@@ -268,7 +268,7 @@ def contract(typed: RuleInput, equation: Product) -> RuleResult | None:
     if summed and not (label in left.labels and label in right.labels):
         return None  # a convolution's window
     if cut.axis == BATCH and all(operand != right for operand, _ in cuts):
-        return None  # samples are brought together for whole weights
+        return None  # samples are gathered for unsharded weights
     added = equation.added.name
     if summed and added and isinstance(typed.layouts[added], Shard):
         return None

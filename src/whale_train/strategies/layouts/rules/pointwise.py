@@ -37,7 +37,7 @@ def pointwise(typed: RuleInput) -> RuleResult | None:
     (or has extent 1 there) enters unsharded. A partial sum is passed on where that is exact;
     otherwise it is reduced first.
     """
-    if typed.operation.target == "aten.type_as.default":  # the model lends its dtype only
+    if typed.operation.target == "aten.type_as.default":  # the second argument gives only its dtype
         return _like_first(typed)
     if any(isinstance(x, Shard) for x in typed.layouts.values()):
         return _cut(typed)

@@ -154,7 +154,7 @@ def expand(typed: RuleInput) -> RuleResult | None:
         return None
     if target[typing.gives.dim] != source[typing.gives.dim - new]:
         return None
-    model = typed.value(1)  # of `expand_as`, which lends its shape
+    model = typed.value(1)  # the second argument of `expand_as`, which gives only its shape
     return RuleResult({model: typing.gives}, typing.gives) if model else typing
 
 
