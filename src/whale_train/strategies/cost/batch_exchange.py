@@ -1,8 +1,8 @@
 """Seconds that replicas take to exchange values of the whole batch.
 
 A sum over the batch is all-reduced, and so is its gradient if it has one. A synchronised BatchNorm
-exchanges what runtime/kernels/sync_batch_norm.py sends. Forward: the counts, means and variances of
-every replica's channels are all-gathered in fp64. Backward: two fp32 sums a channel are
+exchanges the values of runtime/kernels/sync_batch_norm.py. Forward: the counts, means and variances
+of every replica's channels are all-gathered in fp64. Backward: two fp32 sums for each channel are
 all-reduced, unless the normalised input has no gradient.
 """
 
@@ -19,8 +19,9 @@ _GATHERED, _SUMMED = 8, 4  # bytes of a number, forward and backward
 
 
 def batch_sum_times(graph: OperationGraph, sums: Iterable[str], members: int, link: Link) -> Times:
-    """Return the seconds of one forward and one backward of the values `sums`, which are sums over
-    the batch. Each of `members` replicas, joined by `link`, has a part of every sum."""
+    """Return the times of exchanging the values `sums`, which are sums over the batch, in one
+    forward and one backward. Each of `members` replicas, joined by `link`, has a part of every
+    sum."""
     total = Times()
     for name in sums if members > 1 else ():
         elements = prod(size.fixed for size in graph[name].shape or ())
@@ -36,12 +37,9 @@ def batch_norm_times(
     link: Link,
     channels: PartOfValue = whole,
 ) -> Times:
-    """Return the seconds of one forward and one backward of the exchanges of the BatchNorms among
-    `operations`.
-
-    Each of `members` replicas, joined by `link`, takes part. A replica has the part `channels` of a
-    norm's channels.
-    """
+    """Return the times of the exchanges of the BatchNorms in `operations`, in one forward and one
+    backward. They run between `members` replicas joined by `link`. `channels` gives the fraction of
+    a norm's channels that a replica has."""
     if members == 1:
         return Times()
     forward = backward = 0.0
@@ -58,7 +56,7 @@ def batch_norm_times(
 
 
 def _takes_statistics(operation: Operation) -> bool:
-    """Return whether an operation is a BatchNorm that normalises by the statistics of its batch, as
-    every BatchNorm does that trains."""
+    """Return True if an operation is a BatchNorm that normalises by the statistics of its batch, as
+    in training."""
     is_norm = operation.target == "aten.batch_norm.default"
     return is_norm and (operation.args + (None,) * 6)[5] is True

@@ -1,8 +1,8 @@
 """Links that groups of ranks communicate over, and the seconds of their collectives.
 
-Links are a hierarchy: shared memory where CPU processes of a host have it, the node's own link, the
+Links are a hierarchy: shared memory between CPU processes of a host, the node's own link, the
 network. Inside a node every device has the link's bandwidth to itself (NVSwitch). A node has one
-way to the network, which all groups that leave the node share.
+connection to the network, which all groups that leave the node share.
 """
 
 from collections import Counter
@@ -14,12 +14,12 @@ from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.cost.roofline import kernel_of
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link
 
-NicContention = Mapping[int, int]  # from a node to the number of groups whose transfers leave it
+NicContention = Mapping[int, int]  # the number of groups whose transfers leave a node, by node
 
 
 def nic_contention(cluster: Cluster, groups: Iterable[Sequence[int]]) -> NicContention:
-    """Return, for each node, the number of `groups` of ranks that have members there and on other
-    nodes."""
+    """Return the number of `groups` of ranks that have members both on a node and outside it, by
+    node."""
     groups_leaving: Counter[int] = Counter()
     node_of = cluster.node_of
     crossing = Counter(tuple(dict.fromkeys([node_of[rank] for rank in ranks])) for ranks in groups)
@@ -35,13 +35,13 @@ def group_link(
     crowd: NicContention | None = None,
     by_memory: bool = False,
 ) -> Link:
-    """Return the link that limits a ring over `ranks`: the one with the least bandwidth of the
-    nodes' own links and, where the ring leaves a node, the network.
+    """Return the bottleneck link of a ring over `ranks`: the slowest of the nodes' own links and,
+    where the ring leaves a node, of the network.
 
-    crowd: the groups that share each node's way to the network, whose bandwidth is divided among
-        them. None counts this group alone.
+    crowd: the number of groups that share each node's network connection, whose bandwidth is
+        divided among them. None counts this group alone.
     by_memory: use shared memory where the ranks are on one node that has it. Shard groups and
-        messages of a pipeline do, and sums over replicas that no DeepSpeed engine makes.
+        pipeline messages do, and so do reductions over replicas without a DeepSpeed engine.
     """
     nodes = {cluster.node_of[rank] for rank in ranks}
     if len(nodes) == 1 and by_memory and cluster.shared_memory is not None:
@@ -56,10 +56,9 @@ def group_link(
 
 
 def _among(memory: Link, members: int) -> Link:
-    """Return the shared-memory link of `members` ranks, from `memory`, which was measured on a
-    pair.
+    """Return the shared-memory link of `members` ranks. `memory` was measured on a pair.
 
-    More than two ranks form no ring. Each writes its value and adds up all of the group's, in 3 n -
+    More than two ranks form no ring. Each writes its value and adds up those of the group, in 3 n -
     2 passes over the value. A pair takes 4 passes.
     """
     passes, moved = 3 * members - 2, 2 * (members - 1) / members
@@ -90,11 +89,11 @@ def sum_time_s(
     """Return the seconds of an all-reduce of `num_bytes` over `ranks`. `crowd` and `by_memory` are
     as in `group_link`.
 
-    Where some nodes have several of the ranks, GPUs sum inside the nodes while the nodes exchange
-    their sums. A node then sends one value over its way out, instead of taking part in a ring of
-    all ranks (NCCL's trees are chains inside of nodes and trees between them;
-    github.com/NVIDIA/nccl-tests/issues/22 has 16 GPUs on two nodes sum 1 GB in half a ring's time).
-    Gloo, between CPU processes, runs one ring of all ranks.
+    Where some nodes have several of the ranks, GPUs reduce inside the nodes while the nodes
+    exchange their sums. A node then sends one value over its network connection, instead of taking
+    part in a ring of all ranks (NCCL's trees are chains inside of nodes and trees between them;
+    github.com/NVIDIA/nccl-tests/issues/22 has 16 GPUs on two nodes reduce 1 GB in half a ring's
+    time). Gloo, between CPU processes, runs one ring of all ranks.
     """
     link = group_link(cluster, ranks, crowd, by_memory)
     flat = all_reduce_time_s(num_bytes, len(ranks), link)
@@ -111,7 +110,7 @@ def sum_time_s(
 def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
     """Return the seconds of an all-gather or a reduce-scatter over `members` ranks, run as a ring
     (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). `num_bytes` is the
-    size of the whole, gathered value."""
+    size of the full, gathered value."""
     if members == 1:
         return 0.0
     moved = num_bytes * (members - 1) / members
@@ -120,10 +119,10 @@ def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
 
 def all_to_all_time_s(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
     """Return the seconds of an all-to-all in which each of `ranks` sends an equal part of its value
-    to every other. `num_bytes` is the size of the values of all ranks together.
+    to every other rank. `num_bytes` is the size of the values of all ranks together.
 
-    Bytes that stay in a node go over the node's own link, at the same time as those that leave it.
-    The members on a node share its way to the network.
+    Bytes that stay in a node use the node's own link, at the same time as those that leave it. The
+    members on a node share its network connection.
     """
     members = len(ranks)
     if members == 1:
@@ -143,7 +142,7 @@ def all_to_all_time_s(cluster: Cluster, ranks: Sequence[int], num_bytes: float) 
     return moved + (members - 1) * link.latency_s
 
 
-# How often DeepSpeed's ZeRO 1 and 2 read or write a gradient beside sending it (into a bucket,
+# How often DeepSpeed's ZeRO 1 and 2 read or write a gradient besides sending it (into a bucket,
 # averaged, out of the bucket into the partition), and a parameter (into and out of the buffer of
 # the all-gather).
 _PARTITION_PASSES = 8
@@ -152,19 +151,19 @@ _PARTITION_PASSES = 8
 def partitioned_sum_time_s(
     elements: float, summed_s: float, devices: Sequence[Device], precision: str
 ) -> float:
-    """Return the seconds to sum gradients of `elements` for a partitioned optimizer (ZeRO 1 and 2).
+    """Return the seconds to reduce `elements` gradients for a partitioned optimizer (ZeRO 1 and 2).
     `summed_s` is the time of their all-reduce.
 
-    DeepSpeed (0.19) reduces whole buckets to all members, and does not overlap this with
-    computation, as the engine is configured here. The slowest of `devices` counts.
+    DeepSpeed (0.19) reduces full buckets to all members and, as configured here, does not overlap
+    this with computation. The slowest of `devices` counts.
     """
     kinds = {id(device): device for device in devices}.values()
     return summed_s + max(_partition_s(elements, device, precision) for device in kinds)
 
 
 def _partition_s(elements: float, device: Device, precision: str) -> float:
-    """Return the seconds of DeepSpeed's work beside sending: as measured on `device`, else as long
-    as its copies take."""
+    """Return the seconds of DeepSpeed's work besides sending: as measured on `device`, else the
+    time of its copies."""
     measured = device.kernels.get(precision, {}).get(KernelKind.PARTITION)
     if measured is not None:
         return measured.forward.seconds(0, 4 * elements)
@@ -175,10 +174,10 @@ def _partition_s(elements: float, device: Device, precision: str) -> float:
 def zero3_gather_overhead_s(
     elements: float, modules: int, devices: Sequence[Device], precision: str
 ) -> tuple[float, float]:
-    """Return the seconds that ZeRO 3 adds to a forward and to a backward, beside the transfers.
+    """Return the seconds that ZeRO 3 adds to a forward and to a backward besides the transfers.
 
-    DeepSpeed stops at each of the `modules` that have parameters, of `elements` in all. The result
-    is the largest that was measured on `devices`; 0.0 where nothing was measured.
+    DeepSpeed stops at each of the `modules` with parameters, of `elements` in all. The result is
+    the largest overhead measured on `devices`; 0.0 where nothing was measured.
     """
     kinds = {id(device): device for device in devices}.values()
     kernels = [device.kernels.get(precision, {}).get(KernelKind.GATHER) for device in kinds]
@@ -195,7 +194,7 @@ def zero3_gather_overhead_s(
 
 
 def modules_of(parameters: Iterable[str]) -> set[str]:
-    """Return the paths of the modules that own `parameters`, which are given by their paths."""
+    """Return the paths of the modules that own `parameters` (paths)."""
     return {path.rpartition(".")[0] for path in parameters}
 
 

@@ -1,8 +1,7 @@
 """Seconds of pieces of the model on a device, computed once for each piece.
 
-A piece is a set of operations and the part of their values that a rank has. Its price is a sum over
-kinds of equal operations (`op_work.py`). It is cached for every device and number of samples that
-it was asked for.
+A piece is a set of operations and the fractions of their values that a rank holds. Its price is a
+sum over classes of equal operations (`op_work.py`), cached by device and number of samples.
 """
 
 from collections import Counter
@@ -21,14 +20,13 @@ NamedIntervals = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass
 class Prices:
-    """Prices of the pieces of one graph at one precision. Pieces are told apart by the keys that
-    callers pass."""
+    """Prices of the pieces of one graph at one precision. Callers identify pieces by keys."""
 
     graph: OperationGraph
     precision: str
     _works: dict[Hashable, Counter[Work]] = field(default_factory=dict)
     _times: dict[tuple[Hashable, int, float], Times] = field(default_factory=dict)
-    _devices: dict[int, Device] = field(default_factory=dict)  # keeps what ids stand for
+    _devices: dict[int, Device] = field(default_factory=dict)  # keeps devices alive for their ids
 
     @cached_property
     def works(self) -> Works:
@@ -48,9 +46,10 @@ class Prices:
 
         key: identifies the piece. Equal keys must stand for equal `operations`, `part` and
             `added_to`.
-        part: gives the part of every value that the rank has; called once a key.
-        added_to: gives the parameters whose gradient lookups only add to (see `Works.of`); called
-            once a key.
+        part: returns the function that gives the fraction of a value that the rank holds; called
+            once for each key.
+        added_to: returns the parameters whose gradients lookups only add to (see `Works.of`);
+            called once for each key.
         """
         asked = (key, id(device), samples)
         if asked not in self._times:
@@ -62,11 +61,12 @@ class Prices:
 
 
 def part_of(assignment: Assignment | None, axes: NamedIntervals, index: int) -> PartOfValue:
-    """Return the function that gives the part of each value that member `index` of a shard group
-    has.
+    """Return the function that gives the fraction of each value that member `index` of a shard
+    group holds.
 
-    `axes` are the intervals of every axis, one a member. Where an operation reads a value through a
-    cast, its part is that of the cast's target. Without an `assignment` every part is 1.
+    `axes` are the intervals of every axis, one for each member. Where an operation reads a value
+    through a cast, the fraction is that of the cast's target. Without an `assignment` every
+    fraction is 1.
     """
     if assignment is None:
         return whole

@@ -1,7 +1,7 @@
-"""Work that the operations of the graph ask of a device: FLOPs and bytes, forward and backward.
+"""Work of the operations of the graph on a device: FLOP and bytes, forward and backward.
 
-Operations of one kind share a roofline (`roofline.py`). The kind of an operation and the bytes it
-moves are decided here, from targets and shapes alone. Views move nothing. A value that is read
+Operations of one kind share a roofline (`roofline.py`). This file decides the kind of an operation
+and the bytes it moves, from targets and shapes alone. Views move nothing. A value that is read
 through a view counts as it lies in memory. Equal operations are one entry with a count, so that
 ninety-six equal blocks are priced as one.
 """
@@ -27,12 +27,12 @@ class KernelKind(StrEnum):
     PRODUCT = "product"  # matrix products
     CONVOLUTION = "convolution"
     ATTENTION = "attention"  # softmax(Q K) V as one operation
-    POINTWISE = "pointwise"  # one element at a time, a few instructions each
-    FUNCTION = "function"  # one element at a time, by an approximation: exp, sine, SiLU
+    POINTWISE = "pointwise"  # elementwise, a few instructions for each element
+    FUNCTION = "function"  # elementwise, by an approximation: exp, sine, SiLU
     GELU = "gelu"
     TANH = "tanh"
     RANDOM = "random"  # a random number for every element: dropout
-    NORM = "norm"  # rows (of a BatchNorm: channels) brought to mean 0 and variance 1
+    NORM = "norm"  # rows (of a BatchNorm: channels) normalised to mean 0 and variance 1
     SOFTMAX = "softmax"
     SUM = "sum"  # reductions of many elements to few
     LOOKUP = "lookup"  # rows of a table by number
@@ -75,14 +75,14 @@ _NONE = Traffic()
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one operation on one device. Works are equal where their prices are.
+    """Work of one operation on one device. Equal works have equal prices.
 
     kind: the kind of the operation.
-    flops: FLOPs of the forward per sample, 2 a multiply-add.
+    flops: FLOP of the forward per sample, 2 for each multiply-add.
     forward: traffic of the forward.
     backward: traffic of the backward. None: the forward's traffic, at the kind's backward roofline.
-    input_gradient: whether the backward computes gradients of inputs.
-    weight_gradient: whether the backward computes the gradient of a weight.
+    input_gradient: True if the backward computes gradients of inputs.
+    weight_gradient: True if the backward computes the gradient of a weight.
     """
 
     kind: KernelKind
@@ -93,22 +93,21 @@ class Work:
     weight_gradient: bool
 
 
-# From a value's name and a reader's to the part of the value, 0 to 1, that this rank has. With a
-# reader, an operation's name, it is the part that this operation reads; with None, the part held.
+# A function from the names of a value and a reader to a fraction of the value, 0 to 1. With a
+# reader, an operation, it is the fraction that this operation reads; with None, the fraction held.
 PartOfValue = Callable[[str, str | None], float]
 
 
 def whole(value: str, reader: str | None = None) -> float:
-    """Return 1.0, the part of a value that is not cut."""
+    """Return 1.0, the fraction of a value that is not sharded."""
     return 1.0
 
 
 class Works:
     """The operations of one graph as work.
 
-    Facts that are the same for every stage and split are computed once: which values have a
-    gradient, in which value's memory a view lies, and which values lie in memory as a transpose
-    left them.
+    Facts that hold for every stage and split are computed once: which values have a gradient, which
+    value's storage a view shares, and which values a transpose left transposed in memory.
     """
 
     def __init__(self, graph: OperationGraph) -> None:
@@ -124,9 +123,9 @@ class Works:
     ) -> Counter[Work]:
         """Return the works of the operations `names`, with the number of times that each occurs.
 
-        part: gives the part of a value that this rank has.
-        added_to: names of parameters whose gradient exists already, so that a lookup's backward
-            adds to it without making zeros first.
+        part: gives the fraction of a value that this rank holds.
+        added_to: names of parameters whose gradients already exist, so that a lookup's backward
+            adds to them without filling zeros first.
         """
         counts: Counter[Work] = Counter()
         for name in names:
@@ -150,7 +149,7 @@ class Works:
         turned = self._transposed.get(before, False)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
         if kernel_kind(operation) is KernelKind.ATTENTION:
-            turned = True  # its result lies as projections want it, the heads of a token together
+            turned = True  # its result has the heads of a token adjacent, as projections need
         elif _short(operation) in _TURNING:
             turned = not turned
         elif not is_view:
@@ -159,8 +158,8 @@ class Works:
         self._memory[name] = self._memory.get(before, before) if is_view and before else name
 
     def _copies(self, operation: Operation) -> bool:
-        """Return whether an operation that can be a view copies its elements: to convert them to
-        another dtype, or to join dimensions that a transpose has separated."""
+        """Return True if an operation that can be a view copies its elements: to convert them to
+        another dtype, or to merge dimensions that a transpose has separated."""
         name = _short(operation)
         before = operation.inputs[0] if operation.inputs else ""
         if name in _CASTS:
@@ -208,12 +207,12 @@ class Works:
         return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
 
     def _put(self, operation: Operation, part: PartOfValue) -> Work:
-        """Return the work of writing the gradient of a part of a value into a gradient of the whole
+        """Return the work of writing the gradient of a part of a value into a gradient of the full
         value's size. A split writes all its parts at once; other operations write one part between
         zeros."""
-        whole = self._traffic(operation.inputs[0], part)
-        read = whole if operation.shape is None else self._traffic(operation.name, part)
-        return Work(KernelKind.COPY, 0.0, _NONE, whole + read, True, False)
+        full = self._traffic(operation.inputs[0], part)
+        read = full if operation.shape is None else self._traffic(operation.name, part)
+        return Work(KernelKind.COPY, 0.0, _NONE, full + read, True, False)
 
     def _pointwise_backward(
         self, operation: Operation, part: PartOfValue, gradient: bool
@@ -221,8 +220,8 @@ class Works:
         """Return the traffic of an elementwise backward: one pass for each input that gets a
         gradient.
 
-        A pass moves three values of the result's size. Sums need none, as they hand their gradient
-        through. An input that was broadcast takes one more read of the result's size.
+        A pass moves three values of the result's size. Sums need no pass, since they pass their
+        gradient on. A broadcast input takes one more read of the result's size.
         """
         if not gradient:
             return _NONE
@@ -236,10 +235,10 @@ class Works:
         return back
 
     def _has_bias(self, operation: Operation) -> bool:
-        """Return whether a product adds a bias.
+        """Return True if a product adds a bias.
 
-        The bias' gradient is a sum over all rows of the result's gradient. Adding the bias takes no
-        time that counts, as the result holds it before the product is accumulated.
+        The bias' gradient is a sum over all rows of the result's gradient. Adding the bias itself
+        costs no notable time, since the product is accumulated on top of it.
         """
         shapes = (
             self.graph[name].shape
@@ -249,12 +248,12 @@ class Works:
         return any(shape is not None and len(shape) == 1 for shape in shapes)
 
     def _is_weight(self, name: str) -> bool:
-        """Return whether a value is a parameter, or a view of one."""
+        """Return True if a value is a parameter, or a view of one."""
         return self.graph[self._memory[name]].target == "parameter"
 
     def _held(self, name: str) -> str:
-        """Return the value whose memory is read where an operation reads `name`: the source of an
-        expanded view, else `name`."""
+        """Return the value whose storage an operation reads for `name`: the source of an expanded
+        view, else `name`."""
         return self._memory[name] if _short(self.graph[name]) in _SPREADING else name
 
     def _traffic(self, name: str, part: PartOfValue, reader: str | None = None) -> Traffic:
@@ -283,9 +282,9 @@ def _short(operation: Operation) -> str:
 
 
 def _takes_part(operation: Operation) -> bool:
-    """Return whether an operation gives a part of its input, so that its backward writes a gradient
-    of the input's size. The items of a split do not count, as their gradients are joined once, at
-    the split."""
+    """Return True if an operation gives a part of its input, so that its backward writes a gradient
+    of the input's size. The items of a split do not count, since their gradients are joined once,
+    at the split."""
     name = _short(operation)
     if name == "slice":
         start, stop = (*operation.args[2:4], None, None)[:2]
@@ -309,7 +308,7 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
     "contiguous sym_size"
 )  # fmt: skip
 _WITH_BIAS = (KernelKind.PRODUCT, KernelKind.CONVOLUTION)
-# Products with the hidden state of the step before, all steps and layers as one operation.
+# Products with the previous step's hidden state, all steps and layers as one operation.
 _RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 _OF_KIND = {
     KernelKind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm "

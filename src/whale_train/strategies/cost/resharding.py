@@ -1,4 +1,4 @@
-"""Seconds of the casts between layouts that a split adds to a piece of the model."""
+"""Seconds of the casts between layouts that a split adds to a part of the model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,11 +22,11 @@ def cast_times(
     samples: float,
     link: Link,
 ) -> Times:
-    """Return the seconds of the collectives that `casts` run in a shard group of `members` ranks,
-    joined by `link`, for `samples` samples.
+    """Return the times of the collectives of `casts` in a shard group of `members` ranks, joined by
+    `link`, for `samples` samples.
 
-    Casts of one value that are of one kind and give one layout share a collective. A value that is
-    no tensor takes no time.
+    Casts of one value with equal kinds and targets share a collective. A value that is no tensor
+    takes no time.
     """
     total = Times()
     for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in casts):
@@ -51,11 +51,11 @@ def routing_times(
     ranks: Sequence[int],
     samples: float,
 ) -> Times:
-    """Return the seconds in which the rows of `samples` samples go to their experts among `ranks`
-    and come back, and their gradients likewise in the backward.
+    """Return the times of sending the rows of `samples` samples to their experts among `ranks` and
+    back, and of sending their gradients in the backward.
 
-    Each value is sent once. All experts are taken to get as many rows. A cast of kind EXCHANGE
-    sends one int64 for each expert from every member to all others, and has no backward.
+    Each value is sent once. The load of the experts is assumed to be balanced. A cast of kind
+    EXCHANGE sends one int64 for each expert from every member to all others, and has no backward.
     """
     total = Times()
     for value, kind in dict.fromkeys((c.value, c.kind) for c in casts):
@@ -78,20 +78,20 @@ def rows_time_s(
     ranks: Sequence[int],
     samples: float,
 ) -> float:
-    """Return the seconds of one all-to-all over `ranks` with the rows `value` of `samples`
+    """Return the seconds of one all-to-all over `ranks` of the rows `value` of `samples`
     samples."""
     return all_to_all_time_s(cluster, ranks, moved_bytes(graph, value, samples, precision))
 
 
-ROUTES = (DISPATCH, COMBINE, EXCHANGE)  # kinds of casts that are not between layouts
+ROUTES = (DISPATCH, COMBINE, EXCHANGE)  # kinds of casts that send rows to and from experts
 _COUNT_BYTES = 8  # int64 (runtime/comms/expert_rows.py)
 
 
 def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: str) -> float:
-    """Return the bytes of a whole value in a shard group's collective, for `samples` samples.
+    """Return the bytes of a full value in a shard group's collective, for `samples` samples.
 
-    An element has 4 bytes in fp32 and 2 else: values that products read and give travel in their 16
-    bits (`runtime/kernels/column_parallel.py`).
+    An element has 4 bytes in fp32 and 2 otherwise: values that products read and give are sent in
+    16 bits (`runtime/kernels/column_parallel.py`).
     """
     num_bytes = 4.0 if precision == "fp32" else 2.0
     for size in graph[value].shape or ():

@@ -1,8 +1,8 @@
 """Seconds of work on a device, from the rooflines of kinds of operations.
 
-A device that was calibrated (`mode=calibrate`) has measured rooflines for every kind. For any other
-device they are the catalogue's peaks times the part that such devices reach. Transfers are
-`collectives.py`'s.
+A calibrated device (`mode=calibrate`) has measured rooflines for every kind. For any other device
+they are the catalogue's peaks times the fraction that such devices reach. `collectives.py` owns
+transfers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind, Work
 from whale_train.strategies.hardware.cluster import Device, HostShare, Kernel, Roofline
 
 _VIEW_OVERHEAD_S = 0.0  # hidden behind the device's queue
-# Parts of the peak FLOP/s that attention reaches on devices of which nothing was published. Those
+# Fractions of the peak FLOP/s that attention reaches on devices without published figures. Devices
 # with bf16 units have FlashAttention-2, at the lower end of its range on A100. Older ones have
 # FlashAttention, which reached 25 to 40% there (Dao 2023, arXiv 2307.08691).
 _FLASH, _OLDER = 0.5, 0.3
@@ -53,7 +53,7 @@ class Times:
 
 def work_times(works: Mapping[Work, int], samples: float, device: Device, precision: str) -> Times:
     """Return the seconds of `works` for `samples` samples on `device` at `precision`. `works` maps
-    each work to the number of times that it is done."""
+    each work to its number of occurrences."""
     forward = of_input = of_weight = 0.0
     kernels = {kind: kernel_of(device, precision, kind) for kind in KernelKind}
     for work, count in works.items():
@@ -79,7 +79,7 @@ def work_times(works: Mapping[Work, int], samples: float, device: Device, precis
 
 def kernel_of(device: Device, precision: str, kind: KernelKind) -> Kernel:
     """Return the rooflines of `kind` on `device` at `precision`: as measured, else from the
-    device's peaks. Raises KeyError where nothing was measured and the device has no unit for
+    device's peaks. Raises KeyError where nothing was measured and the device does not support
     `precision`."""
     measured = device.kernels.get(precision, {}).get(kind)
     if measured is not None:
@@ -103,14 +103,14 @@ def _attention(device: Device) -> float:
 
 
 def flops_rate(device: Device, precision: str) -> float:
-    """Return the peak FLOP/s of `device` at `precision`. Raises KeyError where it has no unit for
-    `precision`."""
+    """Return the peak FLOP/s of `device` at `precision`. Raises KeyError where the device does not
+    support `precision`."""
     return device.flops[precision]
 
 
 def whole_times(flops: float, device: Device, precision: str) -> Times:
     """Return the seconds of a model whose operations are unknown. Its forward counts as matrix
-    products of `flops` FLOPs."""
+    products of `flops` FLOP."""
     kernel = kernel_of(device, precision, KernelKind.PRODUCT)
     half = kernel.backward.seconds(flops, 0.0) / 2
     return Times(kernel.forward.seconds(flops, 0.0), half, half)
@@ -120,16 +120,16 @@ def accumulation_time_s(elements: float, parameters: int, device: Device, precis
     """Return the seconds to add the gradients of a backward to those of earlier ones.
 
     The gradients are fp32, `elements` of them in `parameters` tensors. Each is read from two places
-    and written to one. (Autograd keeps the gradients of the first backward as they are made.)
+    and written to one. (Autograd keeps the gradients of the first backward without a copy.)
     """
     roofline = kernel_of(device, precision, KernelKind.POINTWISE).forward
-    width = 4 if precision == "fp32" else 8  # traffic of 16-bit values is counted as if of fp32
+    width = 4 if precision == "fp32" else 8  # traffic of 16-bit values is counted as fp32
     return parameters * roofline.overhead_s + 3 * width * elements / roofline.bytes_s
 
 
 def zeros_time_s(elements: float, device: Device, precision: str) -> float:
     """Return the seconds to zero the fp32 gradient of a table of `elements`, to which a lookup's
-    backward adds its rows."""
+    backward adds rows."""
     return 4 * elements / kernel_of(device, precision, KernelKind.LOOKUP).backward.bytes_s
 
 
@@ -137,8 +137,8 @@ def update_time_s(elements: float, states: float, device: Device) -> float:
     """Return the seconds of an optimizer's update of `elements` weights with `states` fp32 states
     each.
 
-    Every state and weight is read and written. The gradient is read for the update, and once before
-    for the norm.
+    Every state and weight is read and written. The gradient is read twice, for the norm and for the
+    update.
     """
     measured = [
         kinds[KernelKind.UPDATE] for kinds in device.kernels.values() if KernelKind.UPDATE in kinds
@@ -152,12 +152,12 @@ def update_time_s(elements: float, states: float, device: Device) -> float:
 # Nominal, for a host without a description: the memory bandwidth for the optimizer of each of its
 # devices, and the PCI Express link (3.0, 16 lanes) for gradients and parameters.
 _HOST = HostShare(memory_bytes_s=15e9, link_bytes_s=12e9)
-_OF_HOST_MEMORY = 0.8  # part of a host's memory bandwidth that streams reach, nominal
+_OF_HOST_MEMORY = 0.8  # fraction of a host's memory bandwidth that streams reach, nominal
 
 
 def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> float:
-    """Return the seconds until `num_bytes` have come from each host to its device, for the slowest
-    of `devices`. It is 0 on CPUs, where host and device share their memory."""
+    """Return the seconds to fetch `num_bytes` from each host to its device, for the slowest of
+    `devices`; 0 on CPUs, where host and device share their memory."""
     if on_cpu:
         return 0.0
     hosts = {id(device): _host_of(device) for device in devices}
@@ -167,10 +167,10 @@ def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> f
 def offloaded_update_time_s(
     elements: float, states: float, device: Device, on_cpu: bool, moves: bool = True
 ) -> float:
-    """Return the seconds of an update of optimizer state that is kept on the host.
+    """Return the seconds of an update of optimizer state on the host.
 
-    Gradients go to the host, the host updates, and parameters come back. Where `moves` is False,
-    neither crosses the link at this time, and the update alone counts. On CPUs it is
+    Gradients go to the host, the host updates, and parameters come back. If `moves` is False,
+    neither crosses the link at this time, and only the update counts. On CPUs it is
     `update_time_s`.
     """
     if on_cpu:

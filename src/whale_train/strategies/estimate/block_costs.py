@@ -1,9 +1,9 @@
 """Price the blocks of a model, in seconds and bytes, by the device and shard group that run them.
 
-A unit is the least that a stage may hold: a block with a weight, or several blocks of which the
-later ones have none. The seconds and bytes of units add up, so that those of a stage are the
-difference of two prefix sums. Every figure is computed for the number of samples in question: none
-is interpolated.
+A unit is the smallest range of blocks that a stage may hold: a block with a weight, and following
+blocks without weights. The seconds and bytes of units add up, so the costs of a stage are the
+difference of two prefix sums. Every figure is computed for the exact number of samples; none is
+interpolated.
 """
 
 from collections import Counter
@@ -47,12 +47,11 @@ class Seconds:
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Prefix sums, over the units, of what one member of a shard group holds.
+    """Prefix sums, over the units, of the memory of one member of a shard group.
 
     elements: trained elements.
     saved: bytes that autograd saves for one sample.
-    entering: bytes of one sample that enter blocks, which is what is saved where blocks are
-        recomputed.
+    entering: bytes of one sample that enter blocks, which are all that recomputation saves.
     """
 
     elements: Prefix
@@ -68,8 +67,8 @@ class _Piece:
     assignment: layouts and casts of the values (None: nothing is sharded).
     elements: trained elements that the member holds.
     saved: bytes that autograd saves for one sample.
-    entering: bytes of one sample that enter the first block, if it is one of a list of blocks; else
-        `saved`.
+    entering: bytes of one sample that enter the first block, if it is one of a list of repeated
+        blocks; else `saved`.
     """
 
     works: Counter[Work]
@@ -84,7 +83,7 @@ class _Region:
     """Names of the operations of consecutive blocks, as a stage would run them.
 
     own: operations of the blocks themselves.
-    operations: `own`, and those that every stage runs that reads them, in the order of the graph.
+    operations: `own`, and the operations they read that every stage recomputes, in graph order.
     takes: operations of earlier blocks whose values are read.
     gives: operations of `own` whose values are read outside of the region.
     """
@@ -97,7 +96,10 @@ class _Region:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Costs of the blocks of one model at one precision, each computed once."""
+    """Costs of the blocks of one model at one precision, each computed once.
+
+    findings: analysis of the model.
+    """
 
     findings: ModelAnalysis
     _pieces: dict[tuple[int, int, int, str], _Piece] = field(default_factory=dict)
@@ -108,7 +110,8 @@ class BlockCosts:
     def units(self, shards: int) -> Sequence[int]:
         """Return the places where units begin and, last, the place where the last unit ends.
 
-        Each unit reads a weight and, over a shard group, one that can be sharded, if any can.
+        Each unit reads a weight. Over a shard group, each reads a weight that can be sharded, if
+        the model has any.
         """
         if shards not in self._units:
             order = self.findings.order
@@ -128,7 +131,7 @@ class BlockCosts:
     ) -> Seconds:
         """Return the seconds of the units on a group of `shards` devices like `device`.
 
-        dim: what splits divide, as in a strategy file.
+        dim: dimension that splits divide, as in a strategy file.
         link: link that joins the group (None: no collective is priced).
         samples: samples of the micro-batch.
         """
@@ -178,7 +181,7 @@ class BlockCosts:
         return self._holding[key]
 
     def whole(self, device: Device, samples: float) -> Times:
-        """Return the seconds of the whole model, uncut, on one device, for `samples` samples."""
+        """Return the times, in seconds, of the whole model on one device, for `samples` samples."""
         if self.findings.profile.graph is None:
             flops = self.findings.profile.forward_flops * samples
             return whole_times(flops, device, self.findings.precision)
@@ -188,7 +191,7 @@ class BlockCosts:
         )
 
     def crossing_bytes(self, unit: int, shards: int, samples: float) -> float:
-        """Return the bytes that cross the beginning of a unit, for a micro-batch of `samples`."""
+        """Return the bytes that cross the start of a unit, for a micro-batch of `samples`."""
         return self._crossing[self.units(shards)[unit]] * samples
 
     @cached_property
@@ -210,8 +213,7 @@ class BlockCosts:
     def _block(
         self, block: int, device: Device, shards: int, dim: str, link: Link | None, samples: float
     ) -> Times:
-        """Return the seconds of a block: alone, or what it adds beside a neighbour that is
-        alike."""
+        """Return the times of a block, alone or added to an equal neighbour."""
         times = [
             self._times(self._piece(*ends, shards, dim), device, shards, link, samples)
             for ends in self._ends(block)
@@ -221,8 +223,8 @@ class BlockCosts:
     def _ends(self, block: int) -> Sequence[tuple[int, int]]:
         """Return the intervals of blocks to price for one block.
 
-        They are the block alone; or, where a neighbour is alike, both blocks and that neighbour
-        alone, as values between the two need not be gathered.
+        They are the block alone or, where a neighbour is equal, both blocks and that neighbour
+        alone: the difference leaves out gathers that are not needed between the two.
         """
         if block and self._alike[block - 1] == self._alike[block]:
             return [(block - 1, block + 1), (block - 1, block)]
@@ -234,7 +236,7 @@ class BlockCosts:
     def _times(
         self, piece: _Piece, device: Device, shards: int, link: Link | None, samples: float
     ) -> Times:
-        """Return the seconds of consecutive blocks on one device, with the collectives over
+        """Return the times of consecutive blocks on one device, with the collectives over
         `link`."""
         times = work_times(piece.works, samples, device, self.findings.precision)
         if piece.assignment is None or link is None:
@@ -243,16 +245,14 @@ class BlockCosts:
         return times + cast_times(graph, piece.assignment.casts, precision, shards, samples, link)
 
     def _piece(self, first: int, last: int, shards: int, dim: str) -> _Piece:
-        """Return the analysis of the blocks [first, last) over a shard group, made at the first
-        call."""
+        """Return the cached analysis of the blocks [first, last) over a shard group."""
         key = (first, last, shards, dim)
         if key not in self._pieces:
             self._pieces[key] = self._found(*key)
         return self._pieces[key]
 
     def _found(self, first: int, last: int, shards: int, dim: str) -> _Piece:
-        """Return the analysis of the blocks [first, last) over a shard group of `shards`
-        devices."""
+        """Analyse the blocks [first, last) over a shard group of `shards` devices."""
         findings, profile = self.findings, self.findings.profile
         part = self._region(first, last)
         sharded = None
@@ -292,8 +292,8 @@ class BlockCosts:
     def _region(self, first: int, last: int) -> _Region:
         """Return the region of the blocks [first, last), as a stage of these blocks would run it.
 
-        The region has the operations of the blocks, and all operations that these read and that
-        depend on no parameter.
+        The region has the operations of the blocks, and all operations they read that depend on no
+        parameter and no random number.
         """
         order, graph = self.findings.order, self.findings.graph
         own = order.operations[order.places[first] : order.places[last]]
@@ -330,10 +330,8 @@ class BlockCosts:
 
     @cached_property
     def _position(self) -> Mapping[str, int]:
-        """Return the position of every operation that one stage alone runs, by its name.
-
-        These operations depend on a parameter, or on random numbers.
-        """
+        """Return the position, by name, of every operation that exactly one stage runs: those that
+        depend on a parameter or on random numbers."""
         return {name: n for n, name in enumerate(self.findings.order.operations)}
 
     @cached_property
@@ -343,25 +341,24 @@ class BlockCosts:
 
     @cached_property
     def _measured(self) -> bool:
-        """Return whether the graph says what autograd saves."""
+        """Return True if the graph has measured saved tensors."""
         return any(operation.saved for operation in self.findings.graph)
 
     @cached_property
     def _made(self) -> float:
-        """Return the bytes, in fp32, of all values made for one sample."""
+        """Return the bytes, in fp32, of all values computed for one sample."""
         return sum(self.findings.graph.num_bytes[name] for name in self._position) or 1.0
 
     @cached_property
     def _added_to(self) -> frozenset[str]:
-        """Return the names of the parameters, to whose gradients micro-batches after the first
-        add."""
+        """Return the names of the parameters whose gradients later micro-batches accumulate."""
         graph = self.findings.graph
         return frozenset(operation.name for operation in graph if operation.target == "parameter")
 
     @cached_property
     def _alike(self) -> Sequence[int]:
-        """Return a number for every block, equal for blocks with equal operations, weights and
-        work."""
+        """Return a class number for every block: equal for blocks with equal operations, weights
+        and work."""
         order, works = self.findings.order, self.findings.prices.works
         numbers: dict[object, int] = {}
         block_numbers = []
@@ -375,5 +372,5 @@ class BlockCosts:
 
 
 def _sums(values: Iterable[float]) -> Prefix:
-    """Return the prefix sums of `values`, of which the first is 0."""
+    """Return the prefix sums of `values`, starting with 0."""
     return [0.0, *accumulate(values)]

@@ -1,4 +1,4 @@
-"""Compute once what the estimates of candidates for one model and cluster have in common."""
+"""Compute once the costs that the estimates of candidates for one model and cluster share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from whale_train.strategies.plan.training import Training
 
 @dataclass(frozen=True)
 class EqualCopies:
-    """Copies of a pipeline that have equal devices.
+    """Replicas of a pipeline on equal devices.
 
-    count: number of these copies.
+    count: number of these replicas.
     devices: device of each stage.
-    samples: samples that each copy takes in a step.
+    samples: samples that each replica takes in a step.
     """
 
     count: int
@@ -35,9 +35,9 @@ class CandidateCosts:
     blocks: costs of the model's blocks.
     cluster: the devices, all of which every candidate uses.
     training: the training that the estimates are for.
-    balance: how work is shared among copies, `hardware` or `even`.
-    expert_sums: seconds of the sum of experts' gradients and the link of its group, by the number
-        of devices that experts are spread over.
+    balance: how replicas divide work, `hardware` or `even`.
+    expert_sums: seconds of the reduction of experts' gradients and the link of its group, by the
+        number of devices that experts are spread over.
     """
 
     blocks: BlockCosts
@@ -65,36 +65,34 @@ class CandidateCosts:
 
     @cached_property
     def sums(self) -> GradientTimes:
-        """Return the times of gradients and weights between the copies that hold them."""
+        """Return the times of exchanging gradients and weights between replicas."""
         return GradientTimes(self.blocks.findings, self.cluster, self.training, self.transfers)
 
     @cached_property
     def needs(self) -> Needs:
-        """Return the memory that weights, gradients and optimizers need."""
+        """Return the memory of weights, gradients and optimizers."""
         return Needs(self.blocks.findings, self.cluster, self.training)
 
     def by_processors(self, mesh: Mesh, micro_batches: int, times_s: float) -> float:
-        """Return the seconds in which shared processors compute the work of all ranks.
-
-        The seconds are 0 where there are as many processors as ranks, or more. `times_s` are the
-        seconds of the whole model on a shard group, for one micro-batch.
-        """
+        """Return the seconds that shared processors take for the work of all ranks; 0 where every
+        rank has a processor of its own. `times_s` are the seconds of the whole model on a shard
+        group, for one micro-batch."""
         if len(self.cluster.devices) <= self.cluster.processors:
             return 0.0
         passes = mesh.copies * max(1, micro_batches) * mesh.shards
         return passes * times_s / self.cluster.processors
 
     def copies_of(self, mesh: Mesh) -> Sequence[EqualCopies]:
-        """Return the copies of the pipeline of `mesh`, those with equal devices together."""
+        """Return the replicas of the pipeline of `mesh`, grouped by equal devices."""
         if mesh not in self._copies:
             self._copies[mesh] = self._equal_copies(mesh)
         return self._copies[mesh]
 
     def _equal_copies(self, mesh: Mesh) -> Sequence[EqualCopies]:
-        """Return the copies of a mesh, those with equal devices together.
+        """Return the replicas of a mesh, grouped by equal devices.
 
-        The slowest device of each stage stands for the stage. Samples are shared by the speed of
-        each copy's slowest stage, or evenly as `balance` says.
+        The slowest device of each stage stands for the stage. Replicas divide samples by the speed
+        of their slowest stage, or evenly as `balance` says.
         """
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         batch, device_of = self.training.global_batch, self.transfers.device_of
@@ -130,16 +128,14 @@ class CandidateCosts:
         return flops_rate(device, self.training.precision)
 
     def seconds(self, device: Device, part: Part, dim: str, samples: float) -> Seconds:
-        """Return the seconds of the units on a shard group of `part`, with devices like `device`.
-
-        The seconds are for a micro-batch of `samples`.
-        """
+        """Return the seconds of the units on a shard group of `part`, with devices like `device`,
+        for a micro-batch of `samples`."""
         shards = part.shards
         link = self.transfers.shard_link(part.kind or device.name, shards) if shards > 1 else None
         return self.blocks.seconds(device, shards, dim if shards > 1 else "auto", link, samples)
 
     def crossing(self, shards: int, samples: int) -> Sequence[float]:
-        """Return the bytes that cross the beginning of every unit, and the end, for `samples`
+        """Return the bytes that cross the start of every unit, and the end, for `samples`
         samples."""
         if (shards, samples) not in self._crossings:
             units = range(len(self.blocks.units(shards)))

@@ -1,8 +1,8 @@
-"""Describe the strategies that a search compares, each a file one could have written.
+"""Describe the strategies that a search compares. Each can be written as a strategy file.
 
-A mesh says which devices do the same: copies of a pipeline whose stages come in parts, each part on
-one kind of device. A candidate is a mesh with all else that a strategy says. Owns what a candidate
-is, how it is written and what it is called; `space.py` says which there are.
+A mesh divides devices among replicas of a pipeline, whose stages come in parts, each on one kind of
+device. A candidate is a mesh and all other settings of a strategy. Owns what a candidate is, how it
+is written and what it is called; `space.py` owns which candidates exist.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Consecutive stages of a pipeline that are alike.
+    """Consecutive equal stages of a pipeline.
 
-    kind: kind of the devices (empty: whichever come next).
+    kind: kind of the devices (empty: the next ones, of any kind).
     stages: number of stages.
     copies: copies of each stage in one pipeline.
     shards: devices of one copy of a stage, its shard group.
@@ -27,16 +27,16 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Return the number of devices of the part in one copy of the pipeline."""
+        """Return the number of devices of the part in one replica of the pipeline."""
         return self.stages * self.copies * self.shards
 
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """Copies of a pipeline on a set of devices.
+    """Replicas of a pipeline on a set of devices.
 
     devices: kinds of devices, and the number of each.
-    copies: copies of the pipeline.
+    copies: replicas of the pipeline.
     parts: the stages of the pipeline, part by part.
     """
 
@@ -61,12 +61,12 @@ class Mesh:
 
     @property
     def widest(self) -> int:
-        """Return the most copies that a stage has in one pipeline."""
+        """Return the largest number of copies of any stage in one pipeline."""
         return max(part.copies for part in self.parts)
 
     @property
     def by_kind(self) -> bool:
-        """Return whether stages name the kind of device that holds them."""
+        """Return True if stages name the kind of device that holds them."""
         return bool(self.parts[0].kind)
 
 
@@ -74,15 +74,15 @@ class Mesh:
 class Candidate:
     """A strategy that a search compares with others.
 
-    mesh: devices, copies and stages.
-    micro_batches: micro-batches of a copy's samples (0: no pipeline, not even one of one stage).
-    schedule: order of the pipeline's work.
-    zero: ZeRO stage of the copies.
-    offload: what is kept on the host, `none`, `optimizer`, or `all` (parameters too).
-    split_head: whether the head is split over the devices of all copies.
-    dim: what splits divide, as in a strategy file.
-    experts: devices that the experts of a mixture are spread over, beside copies of the rest (0:
-        there are no experts, or every copy holds all).
+    mesh: devices, replicas and stages.
+    micro_batches: micro-batches of a replica's samples (0: no pipeline, not even one of one stage).
+    schedule: pipeline schedule.
+    zero: ZeRO stage of the replicas.
+    offload: state on the host: `none`, `optimizer`, or `all` (parameters too).
+    split_head: True if the head is split over the devices of all replicas.
+    dim: dimension that splits divide, as in a strategy file.
+    experts: devices that the experts of a mixture are spread over, while the rest is replicated (0:
+        there are no experts, or every replica holds all).
     """
 
     mesh: Mesh
@@ -96,7 +96,8 @@ class Candidate:
 
     @property
     def family(self) -> str:
-        """Return the name of the family; the estimates of one family err alike."""
+        """Return the name of the candidate's family. Estimates within one family have similar
+        errors."""
         mesh = self.mesh
         if self.split_head:
             return "copies beside a split head"
@@ -153,11 +154,11 @@ class Candidate:
 
     def _keeping(self) -> dict[str, Any]:
         """Return the `zero` and `offload` keys of the candidate's replicate."""
-        written: dict[str, Any] = {"zero": self.zero} if self.zero else {}
+        settings: dict[str, Any] = {"zero": self.zero} if self.zero else {}
         if self.offload != "none":
             parameters = {"parameters": "cpu"} if self.offload == "all" else {}
-            written["offload"] = {"optimizer": "cpu", **parameters}
-        return written
+            settings["offload"] = {"optimizer": "cpu", **parameters}
+        return settings
 
     def _split(self, shards: int) -> Mapping[str, Any]:
         """Return the node of a split over `shards` devices."""
@@ -184,11 +185,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a candidate is estimated to take and need.
+    """The estimated time and memory of a candidate.
 
     seconds: seconds of a step (infinite: the candidate does not fit, or has no layout).
     short_bytes: bytes of memory that some device, or all together, are short of.
-    cut: places where the pipeline is cut (empty: as the resolver cuts it).
+    cut: places where the pipeline is cut (empty: the resolver chooses them).
     """
 
     seconds: float

@@ -1,8 +1,8 @@
-"""Estimate candidates by formulas, so that the search simulates the best of many.
+"""Estimate candidates by formulas, so that the search simulates only the best of many.
 
-A pipeline's step is its slowest stage, busy with all micro-batches, and what the other stages add
-when it fills and drains; gradient sums as far as no backward hides them; the update. The formulas
-leave out the order of instructions and what is on its way meanwhile, which the simulator knows.
+The time of a pipeline's step is the sum of its slowest stage, busy with all micro-batches, the fill
+and drain of the other stages, gradient reductions that no backward hides, and the update. The
+formulas ignore the order of instructions and messages in flight, which the simulator models.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,16 @@ from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.simulate.tasks import PIECES
 
-_COARSE = 1e6  # bytes: a smaller shortage is the rounding of the sum
-_UNHIDDEN = 1 - 1 / PIECES  # the part of a backward in which there are gradients to sum
+_COARSE = 1e6  # bytes: a smaller shortfall is a rounding error of the sum
+_UNHIDDEN = 1 - 1 / PIECES  # the part of a backward in which gradients are ready to reduce
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimator of candidates, which keeps what their estimates have in common."""
+    """Estimator of candidates. It caches the costs that their estimates share.
+
+    costs: costs of candidates for one model on one cluster.
+    """
 
     costs: CandidateCosts
     _stages: dict[object, StageCosts] = field(default_factory=dict)
@@ -64,9 +67,10 @@ class Estimator:
             return Estimate(inf)
 
     def rough_s(self, mesh: Mesh, micro_batches: int, dim: str) -> float:
-        """Return roughly the seconds of a pipeline's step if the model could be cut anywhere.
+        """Return a rough estimate of a pipeline's step, in seconds, as if the model could be cut
+        anywhere.
 
-        The order of the mesh's parts does not count. Raises PlanError where no layout exists for
+        The order of the mesh's parts does not matter. Raises PlanError where no layout exists for
         `dim`.
         """
         samples = -(-self.costs.training.global_batch // (mesh.copies * micro_batches))
@@ -85,8 +89,8 @@ class Estimator:
         return (micro_batches - 1 + 2 * widths / 3) * pace + shown
 
     def uncut_s(self, candidate: Candidate) -> float:
-        """Return the seconds of a pipeline's step if the model could be cut anywhere, memory
-        aside."""
+        """Return the seconds of a pipeline's step as if the model could be cut anywhere. Memory is
+        ignored."""
         mesh, pieces = candidate.mesh, candidate.micro_batches
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         slowest = 0.0
@@ -97,12 +101,12 @@ class Estimator:
             for part, device in zip(parts, alike.devices, strict=True):
                 if part not in of_part:
                     of_units = self.costs.seconds(device, part, candidate.dim, size)
-                    whole = (
+                    full_times = (
                         of_units.forward[-1],
                         of_units.backward_input[-1],
                         of_units.backward_weight[-1],
                     )
-                    of_part[part] = (*whole, part.copies / max(sum(whole), 1e-30))
+                    of_part[part] = (*full_times, part.copies / max(sum(full_times), 1e-30))
                 rate += of_part[part][3]
             times = []
             for part in parts:
@@ -133,16 +137,14 @@ class Estimator:
         return max(slowest, self._shared_s(candidate, size))
 
     def _shared_s(self, candidate: Candidate, size: int) -> float:
-        """Return the least seconds of a pipeline's step where its ranks share processors, else 0.
-
-        `size` is the number of samples of a micro-batch.
-        """
+        """Return a lower bound on the seconds of a pipeline's step whose ranks share processors; 0
+        where they do not. `size` is the number of samples of a micro-batch."""
         part, mesh = candidate.mesh.parts[0], candidate.mesh
         total = self.costs.total_s(part, candidate.dim, size)
         return self.costs.by_processors(mesh, candidate.micro_batches, total)
 
     def _hops(self, mesh: Mesh, parts: Sequence[Part]) -> Sequence[StageLink]:
-        """Return the cost of a send between each two neighbouring stages of a pipeline."""
+        """Return the cost of a send between neighbouring stages, for each neighbouring pair."""
         if mesh.widest > 1 and not mesh.by_kind:
             return self.costs.transfers.hops(mesh)
         known: dict[tuple[Part, Part], StageLink] = {}
@@ -168,7 +170,7 @@ class Estimator:
             stages = self._stages_of(candidate, parts, alike, size, pieces)
             crossing = self.costs.crossing(mesh.shards, size)
             if not ends:
-                alone = candidate  # schedules with as much in flight are cut alike
+                alone = candidate  # schedules with equal micro-batches in flight share a cut
                 if candidate.schedule == "zero_bubble":
                     alone = replace(candidate, schedule="1f1b")
                 if alone not in self._cuts:
@@ -192,7 +194,7 @@ class Estimator:
         size: int,
         pieces: int,
     ) -> Sequence[StageCosts]:
-        """Return the costs of a copy's stages, for the dynamic programme that cuts the model.
+        """Return the costs of a replica's stages, for the dynamic program that cuts the model.
 
         size: samples of a micro-batch.
         pieces: number of micro-batches.
@@ -236,10 +238,11 @@ class Estimator:
     def _seconds_with_sums(
         self, candidate: Candidate, part: Part, of_units: Seconds, holding: BlockMemory, pieces: int
     ) -> Sequence[float]:
-        """Return the prefix sums of the units' seconds, with gradient sums that no backward hides.
+        """Return the prefix sums of the units' seconds, including gradient reductions that no
+        backward hides.
 
-        A stage sums its gradients once a step, so that each of the `pieces` micro-batches has a
-        part.
+        A stage reduces its gradients once a step; each of the `pieces` micro-batches is charged an
+        equal part.
         """
         group = self.costs.transfers.group(candidate.mesh.copies, part)
         if group.members == 1:
@@ -266,7 +269,7 @@ class Estimator:
         crossing: Sequence[float],
         ends: Sequence[int],
     ) -> float:
-        """Return the seconds of a step of the copies, whose stages end at `ends`."""
+        """Return the seconds of a step of the replicas, with stages that end at `ends`."""
         pieces = max(1, candidate.micro_batches)
         times, backwards = [], []
         for number, (part, device) in enumerate(zip(parts, copies.devices, strict=True)):
@@ -291,7 +294,7 @@ class Estimator:
             [int(stage.in_flight) for stage in stages], sent, pieces,
         )  # fmt: skip
         step, before = 0.0, 0.0
-        waits = candidate.schedule != "zero_bubble"  # else weights' gradients come later
+        waits = candidate.schedule != "zero_bubble"  # which computes weight gradients later
         for number, part in enumerate(parts):
             first, last = ends[number : number + 2]
             elements = self.costs.blocks.holding(part.shards, candidate.dim).elements
@@ -304,10 +307,10 @@ class Estimator:
     # --- Memory ---
 
     def _short(self, stages: Sequence[StageCosts], units: int) -> float:
-        """Return the least bytes that a pipeline's devices, together, are short of.
+        """Return a lower bound on the bytes that a pipeline's devices, together, are short of.
 
-        They are the bytes that the sum over all devices lacks. Where the sum has room, they are the
-        bytes that each device would need more for some cut.
+        The bytes are the shortfall of the sum over all devices. Where the sum fits, they are the
+        further bytes that each device would need for some cut.
         """
         needs = sum(s.copies * s.element_bytes * s.elements[-1] for s in stages) / len(stages)
         saved = min(stage.samples * stage.entering[-1] for stage in stages)

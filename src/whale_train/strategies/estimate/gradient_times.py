@@ -1,4 +1,5 @@
-"""Time what copies of a stage exchange: sums of gradients, updates, and what ZeRO gathers."""
+"""Time the exchanges between replicas of a stage: gradient reductions, updates, and ZeRO's
+gathers."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +28,7 @@ from whale_train.strategies.stages.analysis import ModelAnalysis
 
 @dataclass(frozen=True)
 class GradientTimes:
-    """Times of gradients and weights between copies on the devices of `cluster`."""
+    """Times of exchanging gradients and weights between replicas on the devices of `cluster`."""
 
     findings: ModelAnalysis
     cluster: Cluster
@@ -36,8 +37,7 @@ class GradientTimes:
     _element: dict[tuple[int, Part], float] = field(default_factory=dict)
 
     def element_s(self, copies: int, part: Part) -> float:
-        """Return the seconds that one element's gradient takes in a sum over all copies of a
-        stage."""
+        """Return the seconds per element of reducing gradients over all replicas of a stage."""
         key = (copies, part)
         if key not in self._element:
             group = self.transfers.group(copies, part)
@@ -46,7 +46,7 @@ class GradientTimes:
         return self._element[key]
 
     def _sum_of(self, group: Group, part: Part) -> float:
-        """Return the seconds of one element in the sum of a million elements over a group."""
+        """Return the seconds per element of an all-reduce of a million elements over a group."""
         if group.members == 1:
             return 0.0
         return self.transfers.sum_s(group, part, self.training.sent_width * 1e6) / 1e6
@@ -54,13 +54,11 @@ class GradientTimes:
     def after_s(
         self, candidate: Candidate, part: Part, elements: float, backward_s: float, device: Device
     ) -> float:
-        """Return the seconds from a stage's last backward to its updated weights.
-
-        They are the part of the gradients' sum that no backward hides, the update, and what ZeRO
-        gathers.
+        """Return the seconds from a stage's last backward to its updated weights: the gradient
+        reduction that no backward hides, the update, and ZeRO's gathers.
 
         elements: trained elements of the stage on one member of a shard group.
-        backward_s: seconds of the last backward, behind which a sum can hide.
+        backward_s: seconds of the last backward, which can hide a reduction.
         device: the device that updates.
         """
         group = self.transfers.group(candidate.mesh.copies, part)
@@ -86,13 +84,13 @@ class GradientTimes:
         return partitioned_sum_time_s(elements, summed, [device], precision) + update + gathered
 
     def _sum_s(self, candidate: Candidate, group: Group, part: Part, num_bytes: float) -> float:
-        """Return the seconds of a sum of `num_bytes` over a group.
+        """Return the seconds of an all-reduce of `num_bytes` over a group.
 
-        Copies of the whole model on one host sum in the memory that they share (docs/adr/013).
+        Replicas of the whole model on one host reduce in shared memory (docs/adr/013).
         """
         mesh = candidate.mesh
-        whole = not (candidate.micro_batches or candidate.zero) and mesh.shards == 1
-        in_memory = whole and self.training.reduce_dtype == "fp32"
+        is_whole_model = not (candidate.micro_batches or candidate.zero) and mesh.shards == 1
+        in_memory = is_whole_model and self.training.reduce_dtype == "fp32"
         if in_memory and self.cluster.shared_memory is not None:
             return sum_time_s(self.cluster, range(group.members), num_bytes, by_memory=True)
         return self.transfers.sum_s(group, part, num_bytes)
@@ -100,11 +98,9 @@ class GradientTimes:
     def gathers_s(
         self, candidate: Candidate, part: Part, device: Device, elements: float | None = None
     ) -> tuple[float, float]:
-        """Return the seconds that ZeRO 3 adds to a forward and to a backward of a part.
-
-        Both are 0 for other ZeRO stages. `elements` are the trained elements of the part (None: as
-        many as in the other parts).
-        """
+        """Return the seconds that ZeRO 3 adds to a forward and to a backward of a part; 0 for other
+        ZeRO stages. `elements` are the trained elements of the part (None: an equal share of the
+        model's)."""
         if candidate.zero < 3:
             return 0.0, 0.0
         findings, group = self.findings, self.transfers.group(candidate.mesh.copies, part)
@@ -122,6 +118,6 @@ class GradientTimes:
 
     @cached_property
     def norm_s(self) -> float:
-        """Return the seconds of the sum of the gradient's norm over all ranks."""
+        """Return the seconds of the all-reduce of the gradient norm over all ranks."""
         ranks = range(len(self.cluster.devices))
         return all_reduce_time_s(4.0, len(ranks), group_link(self.cluster, ranks))

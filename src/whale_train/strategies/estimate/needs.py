@@ -1,4 +1,4 @@
-"""Estimate the memory a candidate needs beside activations: weights, gradients, optimizers."""
+"""Estimate the memory of a candidate besides activations: weights, gradients, optimizers."""
 
 from dataclasses import dataclass
 from math import inf
@@ -26,11 +26,11 @@ class Needs:
     training: Training
 
     def element_bytes(self, candidate: Candidate, holders: int) -> float:
-        """Return the bytes that a trained element takes on each of `holders` devices.
+        """Return the bytes per trained element on each of `holders` devices.
 
-        They are the bytes that stay on the device. Offloaded optimizers, from ZeRO 2 on with their
-        gradients, and offloaded parameters take none. CPU processes are their own hosts, so that
-        what they offload stays.
+        Offloaded optimizers take no bytes on the device, from ZeRO 2 on with their gradients, and
+        neither do offloaded parameters. CPU processes are their own hosts, so offloaded state still
+        counts.
         """
         zero, on_cpu = candidate.zero, self.cluster.on_cpu
         weights, master, casts = self._sizes(zero, candidate.offload == "all")
@@ -44,10 +44,11 @@ class Needs:
         return weights * (part if zero == 3 else 1.0) + casts + optimizer + gradients
 
     def standing_bytes(self, candidate: Candidate) -> float:
-        """Return a lower bound on the bytes of a device that do not follow the trained parameters.
+        """Return a lower bound on the bytes of a device that do not scale with its trained
+        parameters.
 
-        These are frozen weights, as if they were shared evenly, and what ZeRO 3 gathers: the
-        largest parameter and its gradient. Heads, which may be split, and experts beside copies do
+        These are frozen weights, as if shared evenly, and the largest parameter with its gradient,
+        which ZeRO 3 gathers. Heads, which may be split, and experts that are spread over devices do
         not count as the largest parameter.
         """
         mesh, profile = candidate.mesh, self.findings.profile
@@ -74,11 +75,9 @@ class Needs:
         )
 
     def _sizes(self, zero: int, apart: bool) -> tuple[float, float, float]:
-        """Return the mean bytes of an element: weights, master copy, copies that autocast makes.
-
-        `apart` says that the optimizer is kept apart from the parameters, as when these are
-        offloaded.
-        """
+        """Return the mean bytes per element of weights, master copies, and copies that autocast
+        makes. `apart` is True if the optimizer is apart from the parameters, as when these are
+        offloaded."""
         findings = self.findings
 
         def found() -> tuple[float, float, float]:
@@ -91,15 +90,15 @@ class Needs:
         return findings.once(("bytes of an element", zero, apart), found)
 
     def short_on_hosts(self, candidate: Candidate) -> float:
-        """Return the bytes that hosts are short of for the state offloaded by a device.
-
-        The memory of all hosts counts as if it were shared among all devices. The bytes are 0 or
-        less where hosts have enough.
-        """
+        """Return the bytes, per device, that hosts are short of for offloaded state; 0 or less
+        where they have enough. The memory of all hosts counts as shared evenly among all
+        devices."""
         if candidate.offload == "none":
             return 0.0
         elements = self.findings.copied_elements(candidate.split_head)
-        kept = host_bytes(candidate.zero, _OFFLOADED[candidate.offload], self.training) * elements
+        host_need = (
+            host_bytes(candidate.zero, _OFFLOADED[candidate.offload], self.training) * elements
+        )
         hosts = [node.host for node in self.cluster.nodes]
         has = sum(inf if host is None else host.memory_bytes for host in hosts)
-        return (kept - has) / len(self.cluster.devices)
+        return (host_need - has) / len(self.cluster.devices)

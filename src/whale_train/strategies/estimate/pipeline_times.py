@@ -1,9 +1,10 @@
-"""Estimate the seconds of a pipeline and what its stages have in flight, without a schedule.
+"""Estimate the seconds of a pipeline, and the micro-batches its stages have in flight, without a
+schedule.
 
-Each stage begins when the first micro-batch comes, is busy with all of them, and what it hands back
-passes the stages before it; the longest of these is the pipeline's. After Narayanan et al. 2021
-(arXiv 2104.04473, section 2.2) and Qi et al. 2023 (arXiv 2401.10241, section 2), for stages that
-are unlike.
+Each stage starts with the first micro-batch it receives, is busy with all of them, and its last
+gradients pass through the stages before it. The pipeline takes as long as the longest of these
+paths. After Narayanan et al. 2021 (arXiv 2104.04473, section 2.2) and Qi et al. 2023 (arXiv
+2401.10241, section 2), for stages that differ.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,15 @@ def pipeline_s(
     sent: Sequence[float],
     pieces: int,
 ) -> float:
-    """Return the seconds of a pipeline: those of the stage that is done last.
+    """Return the seconds of a pipeline: the time at which its last stage is done.
 
     times: for each stage, seconds of a micro-batch (forward, gradients of inputs, of weights).
     copies: for each stage, its copies, which take turns.
     in_flight: for each stage, the most micro-batches that a copy has in flight.
-    sent: for each stage but the last, seconds in which a micro-batch reaches the next stage.
+    sent: for each stage but the last, seconds to send a micro-batch to the next stage.
     pieces: number of micro-batches.
     """
-    if schedule == "interleaved_1f1b":  # as much work, and half of each wait, with twice the sends
+    if schedule == "interleaved_1f1b":  # the same work, half of each wait, and twice the sends
         busy = [
             -(-pieces // n) * sum(stage_times) for n, stage_times in zip(copies, times, strict=True)
         ]
@@ -71,7 +72,7 @@ def in_flight_of(schedule: str, copies: Sequence[int], number: int, pieces: int)
     """Return the most micro-batches that a copy of stage `number` has in flight.
 
     They are counted in units of all chunks that the copy holds (see `list_scheduling.py`). `copies`
-    are those of each stage, and `pieces` is the number of micro-batches.
+    are the copies of each stage, and `pieces` is the number of micro-batches.
     """
     own = copies[number]
     later = sum(copies[number + 1 :])

@@ -1,9 +1,9 @@
-"""Cut a pipeline by a dynamic programme over the blocks of a model and the stages.
+"""Cut a pipeline by a dynamic program over the blocks of a model and the stages.
 
-After Alpa (OSDI 2022, section 5.2) and DAPPLE (PPoPP 2021). Several limits are tried for the
-seconds of the slowest stage. For each limit, the programme finds the cut whose stages stay below it
-and take least in all. The best of these cuts minimises `(micro_batches - 1) x slowest + sum`.
-Stages have limits of memory, by the number of micro-batches each has in flight, and may recompute
+After Alpa (OSDI 2022, section 5.2) and DAPPLE (PPoPP 2021). Several limits on the time of the
+slowest stage are tried. For each limit, the program finds the cut with the smallest total time in
+which no stage exceeds it. The best of these cuts minimises `(micro_batches - 1) x slowest + sum`.
+Stages have memory limits, by the number of micro-batches each has in flight, and may recompute
 their blocks where that makes room.
 """
 
@@ -17,7 +17,7 @@ from math import inf
 Prefix = Sequence[float]
 
 _ROUNDING = 1 + 1e-9
-_HALVINGS = 12  # halvings of the interval that has the least slowest time: to a four-thousandth
+_HALVINGS = 12  # bisections for the smallest time of the slowest stage: to a four-thousandth
 _SLOWER = (
     1.0,
     1.03,
@@ -28,7 +28,7 @@ _SLOWER = (
     3.0,
     5.0,
     10.0,
-)  # times the least slowest time, tried for a smaller sum
+)  # factors on the smallest time of the slowest stage, tried for a smaller sum
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class StageCosts:
     elements: trained elements.
     saved: bytes that autograd saves for one sample.
     entering: bytes of one sample that enter blocks.
-    element_bytes: bytes that a copy keeps for each trained element.
+    element_bytes: bytes that a copy holds for each trained element.
     samples: samples of a micro-batch, rounded up for the allocator.
     in_flight: micro-batches that a copy has in flight at once.
     room: bytes of a device that the stage may use.
     copies: copies of the stage, which take turns.
-    can_recompute: whether the stage may recompute blocks.
+    can_recompute: True if the stage may recompute blocks.
     """
 
     seconds: Prefix
@@ -62,36 +62,36 @@ class StageCosts:
 
     @cached_property
     def recomputed(self) -> Prefix:
-        """Return the prefix sums of the seconds where blocks are recomputed."""
+        """Return the prefix sums of the seconds with recomputation of blocks."""
         return [s + f for s, f in zip(self.seconds, self.forward, strict=True)]
 
     @cached_property
     def needs(self) -> Prefix:
-        """Return the prefix sums of the bytes that the stage needs where it saves everything."""
+        """Return the prefix sums of the bytes that the stage needs without recomputation."""
         return self._needs(self.saved)
 
     @cached_property
     def needs_recomputed(self) -> Prefix:
-        """Return the prefix sums of the bytes needed beside the largest block where blocks are
-        recomputed."""
+        """Return the prefix sums of the bytes that the stage needs, besides its largest block, with
+        recomputation."""
         return self._needs(self.entering)
 
     def _needs(self, values: Prefix) -> Prefix:
-        """Return the prefix sums of bytes, where `values` are prefix sums of the bytes kept for a
+        """Return the prefix sums of bytes needed. `values` are prefix sums of the bytes saved for a
         sample."""
         element_bytes, flight = self.element_bytes, self.in_flight * self.samples
         return [element_bytes * e + flight * v for e, v in zip(self.elements, values, strict=True)]
 
     @cached_property
     def room_recomputed(self) -> float:
-        """Return the bytes that are left beside the largest block."""
+        """Return the bytes of the device that the largest block leaves free."""
         return self.room - self.samples * max(b - a for a, b in pairwise(self.saved))
 
     def end(self, first: int, slowest: float) -> int:
-        """Return the last unit before which a stage that begins at `first` may end.
+        """Return the last place where a stage that starts at unit `first` may end (exclusive).
 
-        `slowest` is the most seconds that the stage may take for a micro-batch, divided by its
-        copies.
+        `slowest` is the limit on the seconds that the stage takes for a micro-batch, divided by the
+        number of its copies.
         """
         limit = slowest * self.copies * _ROUNDING
         in_time = bisect_right(self.seconds, self.seconds[first] + limit) - 1
@@ -104,11 +104,8 @@ class StageCosts:
         return max(in_room, min(in_time, fits))
 
     def beginning(self, last: int, slowest: float) -> int:
-        """Return the first unit with which a stage that ends before `last` may begin.
-
-        `slowest` is the most seconds that the stage may take for a micro-batch, divided by its
-        copies.
-        """
+        """Return the first unit at which a stage that ends before `last` may start. `slowest` is as
+        in `end`."""
         limit = slowest * self.copies * _ROUNDING
         in_time = bisect_left(self.seconds, self.seconds[last] - limit)
         in_room = bisect_left(self.needs, self.needs[last] - self.room)
@@ -120,8 +117,8 @@ class StageCosts:
         return min(in_room, max(in_time, fits))
 
     def recomputes(self, first: int, last: int) -> bool:
-        """Return whether a stage of the units [first, last) has no room to save all, and so
-        recomputes."""
+        """Return True if a stage of the units [first, last) must recompute because its saved
+        tensors do not fit."""
         return self.needs[last] - self.needs[first] > self.room
 
     def takes(self, first: int, last: int) -> float:
@@ -132,10 +129,10 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class StageLink:
-    """Cost of a send of a micro-batch to the next stage.
+    """Cost of sending a micro-batch to the next stage.
 
-    latency_s: seconds of a message of no bytes.
-    byte_s: seconds of each byte.
+    latency_s: seconds of an empty message.
+    byte_s: seconds per byte.
     """
 
     latency_s: float
@@ -146,8 +143,8 @@ class StageLink:
 class StagePartition:
     """Cut of a model into stages.
 
-    ends: units where stages begin and, last, the number of units.
-    seconds: seconds that the dynamic programme minimised.
+    ends: units where stages start and, last, the number of units.
+    seconds: objective of the dynamic program, in seconds.
     """
 
     ends: tuple[int, ...]
@@ -157,10 +154,10 @@ class StagePartition:
 def cut(
     stages: Sequence[StageCosts], hops: Sequence[StageLink], crossing: Prefix, micro_batches: int
 ) -> StagePartition | None:
-    """Return the best cut of the units among `stages`, or None where no cut has room.
+    """Return the best cut of the units into `stages`, or None where no cut fits the memory.
 
-    Each stage has at least one unit. A micro-batch has `crossing[unit]` bytes before every unit;
-    `hops` are the costs of a send from each stage to the next.
+    Each stage gets at least one unit. `crossing[unit]` are the bytes of a micro-batch before every
+    unit; `hops` are the costs of a send from each stage to the next.
     """
     units = len(crossing) - 1
     if len(stages) > units or _ends(stages, units, inf) is None:
@@ -189,7 +186,7 @@ def cut(
 
 
 def short_of_room(stages: Sequence[StageCosts], units: int) -> float:
-    """Return the bytes that every device needs more for a cut to have room.
+    """Return the further bytes that every device would need for a cut to fit.
 
     The bytes are exact to a part in some thousands, and infinite where there are fewer units than
     stages.
@@ -211,7 +208,7 @@ def short_of_room(stages: Sequence[StageCosts], units: int) -> float:
 
 
 def _sent(hops: Sequence[StageLink], crossing: Prefix, ends: Sequence[int]) -> float:
-    """Return the seconds in which a micro-batch is sent from stage to stage, and back."""
+    """Return the seconds to send a micro-batch through all stages and its gradients back."""
     return sum(
         2 * (hop.latency_s + hop.byte_s * crossing[end])
         for hop, end in zip(hops, ends[1:-1], strict=True)
@@ -219,14 +216,14 @@ def _sent(hops: Sequence[StageLink], crossing: Prefix, ends: Sequence[int]) -> f
 
 
 def _ends(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int] | None:
-    """Return the units where stages end at the latest, none taking longer than `slowest` seconds.
+    """Return the latest possible end of each stage if none takes longer than `slowest` seconds.
 
-    The list begins with 0. Returns None where the stages do not reach the last unit.
+    The list starts with 0. Returns None where the stages do not reach the last unit.
     """
     ends, place = [0], 0
     for number, stage in enumerate(stages):
         end = min(stage.end(place, slowest), units - (len(stages) - number - 1))
-        if end <= place:  # beginning earlier, it may have a unit that it can take
+        if end <= place:  # from an earlier start, the stage may have a unit that it can take
             return _ends_of_all(stages, units, slowest)
         ends.append(end)
         place = end
@@ -234,7 +231,7 @@ def _ends(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int]
 
 
 def _ends_of_all(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int] | None:
-    """Return the same as `_ends`, after trying every unit where a stage may end."""
+    """Return the result of `_ends` by trying every unit where a stage may end."""
     ends, places = [0], [0]
     for number, stage in enumerate(stages):
         last = units - (len(stages) - number - 1)
@@ -249,8 +246,8 @@ def _ends_of_all(stages: Sequence[StageCosts], units: int, slowest: float) -> li
 
 
 def _beginnings(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int]:
-    """Return the units where stages end at the earliest, from 0 on, where a cut in `slowest`
-    exists."""
+    """Return the earliest possible end of each stage, starting with 0, for a limit `slowest` at
+    which a cut exists."""
     beginnings, place = [units], units
     for number in range(len(stages) - 1, -1, -1):
         place = max(stages[number].beginning(place, slowest), number)
@@ -259,12 +256,13 @@ def _beginnings(stages: Sequence[StageCosts], units: int, slowest: float) -> lis
 
 
 def _slowest(stages: Sequence[StageCosts], units: int) -> float:
-    """Return the least seconds that the slowest stage takes in any cut, by bisection.
+    """Return the smallest time, over all cuts, of the slowest stage, in seconds, by bisection.
 
-    A stage that takes as much as it may leaves the least to the later ones.
+    The check of a limit is greedy: a stage that takes as much as it may leaves the least to later
+    ones.
     """
     rate = sum(stage.copies / max(stage.seconds[units], 1e-30) for stage in stages)
-    low = high = 1 / rate  # what it would be if all units took one stage equally long
+    low = high = 1 / rate  # the time if units could be divided in any proportion
     while _ends(stages, units, high) is None:
         low, high = high, 2 * high
     while low == high or (low and _ends(stages, units, low) is not None):
@@ -285,10 +283,8 @@ def _least_sum(
     units: int,
     slowest: float,
 ) -> tuple[int, ...] | None:
-    """Return the ends of the cut with the least sum of seconds, or None where there is no cut.
-
-    No stage takes longer than `slowest` seconds. Of equal sums, the most even cut is returned.
-    """
+    """Return the ends of the cut with the smallest sum of seconds in which no stage takes longer
+    than `slowest` seconds, or None where no cut exists. Ties go to the most even cut."""
     latest = _ends(stages, units, slowest)
     if latest is None:
         return None

@@ -1,7 +1,8 @@
-"""Estimate the transfers between the devices of a mesh, by the place of its groups and stages.
+"""Estimate the transfers between the devices of a mesh, from the placement of its groups and
+stages.
 
-Devices of a kind follow each other, copy by copy, stage by stage: which of them share a node is
-arithmetic on the nodes' size. Owns these estimates of links; the resolver's are exact.
+Devices of a kind are consecutive, replica by replica and stage by stage, so the nodes' sizes tell
+which of them share a node. Owns these estimates of links; the resolver's are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,8 @@ class Group:
     """Ranks that hold the same shard of a stage.
 
     members: number of these ranks.
-    in_node: members on each node that has some.
-    beside: number of such groups that leave a node together.
+    in_node: members on each node that has any.
+    beside: number of such groups that leave a node at the same time.
     """
 
     members: int
@@ -46,7 +47,7 @@ class Transfers:
 
     @cached_property
     def device_of(self) -> Mapping[str, Device]:
-        """Return the first device of every kind, and the first of all under the empty name."""
+        """Return the first device of every kind; the empty name stands for the first of all."""
         devices = {"": self.cluster.devices[0]}
         for device in self.cluster.devices:
             devices.setdefault(device.name, device)
@@ -54,7 +55,7 @@ class Transfers:
 
     @cached_property
     def _first(self) -> Mapping[str, int]:
-        """Return the first rank of every kind, and rank 0 under the empty name."""
+        """Return the first rank of every kind; the empty name stands for rank 0."""
         first_ranks = {"": 0}
         for rank, device in enumerate(self.cluster.devices):
             first_ranks.setdefault(device.name, rank)
@@ -62,8 +63,8 @@ class Transfers:
 
     @cached_property
     def _node_sizes(self) -> Mapping[str, int]:
-        """Return the most devices of each kind that a node has, and of all kinds under the empty
-        name."""
+        """Return the largest number of devices of each kind on any node; the empty name stands for
+        all kinds."""
         sizes: dict[str, int] = {"": max(len(node.devices) for node in self.cluster.nodes)}
         for node in self.cluster.nodes:
             for kind in {device.name for device in node.devices}:
@@ -73,8 +74,8 @@ class Transfers:
 
     @cached_property
     def inside(self) -> Mapping[str, Link]:
-        """Return the slowest link inside of nodes that have a kind, and of all nodes under the
-        empty name."""
+        """Return the slowest link inside the nodes that have a kind; the empty name stands for all
+        nodes."""
         links: dict[str, Link] = {}
         for node in self.cluster.nodes:
             for kind in {"", *(device.name for device in node.devices)}:
@@ -93,8 +94,7 @@ class Transfers:
         return self._shard_links[kind, shards]
 
     def hop(self, mesh: Mesh, here: Part, there: Part) -> StageLink:
-        """Return the cost of a send from a stage of `here` to one of `there`, as a mean over all
-        stages."""
+        """Return the mean cost of a send from a stage of `here` to one of `there`."""
         size = self._node_sizes[here.kind]
         memory = self.cluster.shared_memory
         inside = self.inside[here.kind] if memory is None else memory
@@ -115,18 +115,19 @@ class Transfers:
         )
 
     def hops(self, mesh: Mesh) -> Sequence[StageLink]:
-        """Return the cost of a send between each two neighbouring stages of a mesh.
+        """Return the cost of a send between neighbouring stages of a mesh, for each neighbouring
+        pair.
 
-        The costs follow from the seats of the ranks, as stages with copies on whichever devices
-        come next may lie anywhere.
+        The costs are computed from the exact placement of ranks, since stages with copies on
+        devices of any kind may lie anywhere.
         """
         if mesh not in self._hops:
             self._hops[mesh] = [*self._by_seats(mesh)]
         return self._hops[mesh]
 
     def _by_seats(self, mesh: Mesh) -> Iterator[StageLink]:
-        """Yield the cost of a send between each two neighbouring stages, over the slowest of its
-        links."""
+        """Yield the cost of a send for each pair of neighbouring stages, over the slowest link
+        between them."""
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         stages = [(part.kind or None, part.copies, part.shards) for part in parts]
         seated = place_ranks(stages, mesh.copies, self.cluster.devices)
@@ -154,7 +155,7 @@ class Transfers:
         return Group(members, in_node, max(1, size // in_node) if in_node < members else 1)
 
     def link(self, group: Group, part: Part) -> Link:
-        """Return the link that a ring over a group waits for."""
+        """Return the bottleneck link of a ring over a group."""
         if group.in_node >= group.members and (group.members <= self._node_sizes[part.kind]):
             return self.inside[part.kind]
         network = self.cluster.network

@@ -1,4 +1,5 @@
-"""Estimate copies that are not cut: of an unexported model, beside a split head, beside experts."""
+"""Estimate replicas that are not cut into stages: of an unexported model, and next to a split head
+or spread experts."""
 
 from math import inf
 
@@ -17,7 +18,7 @@ from whale_train.strategies.simulate.tasks import sum_pieces
 
 
 def unexported(of: CandidateCosts, candidate: Candidate) -> Estimate:
-    """Return the estimate for copies of a model that has no exported graph."""
+    """Return the estimate for replicas of a model that has no exported graph."""
     profile, mesh, part = of.blocks.findings.profile, candidate.mesh, candidate.mesh.parts[0]
     halved = 1.0 if of.training.precision == "fp32" else 0.5
     elements, slowest = of.blocks.findings.trained_elements, 0.0
@@ -38,7 +39,7 @@ def unexported(of: CandidateCosts, candidate: Candidate) -> Estimate:
 
 
 def beside_split_head(of: CandidateCosts, candidate: Candidate) -> Estimate:
-    """Return the estimate for copies of the backbone beside a split of the head."""
+    """Return the estimate for a replicated backbone beside a split head."""
     findings, mesh, part = of.blocks.findings, candidate.mesh, candidate.mesh.parts[0]
     count, batch = len(of.cluster.devices), of.training.global_batch
     elements, head = findings.copied_elements(split_head=True), float(findings.head_elements)
@@ -65,10 +66,10 @@ def beside_split_head(of: CandidateCosts, candidate: Candidate) -> Estimate:
 
 
 def beside_experts(of: CandidateCosts, candidate: Candidate) -> Estimate:
-    """Return the estimate for copies of everything but experts, which are spread over devices.
+    """Return the estimate for expert parallelism: experts spread over devices, the rest replicated.
 
-    Experts are taken to be asked for alike: every device computes as many rows as it has. The
-    seconds are infinite where there are no experts, or fewer than devices to spread them over.
+    The router is assumed to be balanced: every device computes as many rows as it has. The seconds
+    are infinite where there are no experts, or fewer than the devices to spread them over.
     """
     findings, mesh, part = of.blocks.findings, candidate.mesh, candidate.mesh.parts[0]
     count, spread = len(of.cluster.devices), candidate.experts
@@ -100,25 +101,24 @@ def beside_experts(of: CandidateCosts, candidate: Candidate) -> Estimate:
         if held_at_once > device.room_bytes:
             return Estimate(inf, held_at_once - device.room_bytes)
         times = of.seconds(device, part, "auto", alike.samples)
-        whole, backward = times.total[-1], times.total[-1] - times.forward[-1]
+        total_s, backward = times.total[-1], times.total[-1] - times.forward[-1]
         gathers = sum(of.sums.gathers_s(candidate, part, device, elements))
         summed = of.sums.after_s(candidate, part, elements, backward, device)
         left = max(0.0, backward - elements * of.sums.element_s(mesh.copies, part))
         summed += _summed_experts_s(of, candidate, held, left)
-        slowest = max(slowest, whole + routing + gathers + 3 * streamed + summed)
-    slowest = max(slowest, of.by_processors(mesh, 1, whole))
+        slowest = max(slowest, total_s + routing + gathers + 3 * streamed + summed)
+    slowest = max(slowest, of.by_processors(mesh, 1, total_s))
     return Estimate(slowest + of.sums.norm_s)
 
 
 def _summed_experts_s(
     of: CandidateCosts, candidate: Candidate, elements: float, backward_s: float
 ) -> float:
-    """Return the seconds of the sum of experts' gradients that no backward hides.
-
-    The sum is over the groups that each have all experts.
+    """Return the seconds of the reduction of experts' gradients that no backward hides. The
+    reduction is over the groups that each hold all experts.
 
     elements: trained elements of experts on one device.
-    backward_s: seconds of a backward that are left to hide behind.
+    backward_s: seconds of the backward that can still hide it.
     """
     count, spread = candidate.mesh.copies, candidate.experts
     if count == spread:
@@ -140,16 +140,13 @@ def _summed_experts_s(
 
 
 def _streams(candidate: Candidate) -> bool:
-    """Return whether experts of their only copy are read from the host, as their weights are kept
-    there."""
+    """Return True if the experts, of which there is one copy, are streamed from the host."""
     return candidate.mesh.copies == candidate.experts and candidate.offload == "all"
 
 
 def _of_experts(candidate: Candidate) -> Candidate:
-    """Return the candidate whose ZeRO stage and offload are those of the experts beside the rest.
-
-    They follow `PlanningContext.keeper_beside`.
-    """
+    """Return a candidate with the ZeRO stage and offload of the experts, which follow
+    `PlanningContext.keeper_beside`."""
     alone = candidate.mesh.copies == candidate.experts and candidate.offload == "none"
     zero = 0 if alone else min(candidate.zero, 1)
     offload = "none" if candidate.offload == "none" else "optimizer"

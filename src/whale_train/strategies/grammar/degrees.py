@@ -1,7 +1,7 @@
-"""Settle the degrees of a strategy's nodes: every `auto` becomes a number that the devices allow.
+"""Resolve the degrees of a strategy's nodes: every `auto` becomes a number that the devices allow.
 
-Devices that are left over become copies of an outer replicate. A degree that does not divide the
-devices is refused, with the degrees that do.
+Left-over devices become replicas of an outer replicate. A degree that does not divide the devices
+is refused, with the degrees that do.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,10 +24,10 @@ class OpenStage:
     copy: the innermost replicate inside the stage, if it has one.
     modules: modules that the stage must hold (None: a balanced cut decides).
     recompute: `none`, `full` or `auto`.
-    body: the replicate beside `split`, if there is one.
+    body: the replicate beside `split`, if it has one.
     device: kind of the devices that hold the stage (None: any).
-    sized: path of the node that says how wide the shard group is.
-    more: splits beside `body`, as `split` is.
+    sized: path of the node that gives the size of the shard group.
+    more: further splits beside `body`.
     """
 
     path: str
@@ -44,7 +44,7 @@ class OpenStage:
 
     @property
     def width(self) -> int | None:
-        """Return the devices of the stage in one copy of the pipeline, or None where they are
+        """Return the devices of the stage in one replica of the pipeline; None while they are
         open."""
         if self.copies is None or self.shards is None:
             return None
@@ -59,14 +59,13 @@ def settled(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """Return the form with all degrees as numbers, or None after adding to `faults`.
-
-    The form has neither pipeline nor keeper yet.
+    """Return the form with all degrees as numbers, or None after adding to `faults`. The form has
+    neither pipeline nor keeper yet.
 
     outer: replicates around everything.
-    stages: stages of one copy.
+    stages: stages of one replica.
     devices: number of devices, all of which are used.
-    per_node: devices of each node (0: nodes are of unlike size).
+    per_node: devices of each node (0: nodes differ in size).
     hardware: name of the hardware, for messages.
     """
     asked = prod(node.degree or 1 for node in outer)
@@ -102,15 +101,14 @@ def settled_by_kind(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """Return the form with all degrees as numbers, where stages name the kind of their devices.
-
-    The devices of each kind are shared among its stages, and every copy has as many of a kind.
-    Returns None after adding to `faults`.
+    """Return the form with all degrees as numbers, where stages name the kind of their devices, or
+    None after adding to `faults`. The devices of each kind are divided among its stages, and
+    every replica has equally many of a kind.
 
     outer: replicates around everything.
-    stages: stages of one copy, each of which must name its kind of device.
+    stages: stages of one replica, each of which must name its kind of device.
     kinds: number of devices of each kind, all of which must have a stage.
-    per_node: devices of each node (0: nodes are of unlike size).
+    per_node: devices of each node (0: nodes differ in size).
     hardware: name of the hardware, for messages.
     """
     before = len(faults)
@@ -166,10 +164,12 @@ def _as_numbers(stages: Iterable[OpenStage]) -> tuple[StageForm, ...]:
 def _narrowest(
     stages: list[OpenStage], devices: int, per_node: int, faults: list[Fault]
 ) -> list[OpenStage]:
-    """Return the stages with their open degrees filled, inside copies whose degree is open as well.
+    """Return the stages with their open degrees filled, where the degree of the outer replicate is
+    open as well.
 
-    A lone split fills a node of several; the open degrees of other stages become 1. Returns an
-    empty list after adding to `faults`: a lone split without nodes to fill is undecided.
+    A single split fills a node, if there are several; the open degrees of other stages become 1.
+    Returns an empty list after adding to `faults`: a single split without nodes to fill is
+    undecided.
     """
     if len(stages) == 1 and stages[0].split and stages[0].shards is None:
         if per_node > 1 and devices % per_node == 0 and devices > per_node:
@@ -186,8 +186,8 @@ def _filled(
 ) -> list[OpenStage]:
     """Return the stages with their open degrees filled, so that they use all `devices`.
 
-    Open stages share evenly what the others leave. In a stage, the split takes all it can. Returns
-    an empty list after adding to `faults`.
+    Open stages divide the remaining devices evenly. Within a stage, the split takes all it can.
+    Returns an empty list after adding to `faults`.
     """
     fixed = sum(stage.width or 0 for stage in stages)
     open_count = sum(stage.width is None for stage in stages)

@@ -1,8 +1,8 @@
-"""Define the one form of every strategy: copies of a pipeline of stages, each of shard groups.
+"""Define the normal form of every strategy: replicas of a pipeline of stages, each of shard groups.
 
-Every nesting comes down to this form. A replicate around a pipeline is the pipeline's copies, a
-replicate inside a stage is the stage's copies, and a split is the shard group of one copy. A
-strategy without a pipeline has one stage. `normal_form.py` reads the form out of a strategy.
+Every nesting reduces to this form. A replicate around a pipeline gives the pipeline's replicas, a
+replicate inside a stage the stage's copies, and a split the shard group of one copy. A strategy
+without a pipeline has one stage. `normal_form.py` reduces a strategy to this form.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ class StageForm:
     """One stage of a pipeline.
 
     path: path of the stage's key in the strategy.
-    copies: copies of the stage in one copy of the pipeline.
+    copies: copies of the stage in one replica of the pipeline.
     shards: devices of a copy, its shard group.
     split: the split of the stage, if it has one.
-    body: the replicate beside `split`. Each member of the shard group then holds what the splits
-        leave, for its part of the samples.
+    body: the replicate beside `split`. Each member of the shard group then holds all parameters
+        outside the splits, and runs them on its part of the samples.
     modules: modules that the stage must hold (None: a balanced cut decides).
     recompute: `none`, `full` or `auto`.
-    device: kind of the devices (None: whichever come next).
-    more: other splits beside `body`, of the head, experts or other modules.
+    device: kind of the devices (None: the next ones, of any kind).
+    more: further splits beside `body`, of the head, experts or other modules.
     """
 
     path: str
@@ -43,19 +43,19 @@ class StageForm:
 
     @property
     def width(self) -> int:
-        """Return the number of devices that hold this stage in one copy of the pipeline."""
+        """Return the number of devices that hold this stage in one replica of the pipeline."""
         return self.copies * self.shards
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a strategy: copies of a pipeline.
+    """The normal form of a strategy: replicas of a pipeline.
 
-    copies: copies of the pipeline.
+    copies: replicas of the pipeline.
     stages: stages of the pipeline; a strategy without a pipeline has one.
     pipeline: the strategy's pipeline, if it has one.
-    keeper: the replicate that says how copies keep what they have in common (ZeRO, offload).
-    added: part of `copies` that nobody asked for.
+    keeper: the replicate with the ZeRO and offload settings of the replicas.
+    added: factor of `copies` that the request does not ask for.
     filled: path of the node whose `auto` degree took all devices of a strategy without a pipeline.
     """
 
@@ -68,26 +68,24 @@ class Form:
 
     @property
     def width(self) -> int:
-        """Return the number of devices of one copy."""
+        """Return the number of devices of one replica."""
         return sum(stage.width for stage in self.stages)
 
     @property
     def members(self) -> int:
-        """Return the number of devices that share the samples of a micro-batch.
-
-        They are the members of a shard group that are beside a split, or one.
-        """
+        """Return the number of devices that divide the samples of a micro-batch: the members of a
+        shard group with a replicate beside its splits, else 1."""
         return max((stage.shards for stage in self.stages if stage.body), default=1)
 
 
 def partitions(strategy: Strategy) -> bool:
-    """Return whether copies partition what they have in common, by ZeRO 1, 2 or 3."""
+    """Return True if replicas partition their common state, by ZeRO 1, 2 or 3."""
     return any(isinstance(x, Replicate) and x.zero for x in every_node(strategy.graph))
 
 
 def needs_graph(strategy: Strategy) -> bool:
-    """Return whether ranks run the model's exported graph.
+    """Return True if ranks run the model's exported graph.
 
-    Every strategy needs it but copies of the whole model, which run the model as it is.
+    All strategies do, except replicas of the whole model, which run the original module.
     """
     return not all(isinstance(node, Replicate) for node in every_node(strategy.graph))

@@ -1,8 +1,8 @@
-"""Read the strategy grammar: what a strategy file may say becomes frozen nodes.
+"""Read the strategy grammar: the content of a strategy file becomes frozen nodes.
 
-Owns the keys, their types and defaults, and which nestings have a meaning. The form that they come
-down to on a number of devices is `normal_form.py`'s. Every fault carries the full path of its key,
-such as `strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
+Owns the keys, their types and defaults, and which nestings are meaningful. `normal_form.py` reduces
+the nodes to a form on a number of devices. Every fault carries the full path of its key, such as
+`strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,15 +26,15 @@ _BY_GLOB, _LISTED = "{*.q_proj.weight: column}", '[{weight: "*.q_proj.weight", p
 
 @dataclass(frozen=True)
 class Replicate:
-    """Copies that share the batch.
+    """Replicas that divide the batch.
 
     path: path of the node's key in the strategy.
-    degree: number of copies (None: auto).
-    zero: ZeRO stage, by which copies keep what they have in common.
+    degree: number of replicas (None: auto).
+    zero: ZeRO stage of the replicas.
     offload_optimizer: `cpu` where the optimizer's state is on the host, or `none`.
     offload_parameters: `cpu` where the parameters are on the host, or `none`.
-    modules: paths or globs of the modules that are copied.
-    of: nodes that each copy is made of (empty: the model, or the stage around it).
+    modules: paths or globs of the modules that are replicated.
+    of: nodes inside each replica (empty: the model, or the stage around it).
     """
 
     path: str
@@ -47,26 +47,26 @@ class Replicate:
 
     @property
     def offloads(self) -> bool:
-        """Return whether copies keep anything on their hosts."""
+        """Return True if replicas offload any state to their hosts."""
         return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
 
     @property
     def streams(self) -> bool:
-        """Return whether weights come from the host when they are read, without ZeRO
+        """Return True if weights are streamed from the host when they are read, without ZeRO
         (docs/adr/051)."""
         return not self.zero and self.offload_parameters == "cpu"
 
 
 @dataclass(frozen=True)
 class Split:
-    """One copy whose tensors are sharded over its devices.
+    """One replica whose tensors are sharded over its devices.
 
     path: path of the node's key in the strategy.
     degree: number of devices (None: auto).
-    dim: what is divided, one of `SPLIT_DIMS`.
+    dim: the dimension that is divided, one of `SPLIT_DIMS`.
     modules: paths or globs of the modules that are sharded.
-    patterns: pairs (glob of weights or modules, pattern) given by hand. The first pair counts that
-        matches a weight and whose pattern the weight can have.
+    patterns: pairs (glob of weights or modules, pattern). The first pair counts whose glob matches
+        a weight and whose pattern the weight can have.
     of: nodes inside of the split.
     """
 
@@ -80,13 +80,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of the model's forward; the stages of a pipeline follow one another.
+    """A slice of the model's forward; the stages of a pipeline are consecutive.
 
     path: path of the node's key in the strategy.
     modules: paths or globs of the modules that it must hold (None: auto).
     recompute: one of `RECOMPUTE`.
     device: kind of the devices that hold it (None: auto).
-    of: nodes that the stage is made of (empty: one device).
+    of: nodes inside the stage (empty: one device).
     """
 
     path: str
@@ -102,7 +102,7 @@ class Pipeline:
 
     path: path of the node's key in the strategy.
     stages: number of stages (a balanced cut), or the nodes of the stages.
-    micro_batches: micro-batches of a copy's samples (None: auto).
+    micro_batches: micro-batches of a replica's samples (None: auto).
     schedule: one of `SCHEDULES`.
     """
 
@@ -117,15 +117,15 @@ Node = Replicate | Split | Stage | Pipeline
 
 @dataclass(frozen=True)
 class Strategy:
-    """A whole strategy file.
+    """A complete strategy file.
 
     name: name of the strategy.
-    graph: the nodes; empty (auto) where the planner is to find them.
-    balance: how work is shared among devices, one of `BALANCE`.
+    graph: the nodes; empty (auto) where the planner searches for them.
+    balance: how work is divided among devices, one of `BALANCE`.
     devices: devices of the inventory that it may use: the first so many, so many of each kind, or
         all (None).
-    time_limit_s: seconds that the planner searches. 0: a fixed number of tasks is simulated. None:
-        all candidates are simulated whose estimates are near the fastest.
+    time_limit_s: seconds that the planner searches. 0: it simulates a fixed number of tasks. None:
+        it simulates all candidates whose estimates are near the fastest.
     """
 
     name: str
@@ -136,12 +136,12 @@ class Strategy:
 
     @property
     def is_auto(self) -> bool:
-        """Return whether the planner is to find the nodes."""
+        """Return True if the planner searches for the nodes."""
         return not self.graph
 
 
 def every_node(nodes: "tuple[Node, ...]") -> Iterator[Node]:
-    """Yield `nodes` and all nodes inside them, each before those inside it."""
+    """Yield `nodes` and all nodes inside them, each before its children."""
     for node in nodes:
         yield node
         inside = node.stages if isinstance(node, Pipeline) else node.of
@@ -149,7 +149,7 @@ def every_node(nodes: "tuple[Node, ...]") -> Iterator[Node]:
 
 
 def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) -> Strategy | None:
-    """Return the strategy that `mapping`, of plain YAML values, says; None after adding to
+    """Return the strategy described by `mapping`, of plain YAML values; None after adding to
     `faults`."""
     reader = _Reader(faults)
     before = len(faults)
@@ -169,21 +169,19 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
 
 
 class _Reader:
-    """Reader of nodes, which appends to one list of faults; a faulty value reads as its default."""
+    """Reader of nodes, which collects faults in one list; a faulty value reads as its default."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = faults
 
     def fault(self, key: str, value: object, rule: str, remedy: str) -> None:
-        """Add a fault of the key `key`, whose `value` is written as in YAML."""
+        """Add a fault of `key`, with `value` written as in YAML."""
         text = "null" if value is None else str(value)
         self.faults.append(Fault(key, text, rule, remedy))
 
     def nodes(self, value: Any, path: str, inside: str | None) -> tuple[Node, ...]:
-        """Return the nodes that `value` says: one node, or a list of colocated nodes.
-
-        `inside` is the primitive around them (None: the strategy itself).
-        """
+        """Return the nodes described by `value`: one node, or a list of colocated nodes. `inside`
+        is the primitive around them (None: the strategy itself)."""
         if not isinstance(value, list):
             node = self.node(value, path, inside)
             return (node,) if node else ()
@@ -197,10 +195,8 @@ class _Reader:
     def node(
         self, value: Any, path: str, inside: str | None, beside_copies: bool = False
     ) -> Node | None:
-        """Return the node that `value` says, or None after a fault.
-
-        `beside_copies` says that the node is in a list that has a replicate.
-        """
+        """Return the node described by `value`, or None after a fault. `beside_copies` is True if
+        the node is in a list with a replicate."""
         readers: dict[str, Callable[[Mapping[str, Any], str], Node | None]] = {
             "replicate": self.replicate,
             "split": self.split_beside if beside_copies else self.split,
@@ -246,13 +242,13 @@ class _Reader:
             remedy = "use {optimizer: cpu, parameters: none}"
             self.fault(f"{path}.offload", offload, rule, remedy)
             offload = {}
-        kept = self.keys(offload, f"{path}.offload", ("optimizer", "parameters"))
+        targets = self.keys(offload, f"{path}.offload", ("optimizer", "parameters"))
         zero = given.get("zero", 0)
         if type(zero) is not int or zero not in (0, 1, 2, 3):  # True == 1 == 1.0
             self.fault(f"{path}.zero", zero, "is not a ZeRO stage", "use 0, 1, 2 or 3")
             zero = 0
-        optimizer = self.choice(kept, f"{path}.offload", "optimizer", OFFLOAD, "none")
-        parameters = self.choice(kept, f"{path}.offload", "parameters", OFFLOAD, "none")
+        optimizer = self.choice(targets, f"{path}.offload", "optimizer", OFFLOAD, "none")
+        parameters = self.choice(targets, f"{path}.offload", "parameters", OFFLOAD, "none")
         if zero == 0 and optimizer != "none":
             rule = "needs ZeRO: the copies' optimizer state is only moved once it is partitioned"
             remedy = f"use {path}.zero=1, 2 or 3"
@@ -303,7 +299,7 @@ class _Reader:
         )
 
     def pipeline(self, body: Mapping[str, Any], path: str) -> Pipeline | None:
-        """Return the pipeline whose keys are in `body`, or None where its stages are missing or
+        """Return the pipeline whose keys are in `body`; None where its stages are missing or
         faulty."""
         given = self.keys(body, path, ("micro_batches", "schedule", "stages"))
         micro_batches = self.count_or_auto(given, path, "micro_batches")
@@ -328,7 +324,7 @@ class _Reader:
         return Pipeline(path, stages, micro_batches, schedule)
 
     def children(self, given: Mapping[str, Any], path: str, inside: str) -> tuple[Node, ...]:
-        """Return the nodes under the key `of`, or none."""
+        """Return the nodes under the key `of`; () without it."""
         return self.nodes(given["of"], f"{path}.of", inside) if given.get("of") is not None else ()
 
     def keys(self, body: Any, path: str, known: tuple[str, ...]) -> dict[str, Any]:
@@ -346,8 +342,8 @@ class _Reader:
     def choice(
         self, given: Mapping[str, Any], path: str, key: str, choices: tuple[str, ...], default: str
     ) -> str:
-        """Return the value of `key`, or `default` where it is missing or none of `choices` (a
-        fault)."""
+        """Return the value of `key`; `default` where it is missing or, after a fault, none of
+        `choices`."""
         value = given.get(key, default)
         if value not in choices:
             self.fault(f"{path}.{key}", value, "is unknown", nearest(str(value), choices))
@@ -355,8 +351,7 @@ class _Reader:
         return cast(str, value)
 
     def count_or_auto(self, given: Mapping[str, Any], path: str, key: str) -> int | None:
-        """Return the value of `key` as a number of at least 1, or None for auto or after a
-        fault."""
+        """Return the value of `key` as a number of at least 1; None for auto or after a fault."""
         value = given.get(key, "auto")
         if value == "auto":
             return None
@@ -382,7 +377,7 @@ class _Reader:
         return {kind: count for kind, count in counts.items() if count is not None}
 
     def seconds(self, given: Mapping[str, Any], path: str, key: str) -> float | None:
-        """Return the value of `key` as seconds of at least 0, or None where it is missing or
+        """Return the value of `key` as seconds of at least 0; None where it is missing or
         faulty."""
         value = given.get(key)
         if value is None:
@@ -394,7 +389,7 @@ class _Reader:
         return float(value)
 
     def device(self, given: Mapping[str, Any], path: str) -> str | None:
-        """Return the kind of device that a stage names, or None for auto or after a fault."""
+        """Return the kind of device that a stage names; None for auto or after a fault."""
         value = given.get("device", "auto")
         if not _is_name(value):
             rule, remedy = "is not the name of a device", "use one of hardware's, or auto"
@@ -418,8 +413,7 @@ class _Reader:
         return tuple((str(k), self.choice(value, key, k, PATTERNS, "replicate")) for k in value)
 
     def pattern(self, item: Any, path: str) -> tuple[str, str] | None:
-        """Return the pair (glob of weights, pattern) of one item of a list, or None after a
-        fault."""
+        """Return the pair (glob of weights, pattern) of one item of a list; None after a fault."""
         if not isinstance(item, Mapping):
             self.fault(path, item, "is not a weight with its pattern", f"use {_LISTED[1:-1]}")
             return None
@@ -434,7 +428,7 @@ class _Reader:
         return weight, self.choice(given, path, "pattern", PATTERNS, "replicate")
 
     def modules(self, given: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
-        """Return the module paths or globs of a node, or None where they are missing or faulty."""
+        """Return the module paths or globs of a node; None where they are missing or faulty."""
         value = given.get("modules")
         if value is None:
             return None
@@ -448,22 +442,20 @@ class _Reader:
 
 
 def _primitive(value: Any) -> str:
-    """Return the primitive that a value names, if the value is a node."""
+    """Return the primitive that `value` names, assuming that it is a node."""
     if isinstance(value, Mapping):
         return str(next(iter(value), ""))
     return str(value)
 
 
 def _is_name(value: object) -> bool:
-    """Return whether `value` is a text that is not empty."""
+    """Return True if `value` is a non-empty string."""
     return isinstance(value, str) and bool(value)
 
 
 def _meaningless(primitive: str, inside: str | None) -> tuple[str, str] | None:
-    """Return why `primitive` directly inside `inside` says nothing, and what to write instead.
-
-    Returns None where the nesting has a meaning.
-    """
+    """Return why `primitive` directly inside `inside` has no meaning, and what to write instead;
+    None where the nesting has a meaning."""
     if primitive == "stage" and inside != "pipeline":
         return "is a slice of a pipeline and stands only in its stages", "put it in pipeline.stages"
     if primitive == "pipeline" and inside in ("pipeline", "stage"):

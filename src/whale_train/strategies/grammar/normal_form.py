@@ -1,4 +1,5 @@
-"""Read a strategy into its one form (`form.py`), and refuse what cannot be."""
+"""Reduce a strategy to its normal form (`form.py`), and refuse strategies that cannot be
+executed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ def read_form(
     """Return the form of a strategy over `devices` devices, or None after adding to `faults`.
 
     devices: number of devices, or the number of each kind.
-    per_node: devices of each node (0: nodes are of unlike size).
+    per_node: devices of each node (0: nodes differ in size).
     hardware: name of the hardware, for messages.
     """
     before = len(faults)
@@ -63,7 +64,7 @@ def read_form(
         form = settled(outer, stages, total, per_node, hardware, faults)
     if form is None:
         return None
-    if pipeline is None:  # copies of a lone stage are copies of the whole
+    if pipeline is None:  # copies of a single stage are replicas of the whole
         (stage,) = form.stages
         both = form.copies * stage.copies
         filled = _filled_node(outer, stages[0])
@@ -76,7 +77,7 @@ def read_form(
 def _outer(
     nodes: tuple[Node, ...], faults: list[Fault]
 ) -> tuple[list[Replicate], tuple[Node, ...]]:
-    """Return the replicates around everything, and the nodes that they copy (none: the model)."""
+    """Return the replicates around everything, and the nodes inside them (none: the model)."""
     outer: list[Replicate] = []
     while len(nodes) == 1:
         (node,) = nodes
@@ -89,7 +90,8 @@ def _outer(
 
 
 def _filled_node(outer: Sequence[Replicate], stage: OpenStage) -> str | None:
-    """Return the path of the node of a lone stage whose open degree takes the devices, or None."""
+    """Return the path of the node whose open degree takes the devices of a strategy with one stage,
+    or None."""
     if stage.body is not None:
         return stage.body.path if stage.shards is None else None
     return next((node.path for node in outer if node.degree is None), None)
@@ -99,7 +101,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
     """Return one stage, or None after adding to `faults`.
 
     A stage is (stage of) (replicate of) a split, or a replicate beside splits of modules. Each of
-    these may be missing.
+    these is optional.
     """
     path, around = nodes[0].path, Stage("")
     if isinstance(nodes[0], Stage):
@@ -130,10 +132,12 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             return None
         case (Replicate() as body, Split() as split, *others) if _are_splits(others):
             more = tuple(node for node in others if isinstance(node, Split))
-            said = next((node for node in (split, *more) if node.degree), split)
-            if not all(_is_beside_copies(body, x, said, path, faults) for x in (split, *more)):
+            sized_by = next((node for node in (split, *more) if node.degree), split)
+            if not all(_is_beside_copies(body, x, sized_by, path, faults) for x in (split, *more)):
                 return None
-            shards, sized = (said.degree, said.path) if said.degree else (body.degree, body.path)
+            shards, sized = (
+                (sized_by.degree, sized_by.path) if sized_by.degree else (body.degree, body.path)
+            )
             if shards and body.degree and body.degree != shards:
                 copies = copies and copies * (body.degree // shards)
         case _:
@@ -146,26 +150,25 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
 
 
 def _are_splits(nodes: Sequence[Node]) -> bool:
-    """Return whether all nodes are splits."""
+    """Return True if all nodes are splits."""
     return all(isinstance(node, Split) for node in nodes)
 
 
 def _is_beside_copies(
-    body: Replicate, split: Split, said: Replicate | Split, path: str, faults: list[Fault]
+    body: Replicate, split: Split, sized_by: Replicate | Split, path: str, faults: list[Fault]
 ) -> bool:
-    """Return whether a split beside `body` can be executed, on as many devices as `said` says.
-
-    Where it cannot, a fault says why.
-    """
+    """Return True if a split beside `body` can be executed on the number of devices that `sized_by`
+    gives. If it cannot, add a fault."""
     if body.of or split.of:
         rule = "is not a replicate of all beside splits of modules, over the same devices"
         remedy = "use [{replicate: {}}, {split: {modules: head}}]"
         faults.append(Fault(path.rpartition("[")[0], "", rule, remedy))
         return False
     key, value = f"{split.path}.degree", str(split.degree)
-    if said.degree and split.degree and said.degree != split.degree:
+    if sized_by.degree and split.degree and sized_by.degree != split.degree:
         rule = (
-            f"differs from {said.path}.degree={said.degree}, though splits of a list share their "
+            f"differs from {sized_by.path}.degree={sized_by.degree}, "
+            "though splits of a list share their "
         )
         faults.append(Fault(key, value, f"{rule}devices", "give both the same, or auto"))
         return False
@@ -179,12 +182,12 @@ def _is_beside_copies(
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the degrees that a split may have beside `number` copies."""
+    """Return the degrees that a split may have beside `number` replicas."""
     return [x for x in range(2, number + 1) if number % x == 0]
 
 
 def _colocated(nodes: tuple[Node, ...]) -> Fault:
-    """Return the fault of nodes that share devices in a way that is not executed."""
+    """Return the fault of nodes that share devices in an unsupported way."""
     path = nodes[0].path.rpartition("[")[0]
     rule = "has parts that share devices, which are executed as a replicate, then splits of modules"
     remedy = "use strategy=hybrid_split_dp, or one node"
@@ -192,7 +195,8 @@ def _colocated(nodes: tuple[Node, ...]) -> Fault:
 
 
 def _refuse_modules(node: Replicate, faults: list[Fault]) -> None:
-    """Add a fault where a replicate names modules, as nothing then covers the rest of the model."""
+    """Add a fault for a replicate that names modules, since nothing then covers the rest of the
+    model."""
     if node.modules != ("*",):
         rule = "names a part of the model, and nothing in the strategy covers the rest"
         remedy = 'use "*", or a list with a node for the rest'
@@ -202,10 +206,11 @@ def _refuse_modules(node: Replicate, faults: list[Fault]) -> None:
 def _keeper(
     copies: list[Replicate], pipeline: Pipeline | None, faults: list[Fault]
 ) -> Replicate | None:
-    """Return the replicate that says how copies keep what they have in common.
+    """Return the replicate with the ZeRO and offload settings of all replicas; None without
+    replicates.
 
-    Returns None without copies. All copies keep alike, as one set of engines has one way: another
-    way is a fault. In a pipeline, a ZeRO stage above 1 is a fault.
+    All replicates must have equal settings, since they share one set of engines: different ones are
+    a fault. In a pipeline, a ZeRO stage above 1 is a fault.
     """
     ways = [(c.zero, c.offload_optimizer, c.offload_parameters) for c in copies]
     asked = [c for c, way in zip(copies, ways, strict=True) if way != (0, "none", "none")]
@@ -227,7 +232,7 @@ def _keeper(
 
 
 def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fault]) -> None:
-    """Add a fault for a split or a ZeRO stage with no effect, and for a split head not in the last
+    """Add a fault for a split or a ZeRO stage without effect, and for a split head outside the last
     stage."""
     devices = form.copies * form.width
     for stage in form.stages[:-1]:

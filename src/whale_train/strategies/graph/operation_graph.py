@@ -1,9 +1,8 @@
 """The model as the planner sees it: its operations, parameters and inputs, without torch.
 
-The graph is the one `torch.export` gives; operations and values keep its names, so that the
-profile, the plan, the cost model and the runtime's rewrite all speak of the same things. Sizes
-that follow the batch are multiples of it (`Size(0, 16)` is 16 x batch); everything is *per
-sample* unless its name says otherwise.
+The graph comes from `torch.export`. Operations and values keep its names, which the profile, the
+plan, the cost model and the runtime's rewrites share. Sizes that depend on the batch are multiples
+of it (`Size(0, 16)` is 16 x batch); everything is *per sample* unless its name says otherwise.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,28 +30,28 @@ class Size:
 
 Shape = tuple[Size, ...]
 
-# The targets of parameters (`frozen` ones are not trained), and of everything that a model holds.
+# The targets of parameters (`frozen` ones are not trained), and of all tensors that a model holds.
 WEIGHTS = ("parameter", "frozen")
 HELD = (*WEIGHTS, "buffer")
 
-# Used in place of an input's index: the operation's own value, and a tensor that is no operation's
-# value, such as statistics and masks.
+# Used in place of an input's index: the operation's own value, and a tensor that is not the value
+# of any operation, such as statistics and masks.
 OWN, INSIDE = -1, -2
 
-# Operations that can make their weight's gradient themselves (rewrites.py): products, with the
+# Operations that can compute their weight's gradient themselves (rewrites.py): products, with the
 # positions of their input, weight and bias among their arguments, and lookups.
 PRODUCTS = {"aten.linear.default": (0, 1, 2), "aten.addmm.default": (1, 2, 0)}
 LOOKUP = "aten.embedding.default"
 
 # Operations that autocast runs in 16 bits, on CPUs and GPUs alike, casting every floating-point
-# operand; the last is models/grouped_product.py's.
+# operand; the last one is that of models/grouped_product.py.
 LOWERED = ("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d",
            "scaled_dot_product_attention", "grouped_mm")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ref:
-    """An argument that is another operation's value."""
+    """An argument that is the value of another operation."""
 
     name: str
 
@@ -68,24 +67,24 @@ class Operation:
 
     name: the name of the operation and of its value.
     target: the ATen overload (`aten.linear.default`), or `input`, `parameter`, `frozen` (a
-        parameter that is not trained), `buffer`, `graph` (one that a higher-order operation runs)
-        or `output`.
+        parameter that is not trained), `buffer`, `graph` (a subgraph that a higher-order operation
+        runs) or `output`.
     args: the positional arguments.
     kwargs: the keyword arguments, as pairs of name and argument.
     shape: the extents of the value; None where it is no tensor.
     dtype: the name of the value's dtype (`float32`).
     module: the path of the module whose forward the operation belongs to.
-    path: the name in the model of a parameter or buffer.
-    flops: FLOPs of the forward, per sample.
-    saved: tensors that the operation has autograd keep for its backward, as pairs of a place and
-        bytes, per sample in fp32. A place is an index of `inputs`, `OWN` for the operation's own
-        value, or `INSIDE` for an intermediate value.
-    memory: the index of the input in whose memory the value lies; `OWN` where it has its own.
-    after: the operations that changed what this one reads in place, under another name than the one
-        it reads.
-    random: whether it draws random numbers, which a dropout of 0 does not.
+    path: the name of a parameter or buffer in the model.
+    flops: FLOP of the forward, per sample.
+    saved: tensors that autograd saves for the operation's backward, as pairs of a place and bytes,
+        per sample in fp32. A place is an index of `inputs`, `OWN` for the operation's own value, or
+        `INSIDE` for an intermediate value.
+    memory: the index of the input whose storage the value shares; `OWN` where it has its own.
+    after: the operations that changed an input in place, under another name than the one that this
+        operation reads.
+    random: True if it draws random numbers. A dropout of 0 does not.
     writes: the names of the buffers, or other attributes of the model, that it writes into.
-    changes: the value that it changes in place and whose new value its own is; '' for none.
+    changes: the value that it changes in place and returns; '' for none.
     """
 
     name: str
@@ -106,7 +105,7 @@ class Operation:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the values that the operation reads, in order, each once."""
+        """Return the names of the values that the operation reads, in order, without repetition."""
         names: dict[str, None] = {}
 
         def visit(argument: Argument) -> None:
@@ -125,8 +124,8 @@ class Operation:
 def block_of(module: str) -> str:
     """Return the path of the block that a module belongs to.
 
-    It is the module's path up to the last number (`encoder.layers.3`), which is how lists of equal
-    blocks are written. A path without a number is returned whole.
+    It is the module's path up to the last number (`encoder.layers.3`), as lists of equal blocks are
+    named. A path without a number is returned unchanged.
     """
     parts = module.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
@@ -134,7 +133,7 @@ def block_of(module: str) -> str:
 
 
 def is_repeated(block: str) -> bool:
-    """Return whether a block is an entry of a list of blocks, as in deep models."""
+    """Return True if a block is an entry of a list of blocks, as in deep models."""
     return any(part.isdecimal() for part in block.split("."))
 
 
@@ -151,7 +150,7 @@ def _kind_of_target(target: str) -> str:
 
 def value_bytes(operation: Operation, samples: float = 1) -> float:
     """Return the bytes of an operation's value for `samples` samples. A value without a batch
-    counts whole, and one that is no tensor has 0."""
+    dimension counts in full; a value that is no tensor counts 0."""
     if operation.shape is None:
         return 0.0
     total = float(DTYPE_BYTES.get(operation.dtype, 4))
@@ -176,7 +175,7 @@ class OperationGraph:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Return the number of every operation in the order they run, by its name."""
+        """Return the position of every operation in the order they run, by its name."""
         return {operation.name: place for place, operation in enumerate(self.operations)}
 
     @cached_property
@@ -190,8 +189,8 @@ class OperationGraph:
 
     @cached_property
     def num_bytes(self) -> dict[str, float]:
-        """Return the bytes of every value, per sample. A value that is no tensor has those of the
-        tensors in it."""
+        """Return the bytes of every value, per sample. A value that is no tensor counts the tensors
+        in it."""
         sizes: dict[str, float] = {}
         for operation in reversed(self.operations):
             sizes[operation.name] = value_bytes(operation)
@@ -214,8 +213,8 @@ class OperationGraph:
     def lowered_readers(self) -> dict[str, tuple[bool, bool]]:
         """Return two flags for every weight, frozen ones included, by its path.
 
-        The first says whether an operation reads the weight that autocast lowers to 16 bits, the
-        second whether any other operation reads it. A view of a weight counts as the weight.
+        The first is True if an operation that autocast lowers to 16 bits reads the weight, the
+        second if any other operation reads it. A view of a weight counts as the weight.
         """
         readers: dict[str, tuple[bool, bool]] = {}
         for operation in self.operations:
@@ -237,11 +236,8 @@ class OperationGraph:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Return the names of the values that have a gradient.
-
-        They are the trained parameters, and the values computed from them that are floating-point
-        or no tensor.
-        """
+        """Return the names of the values that have a gradient: the trained parameters, and the
+        values computed from them that are floating-point or no tensor."""
         with_gradient: set[str] = set()
         for operation in self.operations:
             reached = any(name in with_gradient for name in operation.inputs)
@@ -252,8 +248,8 @@ class OperationGraph:
 
     @cached_property
     def memory_of(self) -> dict[str, str]:
-        """Return, for each value, the operation in whose memory it lies: its own, or the one of the
-        value that it is a view of."""
+        """Return, for each value, the operation that owns its storage: its own, or that of the
+        value it is a view of."""
         owners: dict[str, str] = {}
         for operation in self.operations:
             own = operation.memory == OWN
@@ -263,8 +259,9 @@ class OperationGraph:
 
     @cached_property
     def gradients_of(self) -> dict[str, tuple[str, ...]]:
-        """Return, for each operation, the operations in whose memory those inputs lie that its
-        backward makes gradients of, weights left out; one that is read twice occurs twice."""
+        """Return, for each operation, the owners of the storage of the inputs for which its
+        backward computes gradients. Weights are left out; an owner that is read twice occurs
+        twice."""
         return {
             operation.name: tuple(
                 self.memory_of[name]
@@ -292,11 +289,11 @@ class OperationGraph:
 
     @cached_property
     def changed_buffers(self) -> dict[str, frozenset[str]]:
-        """Return, for every buffer that the forward writes into, by its path, the operations that
-        read or write it, under its own name or that of a view."""
-        written = (self[name] for update in self.updates for name in self[update].writes)
-        touching: dict[str, set[str]] = {x.path: set() for x in written if x.target == "buffer"}
-        path_of: dict[str, str] = {}  # by the name of a value in such a buffer's memory
+        """Return the operations that read or write each buffer that the forward writes into, by the
+        buffer's path. Reads and writes through a view count."""
+        targets = (self[name] for update in self.updates for name in self[update].writes)
+        touching: dict[str, set[str]] = {x.path: set() for x in targets if x.target == "buffer"}
+        path_of: dict[str, str] = {}  # by the name of a value in the storage of such a buffer
         for operation in self.operations if touching else ():
             if operation.target == "buffer" and operation.path in touching:
                 path_of[operation.name] = operation.path
@@ -332,7 +329,7 @@ class Parameter:
     path: its name in the model.
     shape: its extents.
     bytes_per_element: bytes of an element.
-    aliases: the further names of a tied parameter.
+    aliases: further names of a tied parameter.
     """
 
     path: str
@@ -353,9 +350,11 @@ class Parameter:
 class InputField:
     """One named tensor of a sample.
 
+    name: the name of the field.
     shape: the extents without the batch.
     dtype: the name of the dtype.
-    upper_bound: the exclusive upper bound of its integers; 0 where it is unknown or they are none.
+    upper_bound: the exclusive upper bound of its integers; 0 where it is unknown or the field has
+        no integers.
     lower_bound: the smallest of its integers where that is known to be negative, else 0.
     """
 
@@ -367,7 +366,7 @@ class InputField:
 
     @property
     def is_integer(self) -> bool:
-        """Return whether the field's dtype is an integer one."""
+        """Return True if the field's dtype is an integer type."""
         return self.dtype.startswith(("int", "uint"))
 
 
@@ -377,7 +376,7 @@ class Logits:
 
     shape: the extents after the batch.
     class_dim: the dimension of the classes, 1 or -1, counted with the batch.
-    is_open: whether both dimensions were possible by shape.
+    is_open: True if both dimensions were possible by shape.
     """
 
     shape: tuple[int, ...]
@@ -394,29 +393,30 @@ class Logits:
 class ModelProfile:
     """Size and cost of a model, measured without its weights.
 
+    name: the name of the model.
     parameters: the trained parameters.
     inputs: the tensors of a sample.
-    forward_flops: FLOPs of a forward, per sample (2 a multiply-add).
+    forward_flops: FLOP of a forward, per sample (2 for each multiply-add).
     activation_bytes: bytes that autograd keeps between forward and backward, per sample in fp32.
     buffer_bytes: bytes of the model's buffers.
     graph: the operations; None where the model cannot be exported. Only strategies that run the
-        model as it is can use it then.
+        model as it is can then use it.
     export_error: the reason why the model cannot be exported.
     batch_norm_modules: the paths of its BatchNorms.
-    unused_parameters: the parameters that get no gradient, whatever the batch.
+    unused_parameters: the parameters that never get a gradient.
     perhaps_unused: where the forward varies, the parameters that got no gradient from one batch and
         may get one from another.
-    unequal_parts: the difference between a batch and its parts that a comparison found; '' where
-        there is none, or nothing was compared.
-    unequal_remedy: what the user can do about `unequal_parts`.
+    unequal_parts: the difference between a batch and its parts that a comparison found; '' for
+        none, or where nothing was compared.
+    unequal_remedy: the remedy for `unequal_parts`.
     frozen: the parameters that are not trained and have no gradient.
-    varies: whether the operations of a forward vary, because it looks at the values of a batch,
-        draws by itself or changes from call to call.
-    own_draws: the sources of random numbers of the forward beside torch's default generator; '' for
+    varies: True if the operations of a forward vary, because it depends on the values of a batch,
+        draws random numbers itself or changes from call to call.
+    own_draws: sources of random numbers of the forward other than torch's default generator; '' for
         none.
     logits: the logits of `model.loss=cross_entropy`; None where the model computes its own loss.
-    batch_sizes: the smallest and the largest batch that the graph is valid for; a largest of 0 is
-        any.
+    batch_sizes: the smallest and the largest batch that the graph is valid for; a largest of 0
+        means no limit.
     """
 
     name: str
@@ -440,13 +440,12 @@ class ModelProfile:
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:
-        """Return the trained parameters by every name they have, aliases included."""
+        """Return the trained parameters by all their names, aliases included."""
         return _by_path(self.parameters)
 
     @cached_property
     def weight_by_path(self) -> dict[str, Parameter]:
-        """Return the trained and the frozen parameters by every name they have, aliases
-        included."""
+        """Return the trained and the frozen parameters by all their names, aliases included."""
         return _by_path((*self.parameters, *self.frozen))
 
     def weights_read(self, names: Iterable[str]) -> dict[str, str]:
@@ -463,24 +462,25 @@ class ModelProfile:
 
     @cached_property
     def narrow(self) -> frozenset[str]:
-        """Return the paths of the weights that only operations read which autocast lowers to 16
-        bits.
+        """Return the paths of the weights that are read only by operations which autocast lowers to
+        16 bits.
 
-        A 16-bit value of such a weight is as good as one in fp32. A model without a graph has none.
+        A 16-bit value of such a weight gives the same results as an fp32 one. A model without a
+        graph has none.
         """
         return frozenset(path for path, read in self._readers.items() if read == (True, False))
 
     @cached_property
     def cast(self) -> frozenset[str]:
-        """Return the paths of the weights of which autocast makes 16-bit copies where the weights
-        are fp32. A model without a graph has all."""
+        """Return the paths of the weights of which autocast makes 16-bit copies if they are fp32.
+        For a model without a graph, these are all weights."""
         if self.graph is None:
             return frozenset(weight.path for weight in (*self.parameters, *self.frozen))
         return frozenset(path for path, read in self._readers.items() if read[0])
 
     @cached_property
     def _readers(self) -> dict[str, tuple[bool, bool]]:
-        """Return the flags of `OperationGraph.lowered_readers` by canonical path, joined over the
+        """Return the flags of `OperationGraph.lowered_readers` by canonical path, combined over all
         names of a tied weight."""
         readers: dict[str, tuple[bool, bool]] = {}
         for name, read in (self.graph.lowered_readers if self.graph else {}).items():

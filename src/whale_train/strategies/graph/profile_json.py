@@ -2,7 +2,7 @@
 
 The first line is the checksum of the rest, so that a damaged file is not read as a profile. An
 operation is a list of its fields, in their order. In its arguments, an object stands for a value
-that JSON has no type for, and a list for a tuple.
+that has no JSON type, and a list for a tuple.
 """
 
 import json
@@ -103,8 +103,8 @@ def _written(operation: Operation) -> list[Any]:
     ]
 
 
-def _read(written: list[Any]) -> Operation:
-    name, target, args, kwargs, shape, dtype, module, path, flops, saved, *rest = written
+def _read(row: list[Any]) -> Operation:
+    name, target, args, kwargs, shape, dtype, module, path, flops, saved, *rest = row
     memory, after, random, writes, changes = rest
     return Operation(
         name,

@@ -1,8 +1,8 @@
-"""Rewrites: groups of operations that a rank which runs the exported graph runs in another way.
+"""Rewrites: groups of operations that a rank which runs the exported graph executes differently.
 
 This file finds them on the operation graph, once. The plan names their operations
-(`PlannedSegment.rewrites`), ranks put other functions in their place (`runtime/graph/passes.py`),
-and the models of memory and time count what these keep and take.
+(`PlannedSegment.rewrites`), ranks replace them with other functions (`runtime/graph/passes.py`),
+and the models of memory and time account for the replacements.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -32,25 +32,25 @@ OVERLAPPED_ROWS = "overlapped_rows"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Operations that run in another way than one by one with autograd's backward.
+    """Operations that are executed differently than one by one with autograd's backward.
 
-    kind: what becomes of them.
-    operations: their names in the order they run.
+    kind: the kind of the rewrite.
+    operations: the names of the operations, in the order they run.
 
     `rms_norm`: the square, its mean, the sum with eps, the inverse root, the product with x, casts
     of it to fp32, and the product with the weight. They run as one, weight * (x * rsqrt(mean(x **
     2, -1) + eps)).
 
     `grouped_keys`: the new dimension, its expansion and the reshape of the keys, the same three of
-    the values, and the attention. It reads keys and values unrepeated.
+    the values, and the attention, which then reads keys and values unrepeated.
 
-    `joined_products`: the products that alone read a value which enters sharded work. They run as
-    one, whose backward computes weights' gradients while it sums the value's gradient.
+    `joined_products`: the only readers of a value that enters sharded work, all of them products.
+    They run as one, whose backward computes weight gradients while it reduces the value's gradient.
 
-    `own_gradients`: products and lookups. Each makes the gradient of its weight itself, and adds it
-    to the sum in place or defers it.
+    `own_gradients`: products and lookups. Each computes the gradient of its weight itself, and
+    accumulates it in place or defers it.
 
-    `overlapped_rows`: the operation whose rows come back from their experts, and those that run
+    `overlapped_rows`: the operation whose rows return from their experts, and operations that run
     meanwhile.
     """
 
@@ -59,23 +59,23 @@ class Rewrite:
 
     @property
     def unmade(self) -> tuple[str, ...]:
-        """Return the large values that the operations, run as one, do not make: the normed x, and
-        keys and values that are repeated."""
+        """Return the large values that the fused operations do not materialise: the normalised x,
+        and repeated keys and values."""
         if self.kind == RMS_NORM:
             return self.operations[4:-1]
         return self.operations[2:-1:3] if self.kind == GROUPED_KEYS else ()
 
     def repeated(self, graph: OperationGraph) -> dict[str, str]:
-        """Return the keys and values that the operations, which are of `graph`, repeat, by the name
-        of the repeated value."""
+        """Return the source of each repeated key or value, by the name of the repeated value.
+        `graph` is the graph of the operations."""
         if self.kind != GROUPED_KEYS:
             return {}
         sources = (graph[name].inputs[0] for name in self.operations[:-1:3])
         return dict(zip(self.unmade, sources, strict=True))
 
     def reads_as_one(self, graph: OperationGraph) -> frozenset[tuple[str, str]]:
-        """Return pairs of an operation, which is of `graph`, and the value that it shares a changed
-        copy of with the other operations."""
+        """Return pairs (operation, value) in which the operation shares one cast copy of the value
+        with the other operations. `graph` is the graph of the operations."""
         if self.kind != JOINED_PRODUCTS:
             return frozenset()
         value = _operands(graph[self.operations[0]])[0]
@@ -85,16 +85,16 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class RewriteScope:
-    """Operations that a rank runs in one go, and what stands between them.
+    """Operations that a rank runs without interruption, and the changes between them.
 
-    graph: the graph that they are of.
+    graph: the graph of the operations.
     operations: their names.
     gives: the values that others read.
-    casts: from an operation and a value to the change of layout in which it reads the value: its
-        kind, and what it is from and to. Operations that read a value in equal changes share the
-        changed value. The operation is '' for values that others read.
-    replaced: the operations in whose place other ones stand.
-    cut: the dimension along which a value is cut.
+    casts: the change of layout in which an operation reads a value, by (operation, value): its
+        kind, source and target. Operations that read a value in equal changes share the changed
+        value. The operation is '' for values that others read.
+    replaced: the operations that are already replaced by others.
+    cut: the dimension along which a value is sharded, by name.
     """
 
     graph: OperationGraph
@@ -106,7 +106,7 @@ class RewriteScope:
 
     @classmethod
     def whole(cls, graph: OperationGraph) -> "RewriteScope":
-        """Return all operations of `graph`, with nothing between them."""
+        """Return the scope of all operations of `graph`, without changes between them."""
         return cls(graph, graph.by_name.keys())
 
     def rms_norms(self) -> Iterator[Rewrite]:
@@ -118,8 +118,9 @@ class RewriteScope:
                     yield Rewrite(RMS_NORM, operations)
 
     def grouped_keys(self) -> Iterator[Rewrite]:
-        """Yield the attentions among the operations whose keys and values are repeated for the
-        queries that share them. Keys and values that are cut by heads are repeated on each rank."""
+        """Yield the attentions whose keys and values are repeated for the queries that share them
+        (grouped-query attention). Keys and values that are sharded by heads stay repeated on each
+        rank."""
         for name in self.operations:
             attention = self.graph[name]
             if attention.target != _ATTENTION or name in self.replaced:
@@ -133,8 +134,8 @@ class RewriteScope:
                 yield Rewrite(GROUPED_KEYS, (*operations, name))
 
     def joined_products(self) -> Iterator[Rewrite]:
-        """Yield the products among the operations that alone read a value which enters sharded
-        work, where there are such."""
+        """Yield groups of products that are the only readers of a value which enters sharded
+        work."""
         readers: dict[tuple[str, str], list[str]] = {}
         for (user, value), (kind, *_) in self.casts.items():
             if kind in _ENTERS and (user in self._names or not user):
@@ -146,7 +147,7 @@ class RewriteScope:
                 yield Rewrite(JOINED_PRODUCTS, tuple(in_order))
 
     def own_gradients(self) -> Iterator[str]:
-        """Yield the products and lookups among the operations that read a weight as it is."""
+        """Yield the products and lookups among the operations that read a weight directly."""
         for name in self.operations:
             operation = self.graph[name]
             if name in self.replaced or operation.kwargs:
@@ -161,12 +162,12 @@ class RewriteScope:
                 yield name
 
     def overlapped_rows(self) -> Iterator[Rewrite]:
-        """Yield the operations of the same block that can run while rows come back from their
-        experts: products, and what is computed from them, that neither lead to the rows nor are
-        made of them. Such are those of a shared expert (DeepSeek-V3, Qwen2-MoE).
+        """Yield the operations of the same block that can run while rows return from their experts:
+        products, and operations computed from them, that the rows neither depend on nor lead to.
+        A shared expert has such operations (DeepSeek-V3, Qwen2-MoE).
 
-        There are none where no operation of the block reads both, or where one before it writes
-        into a value, which fixes the order.
+        There are none where no operation of the block reads both, or where an operation before it
+        writes into a value, which fixes the order.
         """
         values = dict.fromkeys(x for (_, x), (kind, *_) in self.casts.items() if kind == _COMBINE)
         for value in values:
@@ -175,8 +176,8 @@ class RewriteScope:
                 yield Rewrite(OVERLAPPED_ROWS, (value, *names))
 
     def _beside_rows(self, value: str) -> Iterator[str]:
-        """Yield the names of the operations that can run while `value`, whose rows experts have
-        computed, comes back to where the rows came from."""
+        """Yield the names of the operations that can run while the rows of `value`, computed by
+        experts, return to their members."""
         readers = (name for name in self.operations if (name, value) in self.casts)
         reader = next(readers, None)
         if reader is None:
@@ -188,7 +189,7 @@ class RewriteScope:
         for place, operation in enumerate(block):
             is_of_beside = not beside.keys().isdisjoint(operation.inputs)
             if not made.isdisjoint(operation.inputs):
-                if is_of_beside:  # this one needs both
+                if is_of_beside:  # this operation needs both
                     writes = any(x.changes for x in block[:place])
                     yield from () if writes or self._are_read_before(reader, beside) else beside
                     return
@@ -197,7 +198,7 @@ class RewriteScope:
                 beside[operation.name] = None
 
     def _leads(self, value: str, first: str) -> Collection[str]:
-        """Return the names of the operations from `first` on that `value` is computed from, `value`
+        """Return the names of the operations from `first` on that `value` depends on, `value`
         included."""
         reached, place = {value}, self.graph.places
         for operation in reversed(self.graph.operations[place[first] : place[value] + 1]):
@@ -214,8 +215,8 @@ class RewriteScope:
         return any(place[user] < place[reader] for user in read)
 
     def _reads_weights(self, name: str, value: str) -> bool:
-        """Return True where the operation `name` is a product whose input is `value`, with a weight
-        and perhaps a bias that it reads as they are."""
+        """Return True if the operation `name` is a product of `value` and a weight, with an
+        optional bias, and reads the weight and the bias directly."""
         if not name or self.graph[name].target not in PRODUCTS or self.graph[name].kwargs:
             return False
         x, weight, bias = _operands(self.graph[name])
@@ -224,7 +225,7 @@ class RewriteScope:
         return bias is None or self._is_weight(name, bias)
 
     def _is_weight(self, reader: str, value: Argument) -> bool:
-        """Return True where `reader` reads `value`, a weight, as it is."""
+        """Return True if `value` is a weight that `reader` reads directly, without a cast."""
         if not isinstance(value, Ref) or self.graph[value.name].target not in WEIGHTS:
             return False
         return (reader, value.name) not in self.casts
@@ -232,7 +233,7 @@ class RewriteScope:
     def _repetition(self, attention: Operation, value: Argument) -> tuple[int, tuple[str, ...]]:
         """Return the number of times that the heads of `value`, which `attention` reads, are
         repeated, and the operations that repeat them: a new dimension, its expansion, and a
-        reshape. Return 0 and no operations for other values."""
+        reshape. Return 0 and () for other values."""
         merged = self._made_by(attention, value, "aten.reshape.default")
         expanded = self._made_by(merged, merged.args[0], "aten.expand.default") if merged else None
         if merged is None or expanded is None or self.cut.get(expanded.name) in (1, 2):
@@ -252,15 +253,15 @@ class RewriteScope:
         return times, (new.name, expanded.name, merged.name)
 
     def _made_by(self, reader: Operation, value: Argument, target: str) -> Operation | None:
-        """Return the operation that makes `value`, where it is one of `target` in the scope and
-        `reader` reads its value as it is; None for any other."""
+        """Return the operation that makes `value`, if it is one of `target` in the scope and
+        `reader` reads it without a cast; else None."""
         if not isinstance(value, Ref) or self.graph[value.name].target != target:
             return None
         is_plain = (reader.name, value.name) not in self.casts and value.name not in self.replaced
         return self.graph[value.name] if is_plain and value.name in self._names else None
 
     def _norm_ending_in(self, last: Operation) -> tuple[str, ...]:
-        """Return the operations of the norm whose product with a weight is `last`, or nothing."""
+        """Return the operations of the norm whose product with a weight is `last`; () for none."""
         for weight, normed in (last.args, last.args[::-1]):
             casts: list[str] = []
             reader = last
@@ -280,7 +281,7 @@ class RewriteScope:
 
     def _root_of_mean(self, product: Operation, x: Argument, inverse: Argument) -> tuple[str, ...]:
         """Return the operations of `inverse`, which `product` reads, if it is rsqrt(mean(x ** 2,
-        -1) + eps); nothing for anything else."""
+        -1) + eps); () for anything else."""
         names: list[str] = []
         reader, value = product, inverse
         for target, accepts in _ROOT:
@@ -296,8 +297,8 @@ class RewriteScope:
         return tuple(names) if len(read) == 1 else ()
 
     def _read_alone(self, reader: Operation, value: Argument, target: str) -> Operation | None:
-        """Return the operation that makes `value`, as `_made_by` does, where `reader` alone reads
-        its value; else None."""
+        """Return the operation that makes `value`, as `_made_by` does, if `reader` is the only
+        reader; else None."""
         maker = self._made_by(reader, value, target)
         if maker is None or maker.name in self.gives:
             return None
@@ -325,8 +326,8 @@ class RewriteScope:
 def run_order(
     graph: OperationGraph, operations: Sequence[str], rewrites: Collection[Rewrite]
 ) -> tuple[str, ...]:
-    """Return `operations`, which are of `graph`, in the order in which ranks run them: those of
-    overlapped rows come between the start of the rows' return and its end."""
+    """Return `operations`, which are of `graph`, in the order in which ranks run them: overlapped
+    operations come between the start and the end of the rows' return."""
     order = list(operations)
     for rewrite in rewrites:
         if rewrite.kind == OVERLAPPED_ROWS:
@@ -355,13 +356,13 @@ def _operands(product: Operation) -> tuple[Argument, Argument, Argument]:
     return args[x], args[weight], args[bias]
 
 
-# Changes of layout whose backward sums the gradient of all readers over the group.
+# Changes of layout whose backward all-reduces the gradient of all readers over the group.
 _ENTERS = ("enter", "reduce_enter")
-_COMBINE = "combine"  # by which rows come back from their experts
+_COMBINE = "combine"  # the cast that returns rows from their experts
 _TIMES = "aten.mul.Tensor"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
-# The operations of the inverse root of a mean square, last first, and the arguments that follow
-# the value that each reads.
+# The operations of the inverse root of a mean square, last first, each with a test of the arguments
+# after its input.
 _ROOT = (
     ("aten.rsqrt.default", lambda rest: rest == ()),
     ("aten.add.Tensor", lambda rest: len(rest) == 1 and isinstance(rest[0], float)),

@@ -1,8 +1,8 @@
-"""Bytes that autograd keeps of a graph's values, on one rank and in its precision.
+"""Bytes of the tensors that autograd saves, on one rank and in its precision.
 
-Bytes are per sample; a value without a batch counts with every sample. A value is identified by the
-operation in whose memory it lies, so that all views of a value are one. The caller says which part
-of a value a rank holds. `liveness.py` says when values are freed.
+Bytes are per sample; a value without a batch dimension counts with every sample. A value is
+identified by the operation that owns its storage, so that all views of a value are one. The caller
+gives the fraction of a value that a rank holds. `liveness.py` owns when values are freed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,25 +23,25 @@ from whale_train.strategies.graph.rewrites import Rewrite
 
 
 def whole_value(name: str) -> float:
-    """Return 1.0, the part of a value on a rank that holds all of it."""
+    """Return 1.0, the fraction of a value on a rank that holds all of it."""
     return 1.0
 
 
 @dataclass(frozen=True)
 class View:
-    """The values of `graph` as one rank holds them.
+    """The values of a graph as one rank holds them.
 
     graph: the operations.
-    part_of: gives the part of a value that the rank holds.
-    halves: the values that are 16-bit, which have half the bytes of fp32.
-    casts: whether products make 16-bit copies of the wider values that they read.
-    joined: the values that do not exist, as the operation that makes them runs as one with those
-        that read them.
-    read_as: by operation and value, the part that the operation reads, where the value is gathered
-        or cut for it.
-    reads_as_one: pairs of an operation and a value; the operations that read a value in this way
-        share one copy of it. Any other operation has a copy of its own.
-    repeated: from a value to the one that it repeats, which attention reads in its place.
+    part_of: function that returns the fraction of a value that the rank holds.
+    halves: the values that are 16-bit, with half the bytes of fp32.
+    casts: True if products make 16-bit copies of the wider values that they read.
+    joined: the values that are not materialised, since the operation that makes them is fused with
+        its readers.
+    read_as: the fraction of a value that an operation reads, by (operation, value), where the value
+        is gathered or sliced for it.
+    reads_as_one: pairs (operation, value) of operations that share one copy of the value. Any other
+        operation has a copy of its own.
+    repeated: the source of each repeated value, which attention reads in its place.
     """
 
     graph: OperationGraph
@@ -55,8 +55,8 @@ class View:
 
     @classmethod
     def at(cls, graph: OperationGraph, precision: str) -> "View":
-        """Return the view of a rank that holds whole values and trains in `precision`, of which 16
-        bits are autocast."""
+        """Return the view of a rank that holds full values and trains in `precision`, where 16 bits
+        are autocast."""
         if precision == "fp32":
             return cls(graph)
         return cls(graph, halves=halves(graph), casts=True)
@@ -66,12 +66,12 @@ class View:
         part_of: Callable[[str], float],
         read_as: Mapping[tuple[str, str], float] = MappingProxyType({}),
     ) -> "View":
-        """Return this view for a rank that holds `part_of` every value and reads some in other
-        parts."""
+        """Return this view for a rank that holds the fraction `part_of` of every value, and reads
+        some values in the fractions `read_as`."""
         return replace(self, part_of=cache(part_of), read_as=read_as)
 
     def rewritten(self, rewrites: Collection[Rewrite]) -> "View":
-        """Return this view for ranks that run the operations of every rewrite as it says."""
+        """Return this view for ranks that apply all `rewrites`."""
         repeated = (pair for x in rewrites for pair in x.repeated(self.graph).items())
         return replace(
             self,
@@ -81,23 +81,23 @@ class View:
         )
 
     def part(self, name: str) -> float:
-        """Return the bytes of `name` on the rank, as a part of its bytes in fp32."""
+        """Return the bytes of `name` on the rank, as a fraction of its bytes in fp32."""
         if name in self.joined:
             return 0.0
         return self.part_of(name) * (0.5 if name in self.halves else 1.0)
 
     def read_bytes(self, operation: Operation, name: str) -> float:
-        """Return the bytes per sample of `name` as `operation` reads it, where it is gathered or
-        cut for that; else 0."""
+        """Return the bytes per sample of `name` as `operation` reads it, if it is gathered or
+        sliced for that; else 0."""
         part = self.read_as.get((operation.name, name), 0.0)
         return self.graph.num_bytes[name] * part * (0.5 if name in self.halves else 1.0)
 
     def put_together(self, operation: Operation, name: str) -> tuple[str, float] | None:
-        """Return the value that is gathered or cut for `operation` to read `name`, and the part of
-        it that results.
+        """Return the value that is gathered or sliced for `operation` to read `name`, and the
+        fraction of it that results.
 
-        The value is `name`, or one that `name` is a view of. None where the operation reads the
-        memory that the value was made in.
+        The value is `name`, or one that `name` is a view of. Returns None where the operation reads
+        the original storage of the value.
         """
         if not self.read_as:
             return None
@@ -114,14 +114,15 @@ class View:
         return self.graph.num_bytes[name] * self.part(name)
 
     def crossing_bytes(self, name: str, samples: float) -> float:
-        """Return the bytes of all of a value, or of its gradient, for `samples` samples, where it
-        crosses to another part of the model. It is sent, or gathered for a split head, in the dtype
-        it was made in."""
+        """Return the bytes of a full value, or of its gradient, for `samples` samples, where it
+        crosses to another part of the model. It is sent, or gathered for a split head, in its
+        original dtype."""
         return value_bytes(self.graph[name], samples) * (0.5 if name in self.halves else 1.0)
 
     def inside(self, operation: Operation) -> float:
-        """Return the part, of its bytes in fp32, that the rank has of an operation's intermediate
-        values. They are cut as far as the most cut value that the operation reads or gives."""
+        """Return the bytes of an operation's intermediate values on the rank, as a fraction of
+        their bytes in fp32. They are sharded like the most sharded value that the operation reads
+        or gives."""
         names = (operation.name, *(x for x in operation.inputs if x in self.graph.trained))
         return min(self.part_of(x) for x in names) * (0.5 if operation.name in self.halves else 1)
 
@@ -149,12 +150,11 @@ _CAST = -3  # in keys of `kept`: the 16-bit copy that a product has made of a wi
 
 
 def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
-    """Return the bytes per sample that autograd keeps of `operations`, in their order, each tensor
+    """Return the bytes per sample that autograd saves for `operations`, in their order, each tensor
     once.
 
-    The key is the operation in whose memory the tensor lies, with `OWN`, or the operation that made
-    it on the way to its value, with `INSIDE`. A 16-bit copy that a product made has a key of its
-    own.
+    The key is the operation that owns the tensor's storage, with `OWN`, or the operation that made
+    an intermediate tensor, with `INSIDE`. A 16-bit copy that a product made has a key of its own.
     """
     saved: dict[tuple[str, int], float] = {}
     for name in operations:
@@ -164,8 +164,8 @@ def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
 
 
 def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int], float]]:
-    """Yield the tensors that `operation` has autograd keep, each as its key in `kept` and its bytes
-    per sample."""
+    """Yield the tensors that autograd saves for `operation`, each as its key in `kept` and its
+    bytes per sample."""
     lowers = view.casts and kind_of(operation) in LOWERED
     for place, num_bytes in operation.saved:
         if place == INSIDE:
@@ -177,7 +177,7 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
             num_bytes = view.graph.num_bytes[source]
         put_together = view.put_together(operation, source)
         source = view.graph.memory_of[source]
-        # A copy is shared by all operations that read the value as one, or is this one's alone.
+        # A copy is shared by all operations in `reads_as_one`; any other has its own.
         reader = "" if (operation.name, read) in view.reads_as_one else f" for {operation.name}"
         if put_together is not None:
             made_of, part = put_together

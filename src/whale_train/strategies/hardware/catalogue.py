@@ -1,11 +1,11 @@
-"""Devices, links and hosts by name, which an inventory may use without spelling out their figures.
+"""Devices, links and hosts by name, which an inventory may use without giving their figures.
 
-Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"): `fp32` is
-the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and `bf16`
-are the tensor cores with fp32 accumulation, as in training. A precision without units of its own is
-absent. The reached parts of the peaks are beside them. Memory is the printed size in powers of ten,
-the smaller reading. Bandwidth of a link is one direction, bytes/s: vendors print NVLink's two
-directions together.
+Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"). `fp32` is
+the rate of the ordinary units, never of TF32, which rounds its inputs to 10 bits of mantissa.
+`fp16` and `bf16` are the rates of the tensor cores with fp32 accumulation, as in training. A
+precision without units of its own is absent. The fractions of the peaks that are reached are listed
+separately. Memory is the printed size in powers of ten, the smaller reading. Bandwidth of a link is
+in bytes/s in one direction: vendors print the sum of both directions for NVLink.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ _PEAKS = (
     Device(CPU_PROCESS, {"fp32": 1e11, "fp16": 1e11, "bf16": 1e11}, 0.0, 25.6e9),
 )
 
-# What was measured of the peaks. Products: the largest rates that Stas Bekman's "Machine Learning
+# Measured fractions of the peaks. Products: the largest rates that Stas Bekman's "Machine Learning
 # Engineering" lists as "Maximum Achievable Matmul FLOPS" (bf16, torch 2.5 to 2.7; the H200's is the
 # H100's), and for V100, 83 of 112 TFLOP/s (Markidis et al. 2018, arXiv 1803.04014) with 790 of
 # 900 GB/s copied (paranumal.com, "Rough-n-Ready Roofline: NVIDIA V100 edition", 2018). Attention:
@@ -82,7 +82,7 @@ _REACHED = {
     "h200": Reached(products=0.80, attention=0.35),
     "gh200": Reached(products=0.84, attention=0.35),
     "b200": Reached(products=0.78, attention=0.35),
-    # Nominal as its peaks are: products come near what ordinary units can do.
+    # Nominal like its peaks: products come near the peak of ordinary units.
     CPU_PROCESS: Reached(0.85, 0.85, 0.8, 5e-6),
 }
 
@@ -100,8 +100,8 @@ def _with_reached(device: Device) -> Device:
 
 _DEVICES = tuple(map(_with_reached, _PEAKS))
 
-# No datasheet gives the latency of one step of a collective. These are nominal: what NCCL's own
-# tuning model assumes for a ring step of its Simple protocol (hwLatencies for NVLINK, PCI, NET).
+# No datasheet gives the latency of one step of a collective. These are nominal, from NCCL's own
+# tuning model for a ring step of its Simple protocol (hwLatencies for NVLINK, PCI, NET).
 _NVLINK_LATENCY_S = 3.4e-6
 _PCIE_LATENCY_S = 5.7e-6
 _NETWORK_LATENCY_S = 14e-6

@@ -1,6 +1,6 @@
 """The hardware inventory: devices, the links inside a node, the network between nodes.
 
-Ranks are numbered in the order of the inventory's list. Nothing here looks at the machine.
+Ranks are numbered in the order of the inventory's list. Nothing here inspects the machine.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
-CPU_PROCESS = "cpu_process"  # the catalogue's name of a device that is a process, and no GPU
+CPU_PROCESS = "cpu_process"  # the catalogue's name of a device that is a CPU process
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Roofline:
     flops_s: FLOP/s of arithmetic.
     bytes_s: bytes/s of memory traffic, which is counted in fp32 (`op_work.py`).
 
-    After Williams et al., "Roofline" (CACM 2009), whose two times hide under each other. Within one
-    operation they hardly do, so they are added.
+    After Williams et al., "Roofline" (CACM 2009), where arithmetic and traffic overlap. Within one
+    operation they hardly do, so their times are added.
     """
 
     overhead_s: float
@@ -29,7 +29,7 @@ class Roofline:
     bytes_s: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Return the seconds of one operation of `flops` FLOPs that moves `num_bytes`."""
+        """Return the seconds of one operation of `flops` FLOP that moves `num_bytes` bytes."""
         return self.overhead_s + flops / self.flops_s + num_bytes / self.bytes_s
 
 
@@ -37,8 +37,8 @@ class Roofline:
 class Kernel:
     """Rooflines of a kind of operation.
 
-    forward: the roofline of its forward.
-    backward: the roofline of its whole backward.
+    forward: the roofline of the forward.
+    backward: the roofline of the full backward.
     """
 
     forward: Roofline
@@ -47,9 +47,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class HostShare:
-    """Bandwidths that one device has of its host.
+    """The share of a host's bandwidths that one device has.
 
-    memory_bytes_s: bytes/s of the host's memory, for the optimizer of state that is kept there.
+    memory_bytes_s: bytes/s of the host's memory, for updates of offloaded optimizer state.
     link_bytes_s: bytes/s, one way, of the link between the device and the host.
     """
 
@@ -59,15 +59,15 @@ class HostShare:
 
 @dataclass(frozen=True)
 class Reached:
-    """Parts of a device's peaks that operations reach, until the device is calibrated.
+    """Fractions of a device's peaks that operations reach, until the device is calibrated.
 
-    products: the part of the FLOP/s that large products reach.
-    attention: the part of the FLOP/s that fused attention reaches; None where nothing was published
-        for the device, which takes the value of devices like it.
-    bandwidth: the part of the memory bandwidth that reads and writes reach.
+    products: fraction of the FLOP/s that large products reach.
+    attention: fraction of the FLOP/s that fused attention reaches; None where nothing was published
+        for the device, which then takes the value of similar devices.
+    bandwidth: fraction of the memory bandwidth that reads and writes reach.
     overhead_s: seconds to start an operation.
 
-    The defaults are what the cost model of meta-pytorch's autoparallel assumes of every GPU.
+    The defaults are those of the cost model of meta-pytorch's autoparallel for every GPU.
     """
 
     products: float = 0.7
@@ -80,17 +80,16 @@ class Reached:
 class Device:
     """One kind of accelerator, or one CPU process.
 
-    name: the name in the catalogue, or the inventory's.
-    flops: peak dense FLOP/s by precision (`fp32`, `bf16`, `fp16`). A precision the device has no
-        unit for is absent.
+    name: the name in the catalogue or in the inventory.
+    flops: peak dense FLOP/s by precision (`fp32`, `bf16`, `fp16`). A precision without a unit is
+        absent.
     memory_bytes: bytes of its memory.
     memory_bandwidth_bytes_s: peak bytes/s of its memory.
-    kernels: the rooflines that were measured on it (`mode=calibrate`), by precision and kind of
-        operation.
+    kernels: the rooflines measured on it (`mode=calibrate`), by precision and kind of operation.
     host: its share of its host; None where the inventory does not say.
-    reached: the parts of its peaks that operations reach which were not measured.
-    reserved_bytes: bytes of its memory that no tensor gets: CUDA's context, the workspaces of its
-        libraries, NCCL's buffers.
+    reached: the fractions of its peaks reached by operations that were not measured.
+    reserved_bytes: bytes of its memory that are not available for tensors: CUDA's context,
+        workspaces of libraries, NCCL's buffers.
     """
 
     name: str
@@ -104,7 +103,7 @@ class Device:
 
     @property
     def room_bytes(self) -> float:
-        """Return the bytes of the device's memory that tensors may take."""
+        """Return the bytes of the device's memory that are available for tensors."""
         return self.memory_bytes - self.reserved_bytes
 
 
@@ -113,10 +112,11 @@ class Link:
     """An alpha-beta link: a message takes `latency_s` plus its bytes / `bandwidth_bytes_s`, one
     way.
 
+    name: the name in the catalogue or in the inventory.
     bandwidth_bytes_s: bytes/s in one direction.
-    latency_s: seconds of a message without bytes.
-    busy: the part of a transfer's time for which the devices that the link joins cannot compute, as
-        processors cannot that copy the bytes themselves.
+    latency_s: seconds of an empty message.
+    busy: fraction of a transfer's time for which the joined devices cannot compute, as with
+        processors that copy the bytes themselves.
     """
 
     name: str
@@ -129,9 +129,10 @@ class Link:
 class HostFigures:
     """A machine that holds devices.
 
+    name: the name in the catalogue or in the inventory.
     memory_bytes: bytes of its memory.
     memory_bandwidth_bytes_s: bytes/s of its memory.
-    link: the link that each of its devices has to it.
+    link: the link between it and each of its devices.
     """
 
     name: str
@@ -142,12 +143,12 @@ class HostFigures:
 
 @dataclass(frozen=True)
 class Node:
-    """A host as the inventory has it.
+    """A host of the inventory.
 
     devices: its devices, in order.
     link: the link that joins them.
     host: the figures of the host itself; None where they are unknown.
-    at: the name of the host that was found to be this node; '' for none.
+    at: the name of the machine that was identified as this node; '' for none.
     """
 
     devices: tuple[Device, ...]
@@ -163,12 +164,12 @@ class Cluster:
     name: the inventory's name.
     nodes: the nodes, in the order of ranks.
     network: the link between nodes.
-    processors: the number of processors that the devices share to compute on, where these are
-        processes of one host.
+    processors: the number of processors that the devices share, where they are processes of one
+        host.
     shared_memory: the link between the processes of a shard group, and between stages, where they
         are on one host.
-    fewer: from a number of devices to the cluster of so many alone, where each then has other
-        threads.
+    fewer: the cluster of a smaller number of devices, by that number, where each then has another
+        number of threads.
     """
 
     name: str
@@ -190,7 +191,7 @@ class Cluster:
 
     @cached_property
     def on_cpu(self) -> bool:
-        """Return whether all devices are CPU processes."""
+        """Return True if all devices are CPU processes."""
         return all(device.name == CPU_PROCESS for device in self.devices)
 
     @cached_property
@@ -199,12 +200,12 @@ class Cluster:
         return Counter(device.name for device in self.devices)
 
     def in_tf32(self) -> "Cluster":
-        """Return the cluster with the fp32 FLOP/s of devices whose tensor cores compute fp32 in
-        TF32.
+        """Return the cluster with the fp32 FLOP/s of TF32, on devices whose tensor cores support
+        it.
 
-        That rate is half of bf16's, which came with the same generation (NVIDIA's whitepapers of
-        GA100, GA102, AD102, GH100 and RTX Blackwell). A device whose own fp32 rate is higher, or
-        that has no bf16, keeps its own.
+        The rate is half of bf16's, which came with the same generation (NVIDIA's whitepapers of
+        GA100, GA102, AD102, GH100 and RTX Blackwell). A device with a higher fp32 rate, or without
+        bf16, keeps its own.
         """
 
         def of(device: Device) -> Device:
@@ -221,20 +222,20 @@ class Cluster:
     def chosen(self, devices: "int | Mapping[str, int] | None") -> "Cluster":
         """Return the cluster of the devices that a strategy's `devices:` names.
 
-        None is all devices, a number the first so many in rank order, and a mapping so many of each
-        kind. The cluster has to have as many.
+        None means all devices, a number that many in rank order, and a mapping that many of each
+        kind. The cluster must have enough.
         """
         if devices is None:
             return self
         return self.first(devices) if isinstance(devices, int) else self.of_kinds(devices)
 
     def of_kinds(self, counts: Mapping[str, int]) -> "Cluster":
-        """Return the cluster of `counts` devices of each kind, while the other devices stay idle.
+        """Return the cluster of `counts` devices of each kind; the other devices stay idle.
 
-        Ranks are numbered kind by kind, in the order of `counts`. Nodes with most devices of a kind
-        come first, so that neither the choice nor the order depends on that of the inventory.
+        Ranks are numbered kind by kind, in the order of `counts`. Nodes with the most devices of a
+        kind come first, so that neither the choice nor the order depends on the inventory's order.
         """
-        if len(self.kinds) == 1 and self.fewer:  # processes with other threads where they are fewer
+        if len(self.kinds) == 1 and self.fewer:  # fewer processes have more threads each
             return self.first(sum(counts.values()))
         places = {kind: place for place, kind in enumerate(counts)}
         left, nodes = dict(counts), []
@@ -249,8 +250,8 @@ class Cluster:
         return replace(self, nodes=tuple(nodes), fewer={})
 
     def first(self, count: int) -> "Cluster":
-        """Return the cluster of the first `count` devices in rank order, while the other devices
-        stay idle."""
+        """Return the cluster of the first `count` devices in rank order; the other devices stay
+        idle."""
         if count in self.fewer:
             return self.fewer[count]
         nodes, left = [], count
@@ -263,9 +264,9 @@ class Cluster:
 
 
 def _precedence(node: Node, places: Mapping[str, int]) -> tuple[object, ...]:
-    """Return the sort key of a node: nodes of the first kind in `places` come first, the fullest of
-    them before the others. Among equals, the one with the faster link comes first, then the one
-    with more devices."""
+    """Return the sort key of a node. Nodes of the first kind in `places` come first, the fullest
+    before the others. Ties go to the node with the faster link, then to the one with more
+    devices."""
     kinds = Counter(device.name for device in node.devices if device.name in places)
     first = min((places[kind] for kind in kinds), default=len(places))
     full = sorted((places[kind], -number) for kind, number in kinds.items())

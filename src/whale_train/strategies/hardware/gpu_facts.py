@@ -1,7 +1,7 @@
-"""GPUs as their driver reports them, and the devices and links of a cluster that they are.
+"""GPUs as their driver reports them, and the matching devices and links of a cluster.
 
-A card of the catalogue is identified by its name and memory. Another has the figures that follow
-from its properties: units x clock, as the catalogue's own do (`tests/unit/test_catalogue.py`).
+A card of the catalogue is identified by its name and memory. Any other card gets figures computed
+from its properties, units x clock, like those of the catalogue (`tests/unit/test_catalogue.py`).
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS, RESERVED_BYTES
 from whale_train.strategies.hardware.cluster import Device, Link
 
-SWITCH = "switch"  # the peer of an NVLink that leads to no GPU
+SWITCH = "switch"  # the peer of an NVLink that does not lead to a GPU
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class GpuFacts:
     bus: the PCI address.
     memory_bytes: bytes of its memory.
     capability: CUDA's compute capability.
-    units: the number of fp32 units of the card; 0 where it is not known.
-    clock_hz: the highest clock of the units; 0 where it is not known.
-    memory_bytes_s: the peak bytes/s of the card's memory; 0 where it is not known.
-    pcie_generation: the generation of the PCIe link; 0 where it is not known.
-    pcie_lanes: the lanes of the PCIe link; 0 where they are not known.
-    nvlinks: the number of NVLinks that are up, by the bus they lead to, or SWITCH.
-    part: the part of its card that a slice has; 1 for a whole card.
+    units: the number of fp32 units of the card; 0 where unknown.
+    clock_hz: the highest clock of the units; 0 where unknown.
+    memory_bytes_s: the peak bytes/s of the card's memory; 0 where unknown.
+    pcie_generation: the generation of the PCIe link; 0 where unknown.
+    pcie_lanes: the lanes of the PCIe link; 0 where unknown.
+    nvlinks: the number of active NVLinks, by the bus of their peer, or SWITCH.
+    part: the fraction of its card that a slice has; 1 for a full card.
     """
 
     name: str
@@ -46,7 +46,7 @@ class GpuFacts:
     part: float = 1.0
 
 
-# A card's name as its driver gives it, and its editions in the catalogue, which memory tells apart.
+# The driver's name of a card, and its editions in the catalogue, which differ in memory.
 _CARDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"Tesla P100-PCIE-16GB", ("p100_pcie_16gb",)),
     (r"Tesla V100S?-PCIE-\d+GB", ("v100_pcie_16gb", "v100_pcie_32gb")),
@@ -69,14 +69,14 @@ _CARDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"GH200 480GB", ("gh200_96gb",)),
     (r"B200", ("b200_180gb",)),
 )
-# Range of a driver's bytes / the catalogue's: printed sizes are in powers of ten where chips are of
-# powers of two, and error correction takes a sixteenth of some.
+# Range of the driver's bytes / the catalogue's: printed sizes are in powers of ten, sizes of chips
+# in powers of two, and error correction takes a sixteenth of some.
 _MEMORY = (0.97, 1.10)
 
 
 def device_of(gpu: GpuFacts) -> Device:
-    """Return the catalogue's device for a GPU, or a device with the figures of its properties where
-    the catalogue has none."""
+    """Return the catalogue's device for a GPU, or a device with figures computed from its
+    properties where the catalogue has none."""
     for name in _editions(gpu) if gpu.part == 1 else ():
         low, high = (bound * DEVICES[name].memory_bytes for bound in _MEMORY)
         if low <= gpu.memory_bytes <= high:
@@ -85,7 +85,7 @@ def device_of(gpu: GpuFacts) -> Device:
 
 
 def is_catalogued(device: Device) -> bool:
-    """Return whether the figures of a device are the catalogue's."""
+    """Return True if the figures of a device are those of the catalogue."""
     return DEVICES.get(device.name) == device
 
 
@@ -99,12 +99,12 @@ class _Architecture:
     """Figures of a streaming multiprocessor.
 
     units: its fp32 units.
-    tensor: FLOP a cycle of its tensor cores in 16 bits, dense and accumulated in fp32; 0 without
+    tensor: FLOP per cycle of its tensor cores in 16 bits, dense and accumulated in fp32; 0 without
         tensor cores.
-    has_bf16: whether the tensor cores compute in bf16.
-    is_halved: whether GeForce cards have half of `tensor`.
-    packed: without tensor cores, whether fp16 is packed twice into a unit. If not, fp16 is not
-        worth having.
+    has_bf16: True if the tensor cores compute in bf16.
+    is_halved: True if GeForce cards have half of `tensor`.
+    packed: without tensor cores, True if a unit computes two fp16 values at once. If not, fp16 is
+        not worthwhile.
     """
 
     units: int
@@ -132,10 +132,10 @@ _ARCHITECTURES: Mapping[tuple[int, int], _Architecture] = {
 
 
 def _by_properties(gpu: GpuFacts) -> Device:
-    """Return a device with the peaks that units and clocks give.
+    """Return a device with peaks computed from units and clocks.
 
-    An unknown property is taken for a small card's, as a plan needs figures for it. Measuring
-    (`mode=calibrate`) replaces them.
+    An unknown property defaults to a small card's, since a plan needs some figure. Measuring
+    (`mode=calibrate`) replaces these figures.
     """
     known = [capability for capability in _ARCHITECTURES if capability <= gpu.capability]
     of = _ARCHITECTURES[max(known, default=min(_ARCHITECTURES))]
@@ -155,7 +155,7 @@ def _by_properties(gpu: GpuFacts) -> Device:
 
 
 def _slug(gpu: GpuFacts) -> str:
-    """Return a name for a GPU in the catalogue's manner: `quadro_rtx_8000_48gb`."""
+    """Return a name for a GPU in the style of the catalogue: `quadro_rtx_8000_48gb`."""
     plain = re.sub(r"^(NVIDIA|Tesla) |\b\d+ ?GB\b|GeForce ", "", gpu.name)
     plain = re.sub(r"\W+", "_", re.sub(r"^Tesla ", "", plain)).strip("_").lower()
     return f"{plain}{'_slice' if gpu.part < 1 else ''}_{round(gpu.memory_bytes / 2**30)}gb"
@@ -163,8 +163,9 @@ def _slug(gpu: GpuFacts) -> str:
 
 # --- Links ---------------------------------------------------------------------------------------
 
-# Bytes/s of one NVLink in one direction, by the compute capability it came with: the whitepapers of
-# P100, V100, A100, H100 and GB200, and of GA102, whose bridge of four links has 112.5 GB/s in both.
+# Bytes/s of one NVLink in one direction, by the compute capability that introduced it: whitepapers
+# of P100, V100, A100, H100 and GB200, and of GA102, whose bridge of four links has 112.5 GB/s in
+# both directions together.
 _NVLINK_BYTES_S: Mapping[tuple[int, int], float] = {
     (6, 0): 20e9,
     (7, 0): 25e9,
@@ -179,9 +180,9 @@ _PCIE = {3: "pcie3_x16", 4: "pcie4_x16", 5: "pcie5_x16"}
 def link_of(gpus: Sequence[GpuFacts]) -> Link:
     """Return the link that joins the GPUs of a host.
 
-    It is NVLink where NVLinks lead from each GPU to every other, perhaps over some of them. Else it
-    is the slowest PCIe link of the GPUs. A collective's ring takes such a path as it takes a
-    switch; it cannot where GPUs are bridged in pairs alone.
+    It is NVLink if NVLinks connect all GPUs, directly or through other GPUs: a collective's ring
+    can use such a path like a switch, but not GPUs that are only bridged in pairs. Otherwise it is
+    the slowest PCIe link of the GPUs.
     """
     if not _are_joined(gpus):
         return min((_pcie(gpu) for gpu in gpus), key=lambda link: link.bandwidth_bytes_s)
@@ -197,7 +198,7 @@ def _nvlink_bytes_s(gpu: GpuFacts) -> float:
 
 
 def _are_joined(gpus: Sequence[GpuFacts]) -> bool:
-    """Return whether the GPUs are several, and NVLinks lead from any of them to any other."""
+    """Return True if there are several GPUs and NVLinks connect all of them."""
     cards = {gpu.bus: gpu for gpu in gpus}
     if len(cards) < max(2, len(gpus)):  # slices of a card have no NVLink
         return False
@@ -214,8 +215,8 @@ def _are_joined(gpus: Sequence[GpuFacts]) -> bool:
 
 
 def _pcie(gpu: GpuFacts) -> Link:
-    """Return a card's PCIe link. A generation that is unknown or outside of the catalogue's counts
-    as the nearest of these."""
+    """Return a card's PCIe link. An unknown generation, or one outside the catalogue, counts as the
+    nearest one in the catalogue."""
     link = LINKS[_PCIE[min(max(gpu.pcie_generation, 3), 5)]]
     if gpu.pcie_lanes in (0, 16):
         return link

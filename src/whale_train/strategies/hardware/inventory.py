@@ -1,7 +1,7 @@
 """The reader of a hardware inventory: from the mapping a user writes to a Cluster.
 
 Three forms: `nodes:` with `network:` (any cluster), `kind: cpu` (equal CPU processes on one host)
-and `kind: local` (the devices of this machine). Nothing here looks at the machine: its facts are
+and `kind: local` (the devices of this machine). Nothing here inspects the machine: its facts are
 passed in. All faults are collected and none is raised.
 """
 
@@ -31,10 +31,10 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}")
 
 MOST_DEVICES = 32_768  # the most in an inventory; a plan has a line for each
 
-# The range of figures. Those outside are no machine's, and quotients of them may overflow.
+# The range of figures. No machine has figures outside it, and their quotients may overflow.
 _SMALLEST, _LARGEST = 1e-6, 1e24
 
-# What to write for a key that is missing.
+# Example values for missing keys.
 _EXAMPLES = {
     "nodes": "[{devices: 8, device: a100_sxm_80gb, link: nvlink3}]",
     "network": "ethernet_50g",
@@ -55,12 +55,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """This machine.
+    """Facts about this machine.
 
     cores: the number of CPU cores.
     memory_bytes: bytes of memory for ranks.
     gpus: the GPUs, in order.
-    gpu_link: the link that joins the GPUs; None where it is not known.
+    gpu_link: the link that joins the GPUs; None where unknown.
     """
 
     cores: int
@@ -85,7 +85,7 @@ def read_inventory(
     """Return the cluster that `mapping` (the config's `hardware`) describes, called `name`; None
     where there is a fault.
 
-    Appends every fault of `mapping` to `faults`. CPU processes named from the catalogue share
+    Appends every fault of `mapping` to `faults`. CPU processes named from the catalogue divide
     `machine`'s memory equally. A cluster of one node needs no `network`; its link stands in for it.
     """
     new_faults: list[Fault] = []
@@ -113,13 +113,13 @@ def _short_form(
     if count is None:
         return None
     if kind == "local" and count > available:
-        what = "GPUs" if gpus else "cores"
+        unit = "GPUs" if gpus else "cores"
         remedy = f"use 1 to {available}, or hardware=cpu hardware.devices={count}"
-        rule = f"is more than the {available} {what} of this machine"
+        rule = f"is more than the {available} {unit} of this machine"
         faults.append(Fault("hardware.devices", str(count), rule, remedy))
         return None
     if gpus:
-        # An unknown link is taken for the slowest that GPUs of the catalogue are joined by.
+        # An unknown link counts as the slowest in the catalogue that joins GPUs.
         link = machine.gpu_link or LINKS["pcie3_x16"]
         return Cluster(name, (Node(gpus[:count], link),), link)
     entry = _NodeEntry(1, (DEVICES[CPU_PROCESS],) * count, LINKS["shared_memory"])
@@ -182,7 +182,7 @@ def _cluster(
     name: str, entries: Iterable[_NodeEntry], network: Link, machine: MachineFacts
 ) -> Cluster:
     """Return the cluster of `entries`, in order. The machine's memory is divided among the CPU
-    processes that are the catalogue's."""
+    processes named from the catalogue."""
     entries = list(entries)
     nominal = DEVICES[CPU_PROCESS]
     processes = sum(entry.count * entry.devices.count(nominal) for entry in entries)
@@ -203,8 +203,8 @@ def _cluster(
 
 
 def _devices(value: object, key: str, faults: list[Fault]) -> tuple[Device, ...] | None:
-    """Return the devices that the value of a node's `device` names: one that stands for all, or one
-    for each entry of a list. None where one of them is faulty."""
+    """Return the devices that a node's `device` names: one that stands for all, or one for each
+    entry of a list. None where one of them has a fault."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         device = _device(value, key, faults)
         return None if device is None else (device,)
@@ -231,7 +231,7 @@ def _host(value: object, key: str, faults: list[Fault]) -> HostFigures | None:
 def _named_or_inline(
     value: object,
     key: str,
-    what: str,
+    noun: str,
     catalogue: Mapping[str, _Entry],
     inline: Callable[[object, str, list[Fault]], _Entry | None],
     faults: list[Fault],
@@ -240,7 +240,7 @@ def _named_or_inline(
         return inline(value, key, faults)
     name = _text(value)
     if name not in catalogue:
-        rule = f"is no {what} of the catalogue"
+        rule = f"is no {noun} of the catalogue"
         remedy = f"{nearest(name, catalogue)}; or give its figures as a mapping"
         faults.append(Fault(key, name, rule, remedy))
     return catalogue.get(name)
@@ -300,33 +300,33 @@ def _field(
     read: Callable[[object, str, list[Fault]], _Value | None],
     faults: list[Fault],
 ) -> _Value | None:
-    """Return the field `name` as `read` understands it; None where it is missing or wrong."""
+    """Return the field `name`, converted by `read`; None where it is missing or wrong."""
     return read(fields[name], f"{key}.{name}", faults) if name in fields else None
 
 
 def _mapping(
     value: object,
     key: str,
-    what: str,
+    noun: str,
     required: Sequence[str],
     optional: Sequence[str],
     faults: list[Fault],
 ) -> Mapping[str, object]:
-    """Return `value` with its keys checked, or an empty mapping and a fault where it is no
-    mapping."""
+    """Return `value` with its keys checked. Return an empty mapping, after adding a fault, if it is
+    no mapping."""
     if not isinstance(value, Mapping):
         keys = ", ".join((*required, *optional))
         remedy = f"write a mapping with the keys {keys}"
         faults.append(Fault(key, _text(value), "is not a mapping", remedy))
         return {}
-    _check_keys(value, key, what, required, optional, faults)
+    _check_keys(value, key, noun, required, optional, faults)
     return value
 
 
 def _check_keys(
     mapping: Mapping[str, object],
     key: str,
-    what: str,
+    noun: str,
     required: Sequence[str],
     optional: Sequence[str],
     faults: list[Fault],
@@ -335,7 +335,7 @@ def _check_keys(
     for name, value in mapping.items():
         if name not in known:
             remedy = nearest(str(name), known)
-            faults.append(Fault(f"{key}.{name}", _text(value), f"is no key of {what}", remedy))
+            faults.append(Fault(f"{key}.{name}", _text(value), f"is no key of {noun}", remedy))
     faults += [_missing(key, name) for name in required if name not in mapping]
 
 
@@ -353,8 +353,8 @@ def _name(value: object, key: str, faults: list[Fault]) -> str | None:
 
 
 def _count(value: object, key: str, faults: list[Fault]) -> int | None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole and not (isinstance(value, str) and _INTEGER.fullmatch(value)):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer and not (isinstance(value, str) and _INTEGER.fullmatch(value)):
         faults.append(Fault(key, _text(value), "is not a whole number", "use 1 or more"))
         return None
     number = int(str(value))
@@ -406,5 +406,5 @@ def _number(value: object, key: str, faults: list[Fault]) -> float | None:
 
 
 def _text(value: object) -> str:
-    """Return a value as the user wrote it, approximately."""
+    """Return a value approximately as the user wrote it."""
     return "null" if value is None else str(value)

@@ -11,8 +11,7 @@ from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 def inventory_of(cluster: Cluster) -> dict[str, Any]:
     """Return the mapping from which `read_inventory` makes `cluster`."""
     nodes = [
-        ({"count": len(list(equal))} | written)
-        for written, equal in groupby(map(_node, cluster.nodes))
+        ({"count": len(list(equal))} | entry) for entry, equal in groupby(map(_node, cluster.nodes))
     ]
     return {"nodes": nodes, "network": _link(cluster.network)}
 
@@ -26,15 +25,15 @@ def _node(node: Node) -> dict[str, Any]:
 def _device(device: Device) -> str | Mapping[str, Any]:
     if device.name in DEVICES:
         return device.name
-    written = {
+    figures = {
         "name": device.name,
         "flops": {precision: float(flops) for precision, flops in device.flops.items()},
         "memory_bytes": device.memory_bytes,
         "memory_bandwidth_bytes_s": device.memory_bandwidth_bytes_s,
     }
     if device.reserved_bytes:
-        written["reserved_bytes"] = device.reserved_bytes
-    return written
+        figures["reserved_bytes"] = device.reserved_bytes
+    return figures
 
 
 def _link(link: Link) -> str | Mapping[str, Any]:

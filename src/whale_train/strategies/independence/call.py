@@ -1,4 +1,4 @@
-"""One operation as the rules of `independence` see it: its arguments and its inputs' states."""
+"""The input of a rule of `independence`: one operation, its arguments and its inputs' states."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,10 @@ from whale_train.strategies.independence.states import (
 
 @dataclass(frozen=True)
 class Refused:
-    """A rule's proof that samples meet in an operation. `because` completes "the operation ..."."""
+    """A rule's proof that samples meet in an operation.
+
+    because: completes the sentence "the operation ...".
+    """
 
     because: str
 
@@ -39,8 +42,8 @@ class Call:
 
     graph: the graph of the operation.
     operation: the operation.
-    states: the states of all values before it, by name.
-    batch_norms: the modules whose statistics the runtime takes over the whole batch.
+    states: the states of all earlier values, by name.
+    batch_norms: the modules whose statistics the runtime computes over the whole batch.
     """
 
     graph: OperationGraph
@@ -59,7 +62,8 @@ class Call:
         return self.operation.target.removeprefix("aten.")
 
     def argument(self, position: int, name: str = "", default: Argument = None) -> Argument:
-        """Return the argument at `position`, or given as the keyword `name`, or `default`."""
+        """Return the argument at `position` or the keyword `name`; `default` if neither is
+        given."""
         if position < len(self.operation.args):
             return self.operation.args[position]
         return dict(self.operation.kwargs).get(name, default)
@@ -88,8 +92,8 @@ class Call:
         return len(self.shape_of(self.name(position)))
 
     def dim(self, position: int, name: str = "dim", default: int = 0, of: int = 0) -> int | None:
-        """Return a dimension that is given as an argument, counted from the front of input `of`;
-        None where the argument is no integer."""
+        """Return a dimension given as an argument, as a non-negative index into the shape of input
+        `of`; None where the argument is no integer."""
         value = self.argument(position, name, default)
         if not isinstance(value, int) or isinstance(value, bool):
             return None
@@ -97,8 +101,8 @@ class Call:
         return value % rank if rank else 0
 
     def dims(self, position: int, name: str = "dim") -> tuple[int, ...] | None:
-        """Return the dimensions that are given as an argument, counted from the front of the first
-        input. They are all dimensions where none are given, and None where one is no integer."""
+        """Return the dimensions given as an argument, as non-negative indices into the first
+        input's shape: all dimensions where none are given, and None where one is no integer."""
         value, rank = self.argument(position, name), self.rank_of(0)
         if value is None or value == ():
             return tuple(range(rank))
@@ -116,8 +120,8 @@ class Call:
         return [x for x in self.operation.args if isinstance(x, int | float)]
 
     def shifted(self, name: str) -> State:
-        """Return the state of input `name` with its sample dimension counted in the result, to
-        which the input is broadcast."""
+        """Return the state of input `name`, with its sample dimension as an index into the result's
+        shape, to which the input is broadcast."""
         state = self.states[name]
         if isinstance(state, PerSample | RowPosition):
             return replace(state, dim=state.dim + len(self.shape) - len(self.shape_of(name)))
@@ -127,8 +131,8 @@ class Call:
         """Return the rows of a result that is broadcast from rows of the same samples and
         constants.
 
-        Refused where rows of different samples would be side by side. None where an input is
-        anything else, where rows depend on the batch's size, or where no input has rows.
+        Returns Refused where rows of different samples would be combined. Returns None where an
+        input is anything else, where rows depend on the batch's size, or where no input has rows.
         """
         states = []
         for name in self.operation.inputs:
@@ -146,8 +150,8 @@ class Call:
 
 
 def factors_before(shape: Shape, dim: int) -> int | None:
-    """Return the number of elements that the dimensions before `dim` count through; None where one
-    of them follows the batch."""
+    """Return the product of the dimensions before `dim`; None where one of them depends on the
+    batch."""
     product = 1
     for size in shape[:dim]:
         if size.per_sample:
@@ -157,12 +161,12 @@ def factors_before(shape: Shape, dim: int) -> int | None:
 
 
 def is_whole_batch(size: Size) -> bool:
-    """Return whether an extent is exactly the batch's size."""
+    """Return True if an extent is exactly the batch's size."""
     return size == Size(0, 1)
 
 
 def only_batch_dim(shape: Shape) -> int | None:
-    """Return the one dimension of `shape` that follows the batch, in proportion to it; None where
-    there is no such dimension, or several."""
+    """Return the one dimension of `shape` that depends on the batch, in proportion to it; None
+    where no dimension does, or several do."""
     dims = batch_dims(shape)
     return dims[0] if len(dims) == 1 and not shape[dims[0]].fixed else None

@@ -1,8 +1,7 @@
 """Rules for operations that compute: elementwise, reductions, along a dimension.
 
-To type an operation is to derive, from the states of its inputs, how its result depends on the
-samples of the batch. A rule returns `Refused` where it proves that samples meet, and None where it
-cannot say.
+A rule derives, from the states of an operation's inputs, how its result depends on the samples of
+the batch. It returns `Refused` where it proves that samples meet, and None where it cannot decide.
 """
 
 from dataclasses import replace
@@ -27,7 +26,7 @@ BESIDE = "combines each sample with a statistic of the whole batch"
 
 
 def elementwise(call: Call) -> Answer:
-    """Type any function of one element of each input."""
+    """Derive the state of any function of one element of each input."""
     states = [call.shifted(name) for name in call.operation.inputs]
     if any(isinstance(x, Reduced) for x in states):
         rows = any(isinstance(x, PerSample) and not x.uniform for x in states)
@@ -38,8 +37,8 @@ def elementwise(call: Call) -> Answer:
 
 
 def copying(call: Call) -> Answer:
-    """Type an operation that changes no value, or its sign alone. A conversion to integers or to
-    bool rounds."""
+    """Derive the state of an operation that changes no value, or only its sign. A conversion to
+    integers or to bool rounds."""
     state = call.state(0)
     rounds = "int" in call.operation.dtype and "float" in call.graph[call.name(0)].dtype
     if isinstance(state, Permutation | RowPosition):
@@ -53,7 +52,7 @@ def copying(call: Call) -> Answer:
 
 
 def adding(call: Call) -> Answer:
-    """Type a sum or difference."""
+    """Derive the state of a sum or difference."""
     states = [call.shifted(name) for name in call.operation.inputs if not _is_zero(call, name)]
     if any(call.numbers()) or not states:
         states.append(FIXED)
@@ -69,20 +68,20 @@ def adding(call: Call) -> Answer:
 
 
 def _is_zero(call: Call, name: str) -> bool:
-    """Return whether a value is made as zeros, as the first term of a sum often is."""
+    """Return True if a value is created as zeros, as the first term of a sum often is."""
     of = call.graph[name]
     return of.target == "aten.zeros.default" and not batch_dims(of.shape or ())
 
 
 def multiplying(call: Call) -> Answer:
-    """Type a product."""
+    """Derive the state of a product."""
     states = [call.shifted(x.name) for x in call.operation.args if isinstance(x, Ref)]
     product = multiplied(states, [1] * len(states))
     return product if product is not None else elementwise(call)
 
 
 def dividing(call: Call) -> Answer:
-    """Type a quotient."""
+    """Derive the state of a quotient."""
     powers = [1 if i == 0 else -1 for i, x in enumerate(call.operation.args) if isinstance(x, Ref)]
     states = [call.shifted(x.name) for x in call.operation.args if isinstance(x, Ref)]
     quotient = multiplied(states, powers)
@@ -94,8 +93,8 @@ def dividing(call: Call) -> Answer:
 
 
 def dividing_numbers(call: Call) -> Answer:
-    """Type a rounding division. Row numbers that are divided by the entries of a row give numbers
-    of rows."""
+    """Derive the state of a rounding division. Entry numbers divided by the number of entries in a
+    row give row numbers."""
     state, by = call.state(0), call.argument(1)
     if isinstance(state, Permutation) and isinstance(by, int) and not state.inverse:
         return replace(state, unit=state.unit * by)
@@ -103,7 +102,8 @@ def dividing_numbers(call: Call) -> Answer:
 
 
 def broadcast_rows(call: Call) -> Answer:
-    """Type inputs that are broadcast to each other, whatever is computed of them."""
+    """Derive the state of inputs that are broadcast against each other, whatever is computed from
+    them."""
     rank = max(len(call.shape_of(name)) for name in call.operation.inputs)
     rows: list[State] = []
     for name in call.operation.inputs:
@@ -120,9 +120,9 @@ def broadcast_rows(call: Call) -> Answer:
 
 
 def _left(call: Call, dims: tuple[int, ...], state: PerSample) -> PerSample:
-    """Return `state` after a reduction of dimensions `dims`, which are not the samples'
+    """Return `state` after a reduction of dimensions `dims`, which do not include the sample
     dimension."""
-    if call.operation.shape is None:  # a tuple: `only_batch_dim` of its items says where
+    if call.operation.shape is None:  # a tuple: `item` finds the dimension of each part
         return state
     if len(call.shape) == call.rank_of(0):
         return state
@@ -141,18 +141,18 @@ def _reduced(call: Call, dims: tuple[int, ...] | None, *, mean: bool) -> Answer:
 
 
 def summing(call: Call) -> Answer:
-    """Type a sum over dimensions."""
+    """Derive the state of a sum over dimensions."""
     return _reduced(call, call.dims(1), mean=False)
 
 
 def averaging(call: Call) -> Answer:
-    """Type a mean over dimensions."""
+    """Derive the state of a mean over dimensions."""
     return _reduced(call, call.dims(1), mean=True)
 
 
 def counting(call: Call) -> Answer:
-    """Type a count of the elements of each kind. Counts of parts add up, whatever the order of
-    rows."""
+    """Derive the state of a count of the elements of each kind. Counts of parts add up, in any
+    order of rows."""
     state = call.state(0)
     dims = call.dims(1) if call.kind.startswith("count_nonzero") else (0,)
     if isinstance(state, PerSample) and not state.degree:
@@ -161,7 +161,8 @@ def counting(call: Call) -> Answer:
 
 
 def histogram(call: Call) -> Answer:
-    """Type counts between two fixed ends. Where both ends are equal, they are the data's own."""
+    """Derive the state of counts between two fixed ends. Equal ends stand for the range of the
+    data."""
     low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
     if low == high:
         return Refused("counts between the least and the largest value of the batch")
@@ -180,12 +181,12 @@ def _other_reduction(call: Call, dims: tuple[int, ...] | None) -> Answer:
 
 
 def reducing(call: Call) -> Answer:
-    """Type any other reduction, over the dimensions that the second argument gives."""
+    """Derive the state of any other reduction, over the dimensions of the second argument."""
     return _other_reduction(call, call.dims(1))
 
 
 def norm(call: Call) -> Answer:
-    """Type a norm. Its second argument is the order, its third the dimensions."""
+    """Derive the state of a norm. Its second argument is the order, its third the dimensions."""
     return _other_reduction(call, call.dims(2))
 
 
@@ -206,35 +207,38 @@ def _along(call: Call, dims: tuple[int, ...] | None, *, linear: bool = False) ->
 
 
 def along(call: Call) -> Answer:
-    """Type an operation along one dimension, the second argument."""
+    """Derive the state of an operation along one dimension, the second argument."""
     return _along(call, call.dims(1))
 
 
 def along_last(call: Call) -> Answer:
-    """Type an operation along one dimension: the second argument, or the last dimension."""
+    """Derive the state of an operation along one dimension: the second argument, or the last
+    dimension."""
     dim = call.dim(1, default=-1)
     return _along(call, None if dim is None else (dim,))
 
 
 def along_third(call: Call) -> Answer:
-    """Type an operation along one dimension: the third argument, or the last dimension."""
+    """Derive the state of an operation along one dimension: the third argument, or the last
+    dimension."""
     dim = call.dim(2, default=-1)
     return _along(call, None if dim is None else (dim,))
 
 
 def running_sum(call: Call) -> Answer:
-    """Type a cumulative sum, or another linear function along dimensions, the second argument."""
+    """Derive the state of a cumulative sum, or another linear function, along the dimensions of the
+    second argument."""
     return _along(call, call.dims(1), linear=True)
 
 
 def rolling(call: Call) -> Answer:
-    """Type values that are rolled along the dimensions that are the third argument."""
+    """Derive the state of values that are rolled along the dimensions of the third argument."""
     return _along(call, call.dims(2, "dims"), linear=True)
 
 
 def sorting(call: Call) -> Answer:
-    """Type a sort of rows. A value without another dimension is sorted over the whole batch, as
-    mixtures of experts sort the tokens that they hand out."""
+    """Derive the state of a sort. A one-dimensional value is sorted over the whole batch, as
+    mixtures of experts sort the tokens that they dispatch."""
     state, dim = call.state(0), call.dim(1, default=-1)
     if isinstance(state, Permutation) and call.kind.startswith("argsort") and state.unit == 1:
         return replace(state, inverse=not state.inverse)
@@ -250,7 +254,8 @@ def sorting(call: Call) -> Answer:
 
 
 def last_dims(call: Call) -> Answer:
-    """Type a normalisation over the last dimensions, as many as the second argument lists."""
+    """Derive the state of a normalisation over the last dimensions, as many as the second argument
+    has entries."""
     shape = call.argument(1, "normalized_shape")
     state, count = call.state(0), len(shape) if isinstance(shape, tuple) else 1
     if any(call.states[x] != FIXED for x in call.operation.inputs[1:]):
@@ -260,14 +265,14 @@ def last_dims(call: Call) -> Answer:
 
 
 def triangle(call: Call) -> Answer:
-    """Type a linear operation on the matrices of the last two dimensions."""
+    """Derive the state of a linear operation on the matrices of the last two dimensions."""
     rank = call.rank_of(0)
     return _along(call, (rank - 2, rank - 1), linear=True)
 
 
 def per_image(call: Call) -> Answer:
-    """Type an operation on the channels and places of each sample, where dimension 0 is the
-    samples'."""
+    """Derive the state of an operation on the channels and places of each sample. Dimension 0 must
+    be the sample dimension."""
     state = call.state(0)
     if any(call.states[x] != FIXED for x in call.operation.inputs if x != call.name(0)):
         return None
@@ -277,9 +282,9 @@ def per_image(call: Call) -> Answer:
 
 
 def batch_norm(call: Call) -> Answer:
-    """Type a BatchNorm. The runtime takes the statistics of torch's own modules over the whole
-    batch, so that these count as an operation on each sample. Any other that trains makes samples
-    meet."""
+    """Derive the state of a BatchNorm. The runtime computes the statistics of torch's own modules
+    over the whole batch, so they count as an operation on each sample. Any other BatchNorm in
+    training makes samples meet."""
     training = call.argument(5, "training")
     state = call.state(0)
     if not training or call.operation.module in call.batch_norms:
@@ -290,7 +295,7 @@ def batch_norm(call: Call) -> Answer:
 
 
 def recurrent(call: Call) -> Answer:
-    """Type an LSTM, a GRU or a plain RNN: its outputs, and its last states."""
+    """Derive the state of an LSTM, a GRU or a plain RNN: its outputs and its last states."""
     batch_first = call.operation.args[-1]
     state, rank = call.state(0), call.rank_of(0)
     others = [call.states[x] for x in call.operation.inputs[1:]]

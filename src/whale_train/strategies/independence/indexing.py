@@ -1,4 +1,4 @@
-"""Rules for operations that read or write entries at places which other values give."""
+"""Rules for operations that read or write entries at places given by other values."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from whale_train.strategies.independence.states import (
 
 
 def index(call: Call) -> Answer:
-    """Type entries at places that tensors give, dimension by dimension."""
+    """Derive the state of entries at the places that index tensors give, one for each dimension."""
     picks = call.argument(1)
     if not isinstance(picks, tuple) or not call.name(0):
         return None
@@ -33,7 +33,7 @@ def index(call: Call) -> Answer:
     if any(call.graph[x.name].dtype == "bool" for x in indices):
         return None
     rank = max(len(call.shape_of(x.name)) for x in indices)
-    # The indices are broadcast to each other, and stand where the first of them does.
+    # The indices are broadcast against each other, and replace the first indexed dimension.
     among: list[PerSample] = []
     for place, x in zip(places, indices, strict=True):
         of = call.states[x.name]
@@ -78,22 +78,22 @@ def _reordered(call: Call, state: State, by: State) -> Answer:
 
 
 def index_put(call: Call) -> Answer:
-    """Type values that are written at places. Row numbers 0, 1, ... that are written at an order's
-    places give its inverse."""
+    """Derive the state of values that are written at places. Row numbers 0, 1, ... written at the
+    places of an order give the inverse of the order."""
     picks = call.argument(1)
     by = picks[0] if isinstance(picks, tuple) and len(picks) == 1 else None
     places = call.state_of(by) if isinstance(by, Ref) else None
     numbers = call.graph[call.name(2)].target if call.name(2) else ""
     if isinstance(places, Permutation) and places.unit == 1 and not places.inverse:
-        whole = call.shape_of(call.name(2)) == call.shape
-        counts = numbers == "aten.arange.default" and whole
+        is_full = call.shape_of(call.name(2)) == call.shape
+        counts = numbers == "aten.arange.default" and is_full
         return replace(places, inverse=True) if counts else None
     return None
 
 
 def gather(call: Call) -> Answer:
-    """Type entries of a dimension that are read or written at the places that a tensor of equal
-    rank gives."""
+    """Derive the state of entries along a dimension that are read or written at the places given by
+    a tensor of equal rank."""
     dim, rows = call.dim(1), call.rows()
     if isinstance(rows, PerSample) and rows.dim == dim:
         return Refused("takes samples of the batch by number")
@@ -104,7 +104,7 @@ def gather(call: Call) -> Answer:
 
 
 def index_select(call: Call) -> Answer:
-    """Type entries of a dimension at the places that a vector gives."""
+    """Derive the state of the entries along a dimension at the places that a vector gives."""
     state, dim = call.state(0), call.dim(1)
     if call.state(2) != FIXED or not isinstance(state, PerSample):
         return None
@@ -112,7 +112,8 @@ def index_select(call: Call) -> Answer:
 
 
 def scattered(call: Call) -> Answer:
-    """Type a value in which another replaces one entry, or a range, of a dimension."""
+    """Derive the state of a value in which another value replaces one entry, or a range, of a
+    dimension."""
     state, source = call.state(0), call.state(1)
     narrower = call.rank_of(1) < call.rank_of(0)
     dim = call.dim(2)
@@ -130,14 +131,14 @@ def scattered(call: Call) -> Answer:
 
 
 def one_hot(call: Call) -> Answer:
-    """Type rows of zeros and a one, one row for every number."""
+    """Derive the state of one-hot rows, one for every number."""
     state = call.state(0)
     return state if isinstance(state, PerSample) and not state.degree else None
 
 
 def searchsorted(call: Call) -> Answer:
-    """Type the number of the batch's entries, sorted, that come before each of some constants. It
-    is a sum over the samples."""
+    """Derive the state of the number of the batch's sorted entries that precede each of some
+    constants: a sum over the samples."""
     entries = call.state(0)
     counted = isinstance(entries, PerSample) and entries.order and len(call.shape_of(call.name(0)))
     return Reduced(0) if counted == 1 and call.state(1) == FIXED else None

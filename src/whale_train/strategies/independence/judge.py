@@ -1,4 +1,5 @@
-"""The judgement of a graph: how its loss depends on a batch's samples, and where these meet."""
+"""The classification of a graph: how its loss depends on a batch's samples, and where these
+meet."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,15 +27,15 @@ LossKind = Literal["mean", "sum", "meets", "unknown"]
 class LossReduction:
     """Relation of the loss of a batch to the losses of its parts.
 
-    kind: `mean`: the mean of the parts' losses, weighted by samples. `sum`: their sum. `meets`:
-        neither, because of `operation`. `unknown`: no rule decides `operation`.
-    operation: the operation that `kind` is about. None where there is none, or no graph to look at.
-    because: completes "the operation ...".
+    kind: `mean`: the mean of the parts' losses, weighted by samples. `sum`: the sum of the parts'
+        losses. `meets`: neither, because of `operation`. `unknown`: no rule decides `operation`.
+    operation: the operation that decides `kind`; None where none does, or without a graph.
+    because: completes the sentence "the operation ...".
     counts: an operation that writes into a buffer in every call, the same on every replica; else
         None.
-    sums: where samples meet in nothing but sums over the batch, these sums with their degrees (see
-        `states`). Replicas that exchange their parts of them have the loss of the batch as the mean
-        of their losses.
+    sums: where samples meet only in sums over the batch, the degree of each sum (see `states`).
+        Replicas that exchange their parts of these sums have the loss of the batch as the mean of
+        their losses.
     """
 
     kind: LossKind
@@ -46,7 +47,7 @@ class LossReduction:
 
 def states_of(graph: OperationGraph, batch_norms: Collection[str] = ()) -> dict[str, State]:
     """Return the state of every value of `graph`, by name. `batch_norms` are the paths of the
-    modules whose statistics the runtime takes over the whole batch."""
+    modules whose statistics the runtime computes over the whole batch."""
     states: dict[str, State] = {}
     known = frozenset(batch_norms)
     for operation in graph:
@@ -57,7 +58,7 @@ def states_of(graph: OperationGraph, batch_norms: Collection[str] = ()) -> dict[
 def classify_loss(graph: OperationGraph, batch_norms: Collection[str] = ()) -> LossReduction:
     """Return the relation of the loss, the last value of `graph`, to the samples of a batch.
 
-    The buffers that the forward writes are judged as well: replicas keep one each, and these must
+    The buffers that the forward writes are checked as well: each replica has its own, and they must
     stay equal. `batch_norms` are as in `states_of`.
     """
     states = states_of(graph, batch_norms)
@@ -70,22 +71,22 @@ def classify_loss(graph: OperationGraph, batch_norms: Collection[str] = ()) -> L
 
 
 def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, int]:
-    """Return the sums over the batch, with their degrees, that replicas must exchange for the loss
-    to be the mean of the replicas' losses; nothing where that is not enough.
+    """Return the degrees of the sums over the batch that replicas must exchange for the loss to be
+    the mean of the replicas' losses; an empty mapping where that is not enough.
 
-    A sum is exchanged where an operation that is not linear in it reads it. Values that were
-    computed from the sum before that are then computed from the whole batch's sum as well.
+    A sum is exchanged if an operation that is not linear in it reads it. Values computed from it
+    earlier are then computed from the whole batch's sum as well.
     """
     known, sums = frozenset(batch_norms), dict[str, int]()
     states: dict[str, State] = {}
     place = {operation.name: number for number, operation in enumerate(graph)}
-    written = {name for operation in graph for name in operation.writes}
+    written_names = {name for operation in graph for name in operation.writes}
 
     def settle(operation: Operation) -> None:
         name, state = operation.name, _state(Call(graph, operation, states, known))
         if name in sums and isinstance(state, Reduced):
             state = FIXED
-        else:  # its inputs may be exchanged since it was added
+        else:  # its inputs may have been exchanged after it was added
             sums.pop(name, None)
         states[name] = state
 
@@ -95,7 +96,7 @@ def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, i
             pooled = [x for x in operation.inputs if _exchanged_degree(states[x]) is not None]
             name = _first_made(graph, states, min(pooled, key=lambda x: place[x], default=""))
             degree = _exchanged_degree(states[name]) if name else None
-            if state.name != operation.name or degree is None or name in written:
+            if state.name != operation.name or degree is None or name in written_names:
                 break
             sums[name] = degree
             for again in graph.operations[place[name] : number + 1]:
@@ -107,15 +108,15 @@ def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, i
 
 
 def _exchanged_degree(state: State) -> int | None:
-    """Return the degree of a sum over the batch whose parts are known when they are made; None for
-    any other state. The parts of a mean over targets are not known: the runtime makes it one over
-    the whole batch's targets."""
+    """Return the degree of a sum over the batch whose parts are known when they are computed; None
+    for any other state. The parts of a mean over targets are not known: the runtime normalises them
+    by the whole batch's targets."""
     return state.degree if isinstance(state, Reduced) and not state.targets else None
 
 
 def _first_made(graph: OperationGraph, states: Mapping[str, State], name: str) -> str:
-    """Return the value, a sum over the batch, that `name` is another form of. A count that was
-    converted is such a form: the count itself is added up exactly."""
+    """Return the first form of the sum over the batch `name`, before conversions: an integer count
+    is added up exactly."""
     while name:
         operation, degree = graph[name], _exchanged_degree(states[name])
         made = [x for x in operation.inputs if _exchanged_degree(states[x]) == degree]
@@ -154,8 +155,8 @@ def _of_buffers(
     batch_norms: Collection[str],
     judgement: LossReduction,
 ) -> LossReduction:
-    """Return `judgement` after a look at the buffers. A buffer may be given different values on the
-    replicas, or change with every call."""
+    """Return `judgement`, updated for the buffers that the forward writes. A buffer may get
+    different values on the replicas, or change with every call."""
     for operation in graph:
         if not operation.writes or operation.target == "aten.detach_.default":
             continue  # `detach_` is marked as a write, and changes no value
@@ -204,8 +205,8 @@ def _state(call: Call) -> State:
 
 
 def _checked(call: Call, answer: State | None) -> State:
-    """Return a rule's answer where the result's shape agrees with it, else the state of an
-    undecided operation."""
+    """Return a rule's answer if the result's shape agrees with it, else the state of an undecided
+    operation."""
     shape = call.operation.shape
     if answer is None:
         return _undecided(call)
@@ -224,8 +225,8 @@ def _checked(call: Call, answer: State | None) -> State:
 def _undecided(call: Call) -> State:
     """Return the state of an operation that no rule decides.
 
-    It is unknown, unless two dimensions of the result follow the batch: these hold something of
-    every two samples, so that samples meet.
+    It is unknown, unless two dimensions of the result depend on the batch: the result then has an
+    element for every pair of samples, so that samples meet.
     """
     operation = call.operation
     if len(batch_dims(operation.shape or ())) > 1:

@@ -1,7 +1,7 @@
-"""Losses that are means over targets which parameters have a part in.
+"""Losses that are means over targets which are computed from parameters.
 
-The targets of a step are counted before its first forward, from the data alone. Of these losses
-nobody can.
+The targets of a step are counted before its first forward, from the data alone, which is impossible
+for these losses.
 """
 
 from whale_train.strategies.graph.operation_graph import ModelProfile, Operation, OperationGraph
@@ -14,9 +14,9 @@ _LOSSES = (
 
 
 def learned_means(profile: ModelProfile) -> tuple[str, ...]:
-    """Return the operations of the model's graph that are means over classes whose targets are
-    computed from trained parameters, in the graph's order. A mean over probabilities is one over
-    rows, which are known, and is none of them."""
+    """Return the names of the operations that are means over classes with targets computed from
+    trained parameters, in graph order. A mean over probability targets does not count: it is a mean
+    over rows, whose number is known."""
     graph = profile.graph
     assert graph is not None
     trained = {parameter.path for parameter in profile.parameters}
@@ -29,8 +29,8 @@ def learned_means(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def _is_mean_over_classes(graph: OperationGraph, operation: Operation) -> bool:
-    """Return True if `operation` is a loss that is a mean over the classes of its targets: not one
-    of probabilities, whose mean is over rows, and not a sum or the losses themselves."""
+    """Return True if `operation` is a loss that averages over its class targets. Losses of
+    probabilities, which average over rows, and losses with another reduction do not count."""
     if operation.target not in _LOSSES or "float" in graph[operation.inputs[1]].dtype:
         return False
     reduction = operation.args[3] if len(operation.args) > 3 else _MEAN

@@ -18,15 +18,15 @@ def _loss(call: Call, reduction: object, rows: State | Refused | None) -> Answer
 
 
 def elementwise_loss(call: Call, position: int) -> Answer:
-    """Type a loss of the elements of inputs that are broadcast to each other. Its reduction is the
-    argument at `position`."""
+    """Derive the state of an elementwise loss of inputs that are broadcast against each other.
+    `position` is the index of the reduction argument."""
     rows = broadcast_rows(call)
     return _loss(call, call.argument(position, "reduction", 1), rows)
 
 
 def row_loss(call: Call, position: int) -> Answer:
-    """Type a loss of rows, where dimension 0 is the samples'. Its reduction is the argument at
-    `position`."""
+    """Derive the state of a loss of rows. Dimension 0 must be the sample dimension. `position` is
+    the index of the reduction argument."""
     states = [call.states[name] for name in call.operation.inputs]
     rows = [x for x in states if isinstance(x, PerSample)]
     others = any(x != FIXED and not isinstance(x, PerSample) for x in states)
@@ -39,8 +39,8 @@ def row_loss(call: Call, position: int) -> Answer:
 
 
 def typed_target_mean(call: Call) -> Answer:
-    """Type a cross-entropy or a negative log-likelihood. Where it is a mean over targets, the
-    runtime makes it one over the targets of the whole batch."""
+    """Derive the state of a cross-entropy or a negative log-likelihood. A mean over targets is
+    normalised by the targets of the whole batch at run time."""
     logits, targets = call.state(0), call.state(1)
     reduction = call.argument(3, "reduction", 1)
     weight = call.argument(2, "weight")

@@ -1,4 +1,4 @@
-"""Rules for values that a forward makes of nothing but shapes and numbers."""
+"""Rules for values that a forward creates from shapes and numbers alone."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from whale_train.strategies.independence.states import (
     equal_rows,
 )
 
-# The position of the argument that a value is filled with.
+# The position of the argument with the fill value.
 _FILLED = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1, "scalar_tensor": 0}
 
 
 def fresh(call: Call) -> Answer:
-    """Type a value of a given shape that is the same number everywhere. The number may follow the
-    batch's size."""
+    """Derive the state of a value of a given shape with one number everywhere. The number may
+    depend on the batch's size."""
     kind = call.kind.partition(".")[0].rstrip("_")
     position = _FILLED.get(kind)
     name = "s" if kind == "scalar_tensor" else "value" if kind == "fill" else "fill_value"
@@ -30,8 +30,8 @@ def fresh(call: Call) -> Answer:
 
 
 def drawn(call: Call) -> Answer:
-    """Type random numbers. Independent ones fit beside any rows; others are drawn for the values of
-    given rows."""
+    """Derive the state of random numbers. Independent ones fit with any rows; others are drawn for
+    the values of given rows."""
     of_values = call.kind.startswith(("bernoulli", "multinomial", "normal", "poisson"))
     if of_values and any(state != FIXED for state in call.tensors().values()):
         return elementwise(call)
@@ -39,15 +39,15 @@ def drawn(call: Call) -> Answer:
 
 
 def arange(call: Call) -> Answer:
-    """Type numbers from 0 up. They are the places of the samples where there are as many as
-    samples."""
+    """Derive the state of numbers from 0 up. If there are as many as samples, they are the places
+    of the samples."""
     if call.shape and call.shape[0].per_sample:
         return RowPosition(0) if call.kind == "arange.default" and not call.shape[0].fixed else None
     return FIXED
 
 
 def extent(call: Call) -> Answer:
-    """Type the extent of a dimension, as a number."""
+    """Derive the state of the extent of a dimension, as a number."""
     dim = call.argument(1, "dim", 0)
     shape = call.shape_of(call.name(0))
     if not isinstance(dim, int) or not shape:

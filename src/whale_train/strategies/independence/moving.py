@@ -1,4 +1,4 @@
-"""Rules for views of values, and for operations that take values apart and put them together."""
+"""Rules for views, and for operations that split and join values."""
 
 from dataclasses import replace
 
@@ -29,8 +29,8 @@ _TORN = "tears the samples of the batch apart"
 
 
 def whole(call: Call, state: State) -> Answer:
-    """Return the answer for an input without a sample dimension of its own, where the result may
-    have one. The result's rows are then one row of the input, repeated."""
+    """Return the answer for an input without a sample dimension, where the result may have one: the
+    rows of the result are then one row of the input, repeated."""
     if isinstance(state, Fixed):
         made = equal_rows(call.shape)
         if not batch_dims(call.shape):
@@ -56,7 +56,7 @@ def _extent_before(call: Call, dim: int) -> Size:
 
 
 def reshape(call: Call) -> Answer:
-    """Type the same elements in the same order, in other dimensions."""
+    """Derive the state of the same elements in the same order, in other dimensions."""
     state = call.state(0)
     shape = call.shape_of(call.name(0))
     if isinstance(state, Permutation):
@@ -91,7 +91,7 @@ def _permuted(call: Call, order: list[int]) -> Answer:
 
 
 def transpose(call: Call) -> Answer:
-    """Type two dimensions that are swapped: the last two of a matrix where none are named."""
+    """Derive the state of a swap of two dimensions; of the last two where none are named."""
     rank = call.rank_of(0)
     first, second = call.dim(1, "dim0", max(rank - 2, 0)), call.dim(2, "dim1", max(rank - 1, 0))
     if first is None or second is None:
@@ -103,18 +103,18 @@ def transpose(call: Call) -> Answer:
 
 
 def reverse(call: Call) -> Answer:
-    """Type all dimensions in reverse order."""
+    """Derive the state of all dimensions in reverse order."""
     return _permuted(call, list(reversed(range(call.rank_of(0)))))
 
 
 def permute(call: Call) -> Answer:
-    """Type dimensions in the order that the second argument lists."""
+    """Derive the state of dimensions in the order that the second argument lists."""
     order = call.dims(1, "dims")
     return None if order is None else _permuted(call, list(order))
 
 
 def movedim(call: Call) -> Answer:
-    """Type dimensions that are moved to other places."""
+    """Derive the state of dimensions that are moved to other places."""
     source, target = call.dims(1, "source"), call.dims(2, "destination")
     if source is None or target is None:
         return None
@@ -125,7 +125,7 @@ def movedim(call: Call) -> Answer:
 
 
 def squeeze(call: Call) -> Answer:
-    """Type dimensions of extent 1 that are taken away or added."""
+    """Derive the state of the removal or addition of dimensions of extent 1."""
     state = call.state(0)
     dim = only_batch_dim(call.shape)
     if isinstance(state, PerSample | RowPosition):
@@ -134,7 +134,7 @@ def squeeze(call: Call) -> Answer:
 
 
 def expand(call: Call) -> Answer:
-    """Type dimensions of extent 1 that are repeated, with new ones in front."""
+    """Derive the state of dimensions of extent 1 that are repeated, with new leading ones."""
     shifted = call.shifted(call.name(0))
     if isinstance(shifted, PerSample | RowPosition):
         return shifted if len(batch_dims(call.shape)) == 1 else None
@@ -142,7 +142,7 @@ def expand(call: Call) -> Answer:
 
 
 def repeat(call: Call) -> Answer:
-    """Type a whole value that is repeated along every dimension."""
+    """Derive the state of a value that is repeated along every dimension."""
     state = call.shifted(call.name(0))
     if isinstance(state, Fixed):
         dim = only_batch_dim(call.shape)
@@ -159,7 +159,7 @@ def repeat(call: Call) -> Answer:
 
 
 def repeat_interleave(call: Call) -> Answer:
-    """Type the entries of a dimension, each repeated several times in a row."""
+    """Derive the state of the entries of a dimension, each repeated several times in a row."""
     state = call.state(0)
     if isinstance(state, Fixed) and len(call.shape) == call.rank_of(0):
         dim = only_batch_dim(call.shape)
@@ -175,7 +175,7 @@ def repeat_interleave(call: Call) -> Answer:
 
 
 def narrow(call: Call) -> Answer:
-    """Type a range of a dimension."""
+    """Derive the state of a range of a dimension."""
     state, dim = call.state(0), call.dim(1)
     if isinstance(state, Fixed) and dim is not None and call.shape[dim].per_sample:
         return Refused("takes rows of a table by the places of samples in their batch")
@@ -197,8 +197,8 @@ def narrow(call: Call) -> Answer:
 def _every(call: Call, state: PerSample, step: Argument, had: Size, now: Size) -> Answer:
     """Return the state of every `step`-th entry of the sample dimension.
 
-    Every sample keeps as many entries, where the number of entries that a sample has in a row is a
-    multiple of `step`. Else some samples are taken, which is refused.
+    Every sample keeps equally many entries if the number of consecutive entries of one sample is a
+    multiple of `step`. Otherwise only some samples are taken, which is refused.
     """
     start = call.argument(2, "start") or 0
     if not isinstance(step, int) or not isinstance(start, int) or not 0 <= start < step:
@@ -210,19 +210,25 @@ def _every(call: Call, state: PerSample, step: Argument, had: Size, now: Size) -
 
 
 def _pieces(call: Call, state: PerSample, had: Size, now: Size) -> Answer:
-    """Return the state of one of several equal pieces, end to end, of the sample dimension. Each
-    piece has all samples where the dimension counts through whole batches. Else it is refused."""
+    """Return the state of one of several equal consecutive pieces of the sample dimension. Each
+    piece has all samples if the dimension runs through several whole batches. Otherwise it is
+    refused."""
     if state.uniform:
         return state if not now.fixed and now.per_sample else None
-    whole = had.per_sample // state.before  # elements per sample between two whole batches
-    if now.fixed or not now.per_sample or now.per_sample % whole or had.per_sample % now.per_sample:
+    stride = had.per_sample // state.before  # elements per sample between two whole batches
+    if (
+        now.fixed
+        or not now.per_sample
+        or now.per_sample % stride
+        or had.per_sample % now.per_sample
+    ):
         return Refused(SOME)
-    return replace(state, before=now.per_sample // whole)
+    return replace(state, before=now.per_sample // stride)
 
 
 def split(call: Call) -> Answer:
-    """Type pieces of a dimension, one after another, as a tuple. `item` types the parts of the
-    tuple."""
+    """Derive the state of consecutive pieces of a dimension, as a tuple. `item` derives the states
+    of the parts."""
     state, dim = call.state(0), call.dim(2)
     if isinstance(state, PerSample) and state.dim != dim:
         return state
@@ -230,7 +236,7 @@ def split(call: Call) -> Answer:
 
 
 def item(call: Call) -> Answer:
-    """Type one of the values that an operation gives together."""
+    """Derive the state of one value of an operation that gives several."""
     state, number = call.state(0), call.argument(1)
     source = call.graph[call.name(0)]
     if isinstance(state, PerSample) and state.order == source.name:
@@ -249,7 +255,7 @@ def item(call: Call) -> Answer:
 
 
 def select(call: Call) -> Answer:
-    """Type one entry of a dimension, without that dimension."""
+    """Derive the state of one entry of a dimension, which the result loses."""
     state, dim = call.state(0), call.dim(1)
     if not isinstance(state, PerSample):
         return whole(call, state)
@@ -259,7 +265,7 @@ def select(call: Call) -> Answer:
 
 
 def unbind(call: Call) -> Answer:
-    """Type all entries of a dimension as a tuple, without that dimension."""
+    """Derive the state of all entries of a dimension as a tuple; the parts lose the dimension."""
     state, dim = call.state(0), call.dim(1)
     if isinstance(state, PerSample) and state.dim == dim:
         return Refused(SOME)
@@ -267,7 +273,7 @@ def unbind(call: Call) -> Answer:
 
 
 def cat(call: Call) -> Answer:
-    """Type values that are joined end to end along a dimension."""
+    """Derive the state of values that are concatenated along a dimension."""
     parts = call.argument(0)
     if not isinstance(parts, tuple):
         return None
@@ -288,7 +294,7 @@ def cat(call: Call) -> Answer:
 
 
 def stack(call: Call) -> Answer:
-    """Type values that are joined along a new dimension."""
+    """Derive the state of values that are joined along a new dimension."""
     parts = call.argument(0)
     if not isinstance(parts, tuple):
         return None
@@ -318,7 +324,7 @@ def _together(call: Call, states: list[State]) -> Answer:
 
 
 def pad(call: Call) -> Answer:
-    """Type a value that is padded before and after the entries of the last dimensions."""
+    """Derive the state of a value that is padded along its last dimensions."""
     state, amounts = call.state(0), call.argument(1)
     if not isinstance(amounts, tuple):
         return None

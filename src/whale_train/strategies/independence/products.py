@@ -1,4 +1,4 @@
-"""Rules for products of tensors: of matrices, of images with weights, of queries with keys."""
+"""Rules for products of tensors: matrices, images with weights, queries with keys."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from whale_train.strategies.independence.states import (
 
 
 def _product(call: Call, first: int, second: int) -> Answer:
-    """Type a matrix product of the arguments at two places."""
+    """Derive the state of a matrix product of the arguments at two positions."""
     left, right = call.state(first), call.state(second)
     ranks = call.rank_of(first), call.rank_of(second)
     contracted = ranks[0] - 1, max(ranks[1] - 2, 0)
@@ -49,12 +49,13 @@ def _product(call: Call, first: int, second: int) -> Answer:
 
 
 def matmul(call: Call) -> Answer:
-    """Type a matrix product of two tensors."""
+    """Derive the state of a matrix product of two tensors."""
     return _product(call, 0, 1)
 
 
 def added_product(call: Call) -> Answer:
-    """Type a matrix product of the second and the third argument, added to the first."""
+    """Derive the state of a matrix product of the second and the third argument, added to the
+    first."""
     made = _product(call, 1, 2)
     if made is None or isinstance(made, Refused):
         return made
@@ -63,7 +64,7 @@ def added_product(call: Call) -> Answer:
 
 
 def linear(call: Call) -> Answer:
-    """Type every row times a weight, plus a bias."""
+    """Derive the state of every row times a weight, plus a bias."""
     state, rank = call.state(0), call.rank_of(0)
     if any(call.states[x] != FIXED for x in call.operation.inputs[1:]):
         return None
@@ -78,7 +79,7 @@ def linear(call: Call) -> Answer:
 
 
 def einsum(call: Call) -> Answer:
-    """Type a sum of products, as its equation says."""
+    """Derive the state of a sum of products, given by an equation."""
     equation, operands = call.argument(0), call.argument(1)
     if not isinstance(equation, str) or not isinstance(operands, tuple) or "." in equation:
         return None
@@ -105,14 +106,14 @@ def einsum(call: Call) -> Answer:
 
 
 def convolution(call: Call) -> Answer:
-    """Type every sample convolved with one weight."""
+    """Derive the state of every sample convolved with one weight."""
     if call.rank_of(0) != call.rank_of(1):
         return None  # without a dimension of samples
     return per_image(call)
 
 
 def attention(call: Call) -> Answer:
-    """Type attention of each sample's queries to the same sample's keys."""
+    """Derive the state of attention of each sample's queries to the same sample's keys."""
     rows = call.rows()
     if isinstance(rows, PerSample) and rows.dim >= len(call.shape) - 2:
         return Refused("attends from one sample to another")
@@ -120,8 +121,8 @@ def attention(call: Call) -> Answer:
 
 
 def grouped_product(call: Call) -> Answer:
-    """Type the rows of each expert times that expert's weight. The rows are sorted by expert, and
-    the ends of the experts' rows are counted from the same rows."""
+    """Derive the state of the rows of each expert times that expert's weight. The rows must be
+    sorted by expert, with end offsets counted from the same rows."""
     state, offsets = call.state(0), call.argument(2, "offs")
     if not isinstance(state, PerSample) or state.degree or not state.order:
         return None
@@ -142,7 +143,7 @@ def grouped_product(call: Call) -> Answer:
 
 
 def lookup(call: Call) -> Answer:
-    """Type rows of a table that are looked up by number."""
+    """Derive the state of table rows that are looked up by number."""
     table, numbers = call.state(0), call.state(1)
     if call.argument(3, "scale_grad_by_freq"):
         return Refused("divides gradients by how often the batch looks up each row")
@@ -152,7 +153,7 @@ def lookup(call: Call) -> Answer:
 
 
 def renormed(call: Call) -> Answer:
-    """Type a table whose rows are rescaled in place where the batch looks them up."""
+    """Derive the state of a table whose looked-up rows are rescaled in place."""
     if call.state(0) == FIXED and isinstance(call.state(1), PerSample):
         return Refused("rescales the rows of a table that the batch looks up")
     return None

@@ -1,6 +1,6 @@
-"""The table of rules: the rule of every operation, one line a family.
+"""The table of rules: the rule of every operation, one line for each family.
 
-A name stands for all overloads of an operation and for its form in place. A name with a dot stands
+A name stands for all overloads of an operation and for its in-place form. A name with a dot stands
 for that overload alone.
 """
 
@@ -19,7 +19,7 @@ from whale_train.strategies.independence.states import FIXED, PerSample, RowPosi
 
 
 def _written(call: Call) -> Answer:
-    """Type the first input overwritten by the second, broadcast to it."""
+    """Derive the state of the first input overwritten by the second, which is broadcast to it."""
     shifted = call.shifted(call.name(1)) if call.name(1) else FIXED
     if isinstance(shifted, PerSample | RowPosition):
         return shifted
@@ -27,7 +27,7 @@ def _written(call: Call) -> Answer:
 
 
 def _order(call: Call) -> Answer:
-    """Type a random permutation of numbers."""
+    """Derive the state of a random permutation of numbers."""
     return (
         Refused("draws an order of the samples") if any(s.per_sample for s in call.shape) else FIXED
     )
@@ -171,8 +171,8 @@ RULES: dict[str, StateRule] = {name: rule for rule, family in _FAMILIES for name
 
 
 def rule_of(target: str) -> StateRule | None:
-    """Return the rule of the operation `target`: of its overload's name, or else of its own; None
-    where there is none."""
+    """Return the rule of the operation `target`, by its overload or else by its base name; None
+    where neither has a rule."""
     kind = target.removeprefix("aten.")
     if kind in RULES:
         return RULES[kind]

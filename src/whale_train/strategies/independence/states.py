@@ -22,19 +22,19 @@ from whale_train.strategies.graph.operation_graph import Shape
 
 @dataclass(frozen=True)
 class Fixed:
-    """A constant times the batch's size to the power of `degree`."""
+    """A constant, times the batch's size to the power of `degree`."""
 
     degree: int = 0
 
 
 @dataclass(frozen=True)
 class PerSample:
-    """Rows that belong to single samples.
+    """Rows that each belong to one sample.
 
     dim: the dimension of the rows, whose extent is `before` x batch x the rows of a sample.
-    before: the number of whole batches that `dim` counts through.
+    before: the number of whole batches that `dim` runs through.
     degree: the power of the batch's size that is a factor of the rows.
-    uniform: whether all rows are equal, so that they fit beside any others.
+    uniform: True if all rows are equal, so that they fit with any others.
     order: the operation that sorted the rows; '' for rows in the batch's order.
     """
 
@@ -50,8 +50,8 @@ class Reduced:
     """A sum over the samples of the batch, times the batch's size to the power of `degree`.
 
     degree: 0 for a sum, -1 for a mean.
-    targets: whether a mean over targets has a part in it. The runtime makes it one over the whole
-        batch's targets (`runtime/loss/global_mean.py`), where the parts are weighted as means are.
+    targets: True if it contains a mean over targets. The runtime normalises it by the whole batch's
+        targets (`runtime/loss/global_mean.py`), where the parts are weighted as means are.
     """
 
     degree: int = 0
@@ -67,12 +67,12 @@ class RowPosition:
 
 @dataclass(frozen=True)
 class Permutation:
-    """Numbers of rows in a sorted order of their entries.
+    """Numbers of entries, or of their rows, in sorted order.
 
     order: the operation that sorted the entries.
-    unit: the number of sorted entries that each row has. An entry's number divided by `unit` is the
+    unit: the number of sorted entries in each row. An entry's number divided by `unit` is the
         number of its row.
-    inverse: whether the value is instead every entry's place in the order.
+    inverse: True if the value is instead the position of every entry in the order.
     """
 
     order: str
@@ -82,7 +82,10 @@ class Permutation:
 
 @dataclass(frozen=True)
 class CrossSample:
-    """Proof that samples meet in the operation `name`. `because` completes "the operation ..."."""
+    """Proof that samples meet in the operation `name`.
+
+    because: completes the sentence "the operation ...".
+    """
 
     name: str
     because: str
@@ -100,13 +103,13 @@ FIXED = Fixed()
 
 
 def batch_dims(shape: Shape) -> list[int]:
-    """Return the dimensions of `shape` that follow the batch."""
+    """Return the dimensions of `shape` that depend on the batch."""
     return [dim for dim, size in enumerate(shape) if size.per_sample]
 
 
 def equal_rows(shape: Shape) -> State | None:
     """Return the state of a value that is one constant everywhere; None where two dimensions, or a
-    part of one, follow the batch."""
+    part of one, depend on the batch."""
     dims = batch_dims(shape)
     if not dims:
         return FIXED
@@ -116,8 +119,8 @@ def equal_rows(shape: Shape) -> State | None:
 
 
 def beside(states: list[PerSample]) -> PerSample | None:
-    """Return the one layout of rows, of degree 0, that all `states` have; None where rows of
-    different samples would be side by side. The `dim` of `states` is already that of the result."""
+    """Return the common state of rows, with degree 0, of all `states`; None where rows of different
+    samples would be combined. The `dim` of `states` is already an index into the result's shape."""
     distinct = {replace(x, degree=0) for x in states if not x.uniform}
     if len({x.dim for x in states}) > 1 or len(distinct) > 1:
         return None
@@ -125,8 +128,8 @@ def beside(states: list[PerSample]) -> PerSample | None:
 
 
 def added(states: list[State]) -> State | None:
-    """Return the state of a sum of values in `states`, which have one shape; None where no state
-    describes it."""
+    """Return the state of a sum of values of one shape in `states`; None where no state describes
+    it."""
     rows = [x for x in states if isinstance(x, PerSample)]
     if rows:
         degrees = {x.degree for x in states if isinstance(x, PerSample | Fixed)}

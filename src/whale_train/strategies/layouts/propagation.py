@@ -1,14 +1,14 @@
 """Layouts are types, collectives are casts: the layout of each value of the graph over a group.
 
-A value is replicated (R), a partial sum (P) or sharded (S). A rule per operation family says, from
-the layouts that come in, which layouts the operation wants and which one comes out. Where a value
-does not have the layout wanted, a cast is inserted; each cast is one collective with its adjoint
-(`runtime/comms/layout_collectives.py`). An operation without a rule is given whole tensors: an
-unknown model is slower, never wrong. After GSPMD (arXiv 2105.04663) and TAP (arXiv 2302.00247), on
-the graph of `torch.export`.
+A value is replicated (R), a partial sum (P) or sharded (S). A rule for each family of operations
+maps the layouts of the inputs to the layouts that the operation wants and the layout of its result.
+Where a value does not have the wanted layout, a cast is inserted; each cast is one collective with
+its adjoint (`runtime/comms/layout_collectives.py`). An operation without a rule takes its inputs
+unsharded: an unknown model is slower, never wrong. After GSPMD (arXiv 2105.04663) and TAP (arXiv
+2302.00247), on the graph of `torch.export`.
 
-This file owns the propagation through a graph whose parameters have their layouts already. Choosing
-these is `choose.py`'s. It knows neither torch nor devices.
+This file owns the propagation through a graph whose parameters already have layouts, which
+`choose.py` chooses. It knows neither torch nor devices.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,12 +76,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes along which values are cut, and the units of each that are dealt out to ranks.
+    """The axes along which values are sharded, and the units of each, which are divided among
+    ranks.
 
-    units: the number of units of every axis. An axis that is absent keeps the cut that it is given
-        and is united with no other.
-    parents: from an axis to the one that it was united with.
-    fineness: decides whether an axis has units enough; none may have fewer.
+    units: the number of units of every axis. An axis that is absent keeps its given cut, and is
+        never united with another.
+    parents: for each united axis, the axis that it was united with.
+    fineness: the minimum number of units of any axis.
 
     An axis starts as fine as its weight. Where two axes meet in one operation they become one, and
     a view that keeps only a coarser cut leaves fewer units.
@@ -92,13 +93,13 @@ class Axes:
     fineness: MinUnits = field(default_factory=lambda: MinUnits(1), compare=False)
 
     def root(self, axis: str) -> str:
-        """Return the name that stands for `axis` and all axes united with it."""
+        """Return the representative of all axes united with `axis`."""
         while axis in self.parents:
             axis = self.parents[axis]
         return axis
 
     def laid(self, layout: Layout) -> Layout:
-        """Return `layout` with its axis under the name that stands for it."""
+        """Return `layout` with its axis replaced by the representative."""
         if isinstance(layout, Shard) and layout.axis in self.parents:
             return Shard(layout.dim, self.root(layout.axis), layout.outer, layout.pieces)
         if isinstance(layout, PartialByRow) and layout.axis in self.parents:
@@ -106,22 +107,22 @@ class Axes:
         return layout
 
     def after(self, typing: RuleResult) -> "Axes | None":
-        """Return the axes after an operation with this `typing`; None where an axis would become
-        too coarse, or would have to change and has no units."""
+        """Return the axes after an operation with the rule result `typing`; None where an axis
+        would have too few units, or would have to change and has no units."""
         units, parents = self.units, self.parents
         for first, second in typing.unite:
-            kept, gone = self.root(first), self.root(second)
-            while kept in parents:
-                kept = parents[kept]
+            survivor, gone = self.root(first), self.root(second)
+            while survivor in parents:
+                survivor = parents[survivor]
             while gone in parents:
                 gone = parents[gone]
-            if kept == gone:
+            if survivor == gone:
                 continue
-            if kept not in units or gone not in units:
+            if survivor not in units or gone not in units:
                 return None
-            parents = {**parents, gone: kept}
-            units = {**units, kept: coarsened(units[kept], (units[gone],))}
-            if not self.fineness.allows(units[kept]):
+            parents = {**parents, gone: survivor}
+            units = {**units, survivor: coarsened(units[survivor], (units[gone],))}
+            if not self.fineness.allows(units[survivor]):
                 return None
         for axis, extent in typing.coarsen:
             while axis in parents:
@@ -137,8 +138,8 @@ class Axes:
         return Axes(units, parents, self.fineness)
 
     def added(self, layout: Shard) -> "Axes | None":
-        """Return the axes with that of the weight cut `layout`, as fine as its pieces allow; None
-        where that is too coarse."""
+        """Return the axes with the axis of the weight's layout added, as fine as its pieces allow;
+        None where that leaves too few units."""
         finest = coarsened(0, layout.pieces)
         if not self.fineness.allows(finest):
             return None
@@ -147,17 +148,16 @@ class Axes:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The layouts of a region's values, and the changes that they ask of its operations.
+    """The layouts of a region's values, and the resulting changes to its operations.
 
     layouts: the layout of every value.
     casts: the changes of layout between operations.
-    becomes: from an operation to the distributed one that replaces it.
-    gathered: the operations that are given whole tensors for want of a rule. Samples that are
-        brought together for the region, such as labels, are not counted, as that is the bridge into
-        it.
-    random: from an operation that draws random numbers to `shared`, the same on every rank, or
-        `own`, each rank's.
-    units: the units of the axes that were given, after all operations.
+    becomes: the distributed operation that replaces an operation, by name.
+    gathered: the operations that take their inputs unsharded because no rule applies. Samples that
+        are gathered for the region, such as labels, do not count, since that is the bridge into it.
+    random: for each operation that draws random numbers, `shared` (the same on every rank) or `own`
+        (each rank its own).
+    units: the units of the given axes after all operations.
     """
 
     layouts: dict[str, Layout]
@@ -175,12 +175,11 @@ def assign(
     wanted: Mapping[str, Layout] | None = None,
     axes: Axes | None = None,
 ) -> Assignment:
-    """Return the layouts of the operations of `region`, which are taken in graph order.
+    """Return the layouts of the operations of `region`, in graph order.
 
-    given: the layouts of sharded parameters, and of values that come from outside. Any other
-        parameter, buffer or constant is R.
-    wanted: the layouts to which values are cast for whoever takes them from the region. The user of
-        such a cast is ''.
+    given: the layouts of sharded parameters, and of values from outside. Any other parameter,
+        buffer or constant is R.
+    wanted: the layouts that values have to leave the region with. The user of such a cast is ''.
     axes: the axes of `given`, where they may be united or coarsened.
     """
     axes = axes or Axes()
@@ -204,7 +203,7 @@ def assign(
         axes = after
         casts += casts_of(operation.name, typing.wants, known, gradients, axes)
         layouts[operation.name] = axes.laid(typing.gives)
-        if changed := operation.changes:  # whoever reads it next reads the new value
+        if changed := operation.changes:  # later readers read the new value
             layouts[changed] = layouts[operation.name]
         if typing.becomes:
             becomes[operation.name] = typing.becomes
@@ -223,10 +222,10 @@ def typing_of(
     known: Mapping[str, Layout],
     gradients: frozenset[str],
 ) -> RuleResult | None:
-    """Return the rule table's typing of an operation whose inputs are laid as `known`.
+    """Return the rule's result for an operation whose inputs are laid out as `known`.
 
-    None where no rule applies, and where samples are cut by replicas and the operation does not
-    keep them apart.
+    Returns None where no rule applies, and where samples are divided among replicas and the
+    operation does not keep them apart.
     """
     if all(layout == R for layout in known.values()):
         return RuleResult({}, R)
@@ -238,7 +237,7 @@ def typing_of(
 
 
 def whole(known: Mapping[str, Layout]) -> RuleResult:
-    """Return the typing of an operation that takes whole tensors and gives a whole tensor."""
+    """Return the rule result of an operation with unsharded inputs and an unsharded result."""
     return RuleResult(dict.fromkeys(known, R), R)
 
 
@@ -249,8 +248,8 @@ def casts_of(
     gradients: frozenset[str],
     axes: Axes,
 ) -> Iterator[Cast]:
-    """Yield the casts that bring values laid as `known` to the layouts `wants` of `user`. A value
-    without a gradient need not be ENTERED, as no gradient comes back; it stays R."""
+    """Yield the casts that bring values laid out as `known` to the layouts `wants` of `user`. A
+    value without a gradient stays R instead of ENTERED, since no gradient comes back."""
     for name, wish in wants.items():
         source, target = axes.laid(known[name]), axes.laid(wish)
         if target == ENTERED and name not in gradients:
@@ -260,7 +259,7 @@ def casts_of(
 
 
 def differentiable(graph: OperationGraph) -> frozenset[str]:
-    """Return the values that a gradient comes back to: computed from a parameter, and
+    """Return the values that have a gradient: those computed from a parameter that are
     floating-point or no tensor."""
     names = graph.made_of_parameters
     return frozenset(
@@ -269,8 +268,8 @@ def differentiable(graph: OperationGraph) -> frozenset[str]:
 
 
 def cast_kind(source: Layout, target: Layout) -> str:
-    """Return the name of the collective that turns one layout into another, or of the two that do
-    it one after the other."""
+    """Return the name of the collective, or of the two consecutive ones, that turns one layout into
+    another."""
     match source, target:
         case Replicated(), ReplicatedPartialGrad():
             return "enter"

@@ -1,6 +1,7 @@
-"""The rule table: the layout rule of every operation of the exported graph, one line a family.
+"""The rule table: the layout rule of every operation of the exported graph, one line for each
+family.
 
-An operation without a rule is given whole tensors: slower, never wrong.
+An operation without a rule takes its inputs unsharded: slower, never wrong.
 """
 
 from whale_train.strategies.layouts.rules.matmul import (
@@ -162,8 +163,8 @@ def _names(targets: str) -> list[str]:
 
 RULES: dict[str, Rule] = {name: rule for rule, targets in _FAMILIES for name in _names(targets)}
 
-# The operations that keep the samples of replicas (the batch axis) apart. Any other that reads them
-# is given the whole batch, where sharded work begins.
+# The operations that keep the samples of replicas (the batch axis) apart. Any other operation takes
+# the whole batch: sharded work begins there.
 CARRIES_SAMPLES = frozenset(
     f"aten.{target}"
     for target in _each(
@@ -180,11 +181,11 @@ CARRIES_SAMPLES = frozenset(
 def register_rule(target: str, rule: Rule) -> None:
     """Add a layout rule for an operation of your own (`my_library.my_op.default`).
 
-    Call it in the module that defines the model: that is imported before anything is planned. The
-    rule reads a `RuleInput` and returns a `RuleResult`, or None where the operation cannot work on
-    parts, as the rules in `strategies/layouts/rules/` do. At run time the operation is called as it
-    is, on this rank's part of the inputs that the rule asked for. Raises ValueError for an
-    operation that has a rule.
+    Call it in the module that defines the model, which is imported before anything is planned. The
+    rule takes a `RuleInput` and returns a `RuleResult`, or None where the operation cannot work on
+    shards, as the rules in `strategies/layouts/rules/` do. At run time the operation is called
+    unchanged, on this rank's shards of the inputs in the layouts that the rule wants. Raises
+    ValueError for an operation that has a rule.
     """
     if target in RULES:
         raise ValueError(f"{target} has a layout rule")

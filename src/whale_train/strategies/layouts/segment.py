@@ -1,4 +1,4 @@
-"""The operations that a rank runs in one go, as the resolver decides them."""
+"""The operations that a rank runs without interruption, as the resolver decides them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ from whale_train.strategies.layouts.propagation import Assignment, Shard
 
 @dataclass(frozen=True)
 class Segment:
-    """Operations that one TaskGraph runs in one go.
+    """Operations that one TaskGraph runs without interruption.
 
     task_graph: the index of the TaskGraph.
     operations: the names of the operations.
     takes: the values that come from other chunks.
     gives: the values that go to other chunks; the last chunk gives the loss.
-    assignment: the layouts over the TaskGraph's shard group; None where every rank simply has its
+    assignment: the layouts over the TaskGraph's shard group; None where every rank just runs its
         own samples.
-    sums: the sums over the batch, with their degrees, of which replicas exchange their parts.
+    sums: the degrees of the sums over the batch of which replicas exchange their parts, by name.
     """
 
     task_graph: int
@@ -29,7 +29,8 @@ class Segment:
     sums: Mapping[str, int] = field(default_factory=dict)
 
     def scope(self, graph: OperationGraph) -> RewriteScope:
-        """Return the scope in which rewrites of the operations, which are of `graph`, are found."""
+        """Return the scope in which rewrites of the operations are found. `graph` is their
+        graph."""
         typed = self.assignment
         if typed is None:
             return RewriteScope(graph, self.operations, self.gives, replaced=self.sums)
@@ -46,10 +47,11 @@ class Segment:
     ) -> tuple[Rewrite, ...]:
         """Return the rewrites of the operations.
 
-        graph: the graph that they are of.
-        on_cpu: whether the ranks are CPU processes, or have GPUs.
-        defers: whether weights' gradients are made apart from the backward.
-        own_gradients: whether products and lookups make the gradients of their weights.
+        graph: the graph of the operations.
+        on_cpu: True if the ranks are CPU processes; False if they have GPUs.
+        defers: True if weight gradients are computed apart from the backward.
+        own_gradients: True if products and lookups compute the gradients of their weights
+            themselves.
         """
         scope = self.scope(graph)
         joined = () if defers else tuple(scope.joined_products())

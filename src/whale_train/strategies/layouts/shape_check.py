@@ -1,8 +1,8 @@
-"""The check that every rank's part of every operation fits: a pass over shapes, before ranks start.
+"""The check that the shapes of every rank agree in every operation, made before ranks start.
 
-The layouts of a region and the intervals dealt out along its axes give each member's local shapes.
-This file works them out again from the plan alone and compares them operation by operation; it
-assigns nothing.
+The layouts of a region and the intervals along its axes determine each member's local shapes. This
+file recomputes them from the plan alone and compares them operation by operation; it assigns
+nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ from whale_train.strategies.layouts.types import flat_pieces, product
 def shape_check(
     graph: OperationGraph, assignment: Assignment, axes: Mapping[str, Sequence[Interval]]
 ) -> tuple[str, ...]:
-    """Return the operations whose shapes do not fit, one sentence each; nothing where all do.
+    """Return the operations whose shapes disagree, one sentence each; () where all agree.
 
     A sentence names the operation and the member (the index in its shard group). `axes` are the
     intervals of each axis, in units.
     """
-    faults = [said for axis, intervals in axes.items() for said in _tiled(axis, intervals)]
+    faults = [sentence for axis, intervals in axes.items() for sentence in _tiled(axis, intervals)]
     for name, layout in assignment.layouts.items():
         faults += _laid(graph[name], layout, axes)
     if faults:
@@ -53,16 +53,16 @@ def shape_check(
                 shapes[name] = local_shape(graph[name], layout, axes, member)
             result_shape = local_shape(operation, assignment.layouts[operation.name], axes, member)
             if result_shape is not None and (
-                said := _disagreement(operation, shapes, result_shape)
+                sentence := _disagreement(operation, shapes, result_shape)
             ):
                 where = f"{operation.name} ({operation.target}) on member {member}"
-                faults.append(f"{where}: {said}")
+                faults.append(f"{where}: {sentence}")
     return tuple(faults)
 
 
 def _unlike(axes: Sequence[Sequence[Interval]]) -> list[int]:
-    """Return one member for each distinct set of local shapes. Members with intervals of the same
-    lengths on every axis have the same shapes."""
+    """Return one member for each distinct set of local shapes. Members with intervals of equal
+    lengths on every axis have equal shapes."""
     members: dict[tuple[int, ...], int] = {}
     for member in range(len(axes[0]) if axes else 1):
         held = tuple(stop - start for start, stop in (axis[member] for axis in axes))
@@ -73,7 +73,7 @@ def _unlike(axes: Sequence[Sequence[Interval]]) -> list[int]:
 def local_shape(
     operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]], member: int
 ) -> Shape | None:
-    """Return the shape of a member's part of a value; None where the value is no tensor."""
+    """Return the local shape of a member's part of a value; None where the value is no tensor."""
     shape = operation.shape
     if shape is None or not isinstance(layout, Shard):
         return shape
@@ -84,7 +84,7 @@ def local_shape(
 
 
 def _tiled(axis: str, intervals: Sequence[Interval]) -> list[str]:
-    """Return a fault where the intervals of an axis do not lie end to end from 0."""
+    """Return a fault if the intervals of an axis do not lie end to end from 0."""
     ends = [stop for _, stop in intervals]
     if [start for start, _ in intervals] != [0, *ends[:-1]]:
         return [f"the intervals of {axis} leave a gap or overlap: {tuple(intervals)}"]
@@ -94,8 +94,8 @@ def _tiled(axis: str, intervals: Sequence[Interval]) -> list[str]:
 def _laid(
     operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]]
 ) -> list[str]:
-    """Return a fault where a value is cut along an axis that has no intervals, or into pieces that
-    are not of whole units or do not add up to its extent."""
+    """Return a fault if a value is sharded along an axis without intervals, or into pieces that the
+    units do not divide or that do not add up to its extent."""
     shape = operation.shape
     if not isinstance(layout, Shard) or shape is None:
         return []
@@ -113,8 +113,8 @@ def _laid(
 def _disagreement(
     operation: Operation, shapes: Mapping[str, Shape | None], result_shape: Shape
 ) -> str:
-    """Return the reason why the operands do not give a result of `result_shape`. It is '' where
-    they do, and for operations whose shapes are not known here."""
+    """Return the reason why the operands do not give a result of `result_shape`; '' where they do,
+    and for operations whose shapes this file does not know."""
     given = [shapes[x.name] for x in operation.args if isinstance(x, Ref)]
     operands = [shape for shape in given if shape is not None]
     rule = RULES.get(operation.target)
@@ -154,20 +154,20 @@ def _joined(operation: Operation, shapes: Mapping[str, Shape | None], result_sha
     operands = [shapes[x.name] or () for x in parts if isinstance(x, Ref)]
     dim = operation.args[1] if len(operation.args) > 1 else 0
     assert isinstance(dim, int)
-    # An empty tensor of one dimension goes with any other.
-    whole = [shape for shape in operands if len(shape) == len(result_shape)]
-    total = Size(sum(x[dim].fixed for x in whole), sum(x[dim].per_sample for x in whole))
+    # An empty tensor of one dimension may be joined to any other.
+    of_rank = [shape for shape in operands if len(shape) == len(result_shape)]
+    total = Size(sum(x[dim].fixed for x in of_rank), sum(x[dim].per_sample for x in of_rank))
     fits = result_shape[dim] == total and all(
         shape[i] == result_shape[i]
-        for shape in whole
+        for shape in of_rank
         for i in range(len(result_shape))
         if i != dim % len(result_shape)
     )
-    return "" if fits else f"{_text(whole)} end to end are not {_one(result_shape)}"
+    return "" if fits else f"{_text(of_rank)} end to end are not {_one(result_shape)}"
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    """Return the shape that all `shapes` are broadcast to; None where they do not fit."""
+    """Return the shape that all `shapes` broadcast to; None where they do not fit."""
     rank = max(len(shape) for shape in shapes)
     extents = []
     for dim in range(-rank, 0):

@@ -1,8 +1,8 @@
-"""Layouts: the types that say how one value of the graph lies over a group of ranks.
+"""Layouts: the types that say how one value of the graph is distributed over a group of ranks.
 
-A value is replicated (R), a partial sum (P) or sharded (S). This file owns those types, the
-question and the answer of a rule of the layout table, and the arithmetic of pieces. The rule of
-each operation is in `rule_table.py`; typing a whole graph is `propagation.py`'s.
+A value is replicated (R), a partial sum (P) or sharded (S). This file owns these types, the input
+and the result of a layout rule, and the arithmetic of pieces. The rule of each operation is in
+`rule_table.py`; `propagation.py` lays out a whole graph.
 """
 
 import sys
@@ -24,43 +24,46 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Replicated:
-    """R: every rank has the whole value."""
+    """R: every rank holds the full value."""
 
 
 @dataclass(frozen=True)
 class ReplicatedPartialGrad:
-    """R whose gradient is a partial sum: the layout of a whole input of a sharded operation."""
+    """R whose gradient is a partial sum: the layout of an unsharded input of a sharded
+    operation."""
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """P: the value is the sum of what the ranks have."""
+    """P: the value is the sum of the values of all ranks."""
 
 
 @dataclass(frozen=True)
 class PartialByRow(PartialSum):
-    """P whose every row (index of the first dimension) is zero on all ranks but the one that holds
-    the row's expert.
+    """P in which every row (index of the first dimension) is zero on all ranks but the one that
+    holds the row's expert.
 
-    axis: the axis that cuts the experts.
-    rows: the name of the value that says where each expert's rows end.
+    axis: the axis that the experts are sharded along.
+    rows: the name of the value with the end offsets of each expert's rows.
 
-    An operation that leaves zeros zero may be done before the sum.
+    An operation that maps zeros to zeros may run before the sum.
     """
 
     axis: str
     rows: str
 
 
-# Kinds of casts between DispatchedRows and shards by expert: rows are sent to the experts, numbers
-# of rows are exchanged, and rows are sent back.
+# Kinds of casts between DispatchedRows and shards by expert: rows are sent to the experts, row
+# counts are exchanged, and rows are sent back.
 DISPATCH, EXCHANGE, COMBINE = "dispatch", "exchange", "combine"
 
 
 @dataclass(frozen=True)
 class DispatchedRows:
-    """Rows of every member's own samples, sorted by the expert they are for. `ends` names the value
-    that says where each expert's rows end."""
+    """Rows of every member's own samples, sorted by their expert.
+
+    ends: the name of the value with the end offsets of each expert's rows.
+    """
 
     ends: str
 
@@ -69,11 +72,11 @@ class DispatchedRows:
 class Shard:
     """S: dimension `dim` is cut along `axis`, whose intervals the plan holds.
 
-    The dimension is `outer` repetitions of `pieces` laid end to end, and every piece is cut: of
-    an axis with u units, the rank with units [start, stop) holds [start * e // u, stop * e // u)
-    of a piece of extent e. A fused QKV weight [3 * heads * head_dim] cut by heads has outer=3 and
-    one piece; one of unequal parts has a piece for each. `outer` may follow the batch. No pieces
-    means one, of as many elements as the axis has units.
+    The dimension is `outer` repetitions of `pieces` laid end to end, and every piece is cut: along
+    an axis of u units, the rank with units [start, stop) holds [start * e // u, stop * e // u) of a
+    piece of extent e. A fused QKV weight [3 * heads * head_dim] cut by heads has outer=3 and one
+    piece; a fused weight of unequal parts has a piece for each part. `outer` may depend on the
+    batch. An empty `pieces` means one piece with as many elements as the axis has units.
     """
 
     dim: int
@@ -85,11 +88,11 @@ class Shard:
 Layout = Replicated | ReplicatedPartialGrad | PartialSum | DispatchedRows | Shard
 R, ENTERED, P = Replicated(), ReplicatedPartialGrad(), PartialSum()
 
-BATCH = "batch"  # the axis along which replicas share the samples
+BATCH = "batch"  # the axis along which replicas divide the samples
 
 
 def shard(dim: int, axis: str, pieces: Sequence[int], outer: int | Size = 1) -> Shard:
-    """Return the layout in its one normal form: pieces that repeat are counted by `outer`."""
+    """Return the layout in its unique normal form, in which `outer` counts repeated pieces."""
     count = len(pieces)
     for period in range(1, count):
         if count % period == 0 and all(pieces[i] == pieces[i % period] for i in range(count)):
@@ -105,8 +108,8 @@ def times(outer: int | Size, factor: int) -> int | Size:
 
 
 def flat_pieces(layout: Shard) -> tuple[int, ...] | None:
-    """Return all pieces of the dimension in order; None where the batch decides their number, or
-    the axis their extent."""
+    """Return all pieces of the dimension in order; None where their number depends on the batch, or
+    their extent on the axis."""
     if isinstance(layout.outer, Size) or not layout.pieces:
         return None
     return layout.pieces * layout.outer
@@ -114,7 +117,7 @@ def flat_pieces(layout: Shard) -> tuple[int, ...] | None:
 
 def local_pieces(layout: Shard, intervals: Sequence[Interval], index: int) -> tuple[int, ...]:
     """Return the extents of the pieces of one repetition that member `index` holds. `intervals` are
-    the axis', in units."""
+    the intervals of the axis, in units."""
     units, (start, stop) = intervals[-1][1], intervals[index]
     return tuple(
         stop * extent // units - start * extent // units for extent in layout.pieces or (units,)
@@ -122,32 +125,32 @@ def local_pieces(layout: Shard, intervals: Sequence[Interval], index: int) -> tu
 
 
 def local_extent(layout: Shard, intervals: Sequence[Interval], index: int) -> Size:
-    """Return the extent of the cut dimension on member `index`. `intervals` are the axis', in
-    units."""
+    """Return the extent of the sharded dimension on member `index`. `intervals` are the intervals
+    of the axis, in units."""
     extent = sum(local_pieces(layout, intervals, index))
     outer = times(layout.outer, extent)
     return outer if isinstance(outer, Size) else Size(outer)
 
 
 def coarsened(units: int, extents: Iterable[int]) -> int:
-    """Return the units of an axis of `units` that has to be cut along every one of `extents`: their
+    """Return the units of an axis of `units` that can be cut along every one of `extents`: their
     greatest common divisor."""
     return gcd(units, *extents)
 
 
 class MinUnits:
-    """The test whether an axis has units enough for a group of `members`, each of which gets at
-    least one.
+    """The test that an axis has a unit for each of the `members` of a group.
 
-    It records for which other sizes of group all its answers would have been the same (`alike`).
+    It records the range of group sizes for which all its answers would have been the same
+    (`alike`).
     """
 
     def __init__(self, members: int) -> None:
         self.members = members
-        self._coarse, self._fine = 0, sys.maxsize  # the most units too few, the fewest enough
+        self._coarse, self._fine = 0, sys.maxsize  # largest refused, smallest allowed
 
     def allows(self, units: int) -> bool:
-        """Return whether every member gets at least one of `units`."""
+        """Return True if `units` are enough for every member to get at least one."""
         if units >= self.members:
             self._fine = min(self._fine, units)
             return True
@@ -156,15 +159,15 @@ class MinUnits:
 
     @property
     def alike(self) -> range:
-        """Return the sizes of groups for which every answer would have been the same."""
+        """Return the group sizes for which every answer would have been the same."""
         return range(self._coarse + 1, self._fine + 1)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A change of layout on the way into an operation.
+    """A change of layout of an operation's input.
 
-    user: the operation that reads the value; '' for whoever takes it from the region.
+    user: the operation that reads the value; '' where the value leaves the region.
     value: the name of the value.
     kind: the name of the collective.
     source: the layout that the value has.
@@ -180,15 +183,14 @@ class Cast:
 
 @dataclass(frozen=True)
 class RuleResult:
-    """Answer of a rule.
+    """The result of a layout rule.
 
-    wants: the layouts that the operation wants its inputs in. An input that is absent is taken as
-        it is.
-    gives: the layout of the result. A list of tensors has the layout of the tensor it was taken
-        from.
+    wants: the layouts in which the operation wants its inputs. An absent input is taken as it is.
+    gives: the layout of the result. A list of tensors has the layout of the tensor that it was
+        taken from.
     becomes: the distributed operation that replaces this one; '' for none.
     unite: pairs of axes that must be cut alike from here on.
-    coarsen: pairs of an axis and an extent that its units must divide.
+    coarsen: pairs of an axis and an extent that the axis' units must divide.
     """
 
     wants: Mapping[str, Layout]
@@ -200,7 +202,7 @@ class RuleResult:
 
 @dataclass(frozen=True)
 class RuleInput:
-    """An operation, with everything that a rule may look at.
+    """The input of a layout rule: an operation and everything that a rule may depend on.
 
     operation: the operation.
     layouts: the layouts of its inputs, by name.
@@ -229,7 +231,8 @@ class RuleInput:
         return self.graph[self.value(position, name)].shape or ()
 
     def argument(self, position: int, default: Argument = None, name: str = "") -> Argument:
-        """Return the argument at `position`, or given as the keyword `name`, or `default`."""
+        """Return the argument at `position` or the keyword `name`; `default` if neither is
+        given."""
         args = self.operation.args
         if position < len(args):
             return args[position]
@@ -237,7 +240,7 @@ class RuleInput:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the inputs that are tensors, by name."""
+        """Return the shapes of the tensor inputs, by name."""
         shapes = {name: self.graph[name].shape for name in self.layouts}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
@@ -248,7 +251,7 @@ class RuleInput:
 
     @property
     def only(self) -> Layout:
-        """Return the layout of the first argument, the one that most operations are about."""
+        """Return the layout of the first argument, the only one that most rules depend on."""
         return self.layout(0)
 
 
@@ -256,14 +259,14 @@ Rule = Callable[[RuleInput], RuleResult | None]
 
 
 def dimension(argument: Argument, rank: int) -> int:
-    """Return a dimension of a tensor of `rank` dimensions, counted from the front."""
+    """Return the non-negative index of a dimension of a tensor of `rank` dimensions."""
     assert isinstance(argument, int), argument
     return argument % max(rank, 1)
 
 
 def dimensions(argument: Argument, rank: int) -> tuple[int, ...]:
-    """Return the dimensions that `argument` gives, counted from the front: one, a list, or all of
-    `rank` (None and the empty list)."""
+    """Return the non-negative indices of the dimensions in `argument`: one, a list, or all of
+    `rank` (for None and the empty list)."""
     if isinstance(argument, int) and not isinstance(argument, bool):
         return (argument % max(rank, 1),)
     if isinstance(argument, tuple) and argument:
@@ -272,8 +275,8 @@ def dimensions(argument: Argument, rank: int) -> tuple[int, ...]:
 
 
 def product(sizes: Iterable[Size]) -> tuple[int, int]:
-    """Return the product of sizes as (coefficient, power of the batch), the form in which views are
-    compared."""
+    """Return the product of sizes as (coefficient, power of the batch), the form in which shapes
+    are compared."""
     factors = list(sizes)
     power = sum(1 for size in factors if size.per_sample)
     return prod(size.per_sample or size.fixed for size in factors), power

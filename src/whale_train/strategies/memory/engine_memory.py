@@ -1,10 +1,10 @@
-"""Bytes that a rank needs at the peak of a step, by what holds them.
+"""Bytes that a rank needs at the peak of a step, by use.
 
-For replicas under ZeRO 0-3 with CPU offload, and a head whose shards have a group of one. Owns an
-engine's handling of gradients at every moment of a step, of which the worst is the rank's. The
-bytes of forwards and backwards at that moment are `liveness.py`'s. Sources: Rajbhandari et al.,
-"ZeRO" (SC 2020, arXiv 1910.02054) section 3 for what each stage partitions; the DeepSpeed config
-for bucket sizes, and DeepSpeed 0.19.8 for what is held twice.
+Covers replicas under ZeRO 0-3 with CPU offload, and a head whose shards have a group of one. Owns
+how an engine handles gradients throughout a step; the rank needs the worst moment. `liveness.py`
+owns the bytes of forwards and backwards. Sources: Rajbhandari et al., "ZeRO" (SC 2020, arXiv
+1910.02054) section 3 for what each stage partitions; the DeepSpeed config for bucket sizes, and
+DeepSpeed 0.19.8 for what is held twice.
 """
 
 from bisect import bisect_left
@@ -21,14 +21,14 @@ from whale_train.strategies.memory.liveness import ActivationProfile, MemoryPoin
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.plan.training import Training
 
-# Bytes that a process takes for a byte of values that come and go. Allocators round sizes up and
+# Bytes that a process takes for each byte of short-lived values. Allocators round sizes up and
 # leave holes between live and freed blocks (torch's on a GPU in blocks of 512 bytes and 2 MiB,
 # malloc on a CPU), and kernels have workspaces: up to 3% of the activations of the runs of
-# benchmarks/memory_accuracy.py, which without this are predicted up to 4% under what they take.
+# benchmarks/memory_accuracy.py. Without this factor, predictions are up to 4% too low.
 ROUNDED_UP = 1.03
 
-# Elements of the bucket a gradient reduction gathers before it is sent (both of DeepSpeed's
-# buckets and DistributedDataParallel's, which counts 25 MiB of fp32).
+# Elements of a bucket of gradients, which are reduced together: the size of DeepSpeed's buckets
+# and of DistributedDataParallel's (25 MiB of fp32).
 REDUCE_BUCKET_ELEMENTS = 25 * 2**20 // 4
 
 
@@ -38,9 +38,9 @@ class Precision:
 
     weights: bytes of the weight that the forward reads.
     gradients: bytes of the gradient.
-    activations: bytes of an activation as a part of its bytes in fp32.
-    master: bytes of the optimizer's copy of the weight; 0 where the optimizer updates the weight
-        itself.
+    activations: bytes of an activation, as a fraction of its bytes in fp32.
+    master: bytes of the optimizer's master copy of the weight; 0 where the optimizer updates the
+        weight itself.
     casts: bytes of the 16-bit copy that autocast makes of an fp32 weight in the forward and keeps
         for the backward.
     """
@@ -58,10 +58,11 @@ def precision_bytes(
 ) -> Precision:
     """Return the bytes of one element of a parameter under ZeRO stage `zero` (0 to 3).
 
-    fp32 keeps one copy. ZeRO's flat partition is a second one, at stage 3 only where the optimizer
-    is `apart` from the parameters (runtime/engines/deepspeed_zero3.py). 16 bits are autocast over
-    fp32 weights: it makes copies of the weights that are `cast` or `narrow`. Under ZeRO, `narrow`
-    weights are 16-bit values with an fp32 master partition (docs/adr/007).
+    fp32 keeps one copy of a weight. ZeRO's flat partition is a second copy, at stage 3 only where
+    the optimizer is `apart` from the parameters (runtime/engines/deepspeed_zero3.py). 16-bit
+    training is autocast over fp32 weights, with a 16-bit copy of each weight that is `cast` or
+    `narrow`. Under ZeRO, `narrow` weights are 16-bit values with an fp32 master partition
+    (docs/adr/007).
     """
     flat = 4 if zero and (zero < 3 or apart) else 0
     if precision == "fp32":
@@ -73,10 +74,10 @@ def precision_bytes(
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of all parameters that a rank has a part of, as if it held them whole.
+    """Bytes of all parameters of which a rank holds a part, counted in full.
 
     weights: bytes of the weights that the forward reads.
-    master: bytes of the optimizer's copies.
+    master: bytes of the optimizer's master copies.
     casts: bytes of the copies that autocast makes.
     """
 
@@ -88,8 +89,11 @@ class Weights:
 def weights_bytes(
     elements: Mapping[str, float], profile: ModelProfile, precision: str, zero: int, apart: bool
 ) -> Weights:
-    """Return the bytes of `elements`, the number of elements of each parameter of `profile` by its
-    path. `zero` and `apart` are as in `precision_bytes`."""
+    """Return the bytes of parameters under ZeRO stage `zero`.
+
+    elements: elements of each parameter of `profile`, by path.
+    precision, zero, apart: as in `precision_bytes`.
+    """
     weights = master = casts = 0.0
     for path, count in elements.items():
         narrow, cast = path in profile.narrow, path in profile.cast
@@ -101,17 +105,17 @@ def weights_bytes(
 
 
 def casts_last(zero: int, recomputes: bool) -> bool:
-    """Return whether the 16-bit copies of weights stay from the first forward of a step to its last
-    backward. They do not where they are needed a block at a time: where blocks are recomputed, and
-    under ZeRO stage 3."""
+    """Return True if the 16-bit copies of weights live from the first forward of a step to its last
+    backward. With recomputation, and under ZeRO 3, they live for one block at a time instead."""
     return zero < 3 and not recomputes
 
 
 def narrow_frozen(profile: ModelProfile, training: Training) -> frozenset[str]:
     """Return the paths of the frozen weights that ranks hold in 16 bits.
 
-    They are the weights that the training only adds to, and that only operations read which
-    autocast lowers. In fp32 there are none.
+    These are the frozen weights that are read only by operations which autocast lowers, in a
+    training that leaves frozen weights as they are and only adds to them (adapters). In fp32 there
+    are none.
     """
     if training.precision == "fp32" or not training.adds_to_frozen:
         return frozenset()
@@ -129,7 +133,7 @@ def frozen_bytes(profile: ModelProfile, training: Training) -> dict[str, float]:
 
 
 def weight_width(profile: ModelProfile, precision: str, zero: int) -> float:
-    """Return the mean bytes of an element of the parameters of `profile`, as ranks hold them."""
+    """Return the mean bytes per element of the parameters of `profile`, as ranks hold them."""
     elements = {parameter.path: float(parameter.elements) for parameter in profile.parameters}
     total = weights_bytes(elements, profile, precision, zero, apart=False).weights
     return total / max(1.0, sum(elements.values()))
@@ -147,15 +151,15 @@ def engine_of(
     frozen: Mapping[str, float],
     order: Iterable[str] = (),
 ) -> "Gradients":
-    """Return the gradients of a rank's parameters, as the rank's engine handles them.
+    """Return the gradients of a rank's parameters, as the engine of the rank handles them.
 
-    elements: the rank's elements of each parameter, by its path.
-    zero: the ZeRO stage, over `copies` replicas.
-    on_cpu: whether ranks are CPU processes.
-    offloads: whether the optimizer's state is on the host.
+    elements: the rank's elements of each parameter, by path.
+    zero: ZeRO stage, over `copies` replicas.
+    on_cpu: True if ranks are CPU processes.
+    offloads: True if the optimizer's state is on the host.
     by_block, frozen: as in `zero3_live_bytes`.
-    order: the paths of the parameters in the order in which a backward makes their gradients, as
-        far as that is known.
+    order: paths of the parameters in the order in which a backward makes their gradients, as far as
+        the order is known.
     """
     width = weights_bytes(elements, profile, precision, zero, apart=False).weights
     width /= max(1.0, sum(elements.values()))
@@ -172,7 +176,7 @@ def engine_of(
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that are whole at the same time, and their weights.
+    """Gradients that are alive unpartitioned at the same time, and their weights.
 
     gradients: bytes of the gradients.
     weights: bytes of the weights.
@@ -189,10 +193,10 @@ def _made(
     zero: int,
     by_block: bool,
 ) -> Iterator[GradientBucket]:
-    """Yield the groups of parameters whose gradients are whole at the same time.
+    """Yield the groups of parameters whose gradients are alive unpartitioned at the same time.
 
-    `elements` are paths and numbers of elements, in the order of the gradients. A group is one
-    parameter under ZeRO 2, and under ZeRO 3 the parameters that are gathered at once.
+    `elements` are pairs of path and number of elements, in the order of the gradients. A group is
+    one parameter under ZeRO 2, and the parameters that are gathered together under ZeRO 3.
     """
     groups: dict[str, list[float]] = {}
     for path, count in elements:
@@ -205,8 +209,8 @@ def _made(
 
 
 def _gathered_with(path: str, by_block: bool) -> str:
-    """Return the path of the module that ZeRO 3 gathers a parameter with, or of its block where
-    `by_block`."""
+    """Return the path of the module whose parameters ZeRO 3 gathers together with the parameter at
+    `path`: its own module, or the block of that module if `by_block`."""
     module = path.rpartition(".")[0]
     return block_of(module) if by_block else module
 
@@ -218,12 +222,12 @@ def zero3_live_bytes(
     precision: str,
     by_block: bool,
 ) -> float:
-    """Return the most bytes of weights, with their gradients, that ZeRO 3 gathers at once.
+    """Return the most bytes of weights and their gradients that ZeRO 3 gathers at once.
 
-    elements: the rank's elements of each parameter, by its path.
-    frozen: bytes of each frozen weight, by its path.
-    by_block: whether a rewritten graph runs every block as one module
-        (runtime/graph/block_modules.py). A block is gathered at once then, else a module.
+    elements: the rank's elements of each parameter, by path.
+    frozen: bytes of each frozen weight, by path.
+    by_block: True if a rewritten graph runs every block as one module
+        (runtime/graph/block_modules.py). A block is then gathered at once, otherwise a module.
     """
     module_bytes: dict[str, float] = {}
 
@@ -245,7 +249,7 @@ class PeakMemory:
 
     gradients: bytes of gradients.
     activations: bytes of activations.
-    moving: bytes that engines move or put together meanwhile.
+    moving: bytes of communication buffers and other temporaries of the engine.
     """
 
     gradients: float
@@ -254,7 +258,7 @@ class PeakMemory:
 
     @property
     def total(self) -> float:
-        """Return all bytes of the moment."""
+        """Return the sum of all bytes."""
         return self.gradients + self.activations + self.moving
 
 
@@ -262,15 +266,15 @@ class PeakMemory:
 class Gradients:
     """The gradients of a rank's weights, as its engine handles them.
 
-    zero: the ZeRO stage.
-    copies: the number of replicas.
-    elements: the number of elements of all gradients, which are fp32.
-    gathered: the most bytes of whole weights and their gradients that ZeRO 3 has at once.
-    width: bytes of an element of the weights.
-    on_cpu: whether the rank is a CPU process. On a GPU the next parameters are gathered meanwhile.
-    offloads: whether the optimizer's state is on the host. The partitions of gradients that ZeRO 2
-        and 3 make are on the host with it.
-    made: the gradients in the order in which a backward makes them, as far as that is known.
+    zero: ZeRO stage.
+    copies: number of replicas.
+    elements: number of elements of all gradients, which are fp32.
+    gathered: the most bytes of weights and their gradients that ZeRO 3 gathers at once.
+    width: bytes per element of the weights.
+    on_cpu: True if the rank is a CPU process. On a GPU, the next parameters are prefetched.
+    offloads: True if the optimizer's state is on the host, and with it the partitions of gradients
+        of ZeRO 2 and 3.
+    made: the gradients in the order in which a backward makes them, as far as the order is known.
     """
 
     zero: int
@@ -289,15 +293,15 @@ class Gradients:
 
     @property
     def are_buckets(self) -> bool:
-        """Return whether the gradients are the buckets of DistributedDataParallel, which has all of
-        them from its first step on."""
+        """Return True if the gradients are views of DistributedDataParallel's buckets, which are
+        all alive from the first step on."""
         return self.zero == 0 and self.copies > 1
 
     def worst(self, steps: Iterable[tuple[float, float, float]]) -> PeakMemory:
-        """Return the moment of a step that needs most bytes.
+        """Return the moment of a step that needs the most bytes.
 
-        `steps` are the moments of forward and backward. Each has three numbers: bytes of the
-        existing gradients, of those about to be added to them, and of activations.
+        `steps` are the moments of forward and backward, as tuples of three: bytes of existing
+        gradients, bytes of gradients about to be added to them, and bytes of activations.
         """
         needs = [
             self._meanwhile(come, added, activations * ROUNDED_UP)
@@ -309,16 +313,16 @@ class Gradients:
         """Return the bytes at a moment of forward or backward, with `come` bytes of existing
         gradients and `added` bytes about to be added to them.
 
-        Where replicas partition the gradients (ZeRO 2 and 3), the latest gradients are whole: a
-        bucket of them, and once more while that is reduced. ZeRO 3's bucket and partition stay from
-        step to step. Some parameters are gathered, with their gradients. On a GPU, perhaps a bucket
-        of the next parameters is as well: it is gathered flat, and copied out of that.
+        Under ZeRO 2 and 3, the latest gradients fill a bucket, which exists twice while it is
+        reduced. ZeRO 3's bucket and partition persist between steps; some parameters are gathered,
+        with their gradients. On a GPU, a bucket of the next parameters may be prefetched as well:
+        it is gathered into a flat buffer and copied out.
         """
         if self.zero < 2 or self._is_alone:
             return PeakMemory(come, activations, added)
         bucket = min(come, self._bucket)
         if self.zero == 2:
-            # A gradient that is larger than a bucket is whole as well.
+            # A gradient that is larger than a bucket is unpartitioned as well.
             moving = added + bucket + max(bucket, self._just_made(come).gradients)
             if not self.on_cpu:  # one bucket is filled while another is reduced
                 moving += bucket
@@ -330,10 +334,10 @@ class Gradients:
         return PeakMemory(self._here * self.num_bytes / self.copies, activations, moving)
 
     def _updated(self) -> PeakMemory:
-        """Return the bytes at the optimizer's update, when no activation is left.
+        """Return the bytes at the optimizer's update, when no activation is alive.
 
-        ZeRO 1 reduces all gradients here, a bucket at a time. ZeRO 1 and 2 make one tensor of this
-        replica's part, ZeRO 3 of a bucket of it.
+        ZeRO 1 reduces all gradients here, bucket by bucket. ZeRO 1 and 2 copy this replica's
+        partition into one flat tensor, ZeRO 3 one bucket of it.
         """
         part = self.num_bytes / self.copies
         if self.zero == 0 or self._is_alone:
@@ -344,8 +348,8 @@ class Gradients:
         return PeakMemory(part, 0.0, part if self.zero == 2 else self._bucket)
 
     def _gathered(self, come: float) -> float:
-        """Return the bytes of whole weights and their gradients under ZeRO 3 when `come` bytes of
-        all gradients exist. At 0, in a forward, these are weights alone."""
+        """Return the bytes of weights and gradients that ZeRO 3 has gathered when `come` bytes of
+        all gradients exist. At 0, in a forward, only weights are gathered."""
         if not self.made:
             return self.gathered
         if not come:
@@ -354,37 +358,37 @@ class Gradients:
         return last.weights + last.gradients
 
     def _just_made(self, come: float) -> GradientBucket:
-        """Return the group of gradients that was made last when `come` bytes of all gradients
-        exist."""
+        """Return the group of gradients made last when `come` bytes of all gradients exist."""
         # The tolerance is for `come`, whose bytes may be added up in another order.
         place = bisect_left(self._come, come * (1 - 1e-9))
         return self.made[place] if place < len(self.made) else GradientBucket(0.0, 0.0)
 
     @cached_property
     def _come(self) -> list[float]:
-        """Return the bytes of the gradients that exist after each group was made."""
+        """Return the cumulative bytes of gradients after each group."""
         return list(accumulate(group.gradients for group in self.made))
 
     @property
     def _is_alone(self) -> bool:
-        """Return whether there is no other replica and no DeepSpeed engine, which a single replica
-        has only for offload (`_rank` in strategies/resolver/write.py)."""
+        """Return True if the rank has no other replica and no DeepSpeed engine. A single replica
+        has an engine only for offload (`_rank` in strategies/resolver/write.py)."""
         return self.copies == 1 and not self.offloads
 
     @property
     def _here(self) -> float:
-        """Return the part of the partitions of gradients that is in the rank's memory: 1, or 0
-        where they are on the host."""
+        """Return the fraction of the partitions of gradients that is in the rank's memory: 1, or 0
+        where the partitions are on the host."""
         return 0.0 if self.offloads and not self.on_cpu else 1.0
 
     @property
     def summed(self) -> float:
-        """Return the bytes of the bucket that is summed over replicas which keep all gradients."""
+        """Return the bytes of a bucket that DistributedDataParallel reduces over replicas; 0 where
+        it does not serve."""
         return self._bucket if self.are_buckets else 0.0
 
     @property
     def fits_a_bucket(self) -> bool:
-        """Return whether all gradients fit one bucket, and so are summed at once."""
+        """Return True if all gradients fit one bucket, and so are reduced at once."""
         return self.elements <= REDUCE_BUCKET_ELEMENTS
 
     @property
@@ -394,12 +398,13 @@ class Gradients:
 
 
 def unmeasured(activation_bytes: float, gradients: float, largest: float) -> ActivationProfile:
-    """Return the moments of a model whose operations are unknown: all activations exist together
-    with all gradients.
+    """Return the profile of a model whose operations are unknown: all activations and all gradients
+    are alive at once.
 
     activation_bytes: bytes per sample that autograd keeps.
     gradients: bytes of all gradients.
-    largest: bytes of the largest gradient, which is made anew where gradients are added.
+    largest: bytes of the largest gradient, which exists a second time while it is added to existing
+        ones.
     """
     all_of_it = (MemoryPoint(gradients, activation_bytes),)
     again = (MemoryPoint(largest, activation_bytes),)

@@ -1,4 +1,4 @@
-"""State that is kept on hosts instead of devices, and the check that it fits their memory."""
+"""State that is offloaded to hosts, and the check that it fits their memory."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
@@ -15,59 +15,59 @@ from whale_train.strategies.plan.training import Training
 def kept_on_hosts(
     node: Replicate | None, of_ranks: Callable[[], Sequence[float]], cluster: Cluster
 ) -> Sequence[float]:
-    """Return the bytes that every host of `cluster` keeps for its ranks; () where `node` offloads
-    nothing, and on CPUs, where the memory of a process is its host's and counts as the process'
-    own.
+    """Return the bytes that each host of `cluster` holds for its ranks; () where `node` offloads
+    nothing, and on CPUs, where host memory is the rank's own memory.
 
-    `of_ranks` gives the offloaded bytes of every rank. Raises PlanError where a host would keep
+    `of_ranks` returns the offloaded bytes of every rank. Raises PlanError where a host would hold
     more than its memory.
     """
     if node is None or cluster.on_cpu or not offloaded(node):
         return ()
-    kept = [0.0] * len(cluster.nodes)
+    host_loads = [0.0] * len(cluster.nodes)
     for number, num_bytes in zip(cluster.node_of, of_ranks(), strict=True):
-        kept[number] += num_bytes
+        host_loads[number] += num_bytes
     short = [
-        num_bytes - (inf if there.host is None else there.host.memory_bytes)
-        for num_bytes, there in zip(kept, cluster.nodes, strict=True)
+        num_bytes - (inf if host_node.host is None else host_node.host.memory_bytes)
+        for num_bytes, host_node in zip(host_loads, cluster.nodes, strict=True)
     ]
     worst = max(range(len(short)), key=short.__getitem__)
     if short[worst] > 0:
-        rule = f"keeps {in_bytes(kept[worst])} on host {worst} of hardware={cluster.name}, "
+        rule = f"keeps {in_bytes(host_loads[worst])} on host {worst} of hardware={cluster.name}, "
         rule += f"{in_bytes(short[worst])} more than its memory"
         remedy = "use more hosts, or an optimizer with less state"
         raise PlanError([Fault(f"{node.path}.offload", "", rule, remedy)])
-    return kept
+    return host_loads
 
 
 def offload_decisions(
     node: Replicate | None, kept: Sequence[float], cluster: Cluster
 ) -> Iterator[Decision]:
-    """Yield the note of the bytes that hosts keep. `kept` is the result of `kept_on_hosts`."""
+    """Yield the note of the bytes that hosts hold. `kept` is a result of `kept_on_hosts`."""
     if node is None or not kept:
         return
     reason = f"{' and '.join(offloaded(node))} on the hosts: {in_bytes(sum(kept))} in all"
     if len(kept) > 1:
         most = "at most " if max(kept) > min(kept) else ""
         reason += f", {most}{in_bytes(max(kept))} on each of {len(kept)}"
-    if any(there.host is None for there in cluster.nodes):
+    if any(host_node.host is None for host_node in cluster.nodes):
         reason += f", of whose memory hardware={cluster.name} says nothing"
     yield Decision(f"{node.path}.offload", "cpu", "", reason)
 
 
 def offloaded(node: Replicate) -> Sequence[str]:
-    """Return the names of the state that `node` keeps on the hosts: `optimizer`, `parameters`, both
-    or none."""
+    """Return the names of the state that `node` offloads to the hosts: `optimizer`, `parameters`,
+    both or none."""
     return [w for w in ("optimizer", "parameters") if getattr(node, f"offload_{w}") == "cpu"]
 
 
 def host_bytes(zero: int, there: Collection[str], training: Training) -> float:
-    """Return the bytes on the host of one element of a parameter. `there` names the state that is
-    offloaded, as `offloaded` does.
+    """Return the bytes on the host for one element of a parameter. `there` holds the names of the
+    offloaded state, as returned by `offloaded`.
 
-    The `optimizer` has an fp32 value, its states and, from ZeRO 2 on, the gradient there.
-    `parameters` have the weight there. Without ZeRO (`zero` 0) parameters are streamed: the
-    gradient is there as well and, unless training is in fp32, a 16-bit value beside the fp32 one.
+    An offloaded optimizer has an fp32 value, its states and, from ZeRO 2 on, the gradient.
+    Offloaded parameters have the weight. Without ZeRO (`zero` 0), offloaded parameters are
+    streamed: the gradient is on the host as well and, unless training is in fp32, a 16-bit value
+    beside the fp32 one.
     """
     num_bytes, streamed = 0.0, not zero and "parameters" in there
     if "optimizer" in there:

@@ -1,9 +1,8 @@
-"""Bytes that are alive while a part of the model runs forward and backward, by its operations.
+"""Liveness analysis of a forward and a backward of a part of the model, by its operations.
 
-These are bytes beside the weights and the optimizer's state: the values autograd keeps
-(`saved_tensors.py`), the gradients on their way back, what an operation has at hand only while it
-runs, and the gradients of weights, which come as values go. So a peak is not the sum of everything
-that ever exists, but that of one moment.
+Weights and the optimizer's state are left out. The bytes are those of tensors that autograd saves
+(`saved_tensors.py`), gradients of values, temporaries of an operation while it runs, and gradients
+of weights. A peak is the sum over one moment, not over everything that ever exists.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -25,10 +24,10 @@ from whale_train.strategies.graph.saved_tensors import View, kept, saved_by
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bytes that are alive at one time.
+    """Bytes that are alive at one moment.
 
     gradients: bytes of the gradients of weights.
-    values: bytes of a sample's values and of their gradients.
+    values: bytes per sample of values and their gradients.
     """
 
     gradients: float
@@ -37,11 +36,11 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class ActivationProfile:
-    """Bytes that one forward and backward of some operations hold.
+    """Bytes that are alive during one forward and one backward of some operations.
 
-    kept: bytes of a sample from the forward to the backward.
-    deferred: where weight gradients are deferred, bytes of a sample from the backward to their
-        computation.
+    kept: bytes per sample that live from the forward to the backward.
+    deferred: where weight gradients are deferred, bytes per sample that live from the backward to
+        their computation.
     gradients: bytes of the gradients of all weights.
     forward: the worst moments of the forward.
     first: the worst moments of a backward that makes the weights' gradients.
@@ -65,15 +64,15 @@ def profile_forward_backward(
     in_place: Container[str] = (),
     own_gradients: Container[str] = (),
 ) -> ActivationProfile:
-    """Return the moments of a forward and a backward of `operations`, in their order.
+    """Return the liveness of a forward and a backward of `operations`, in their order.
 
     view: the values as the rank holds them.
     weights: bytes of the gradient of each parameter, by the name of its operation.
-    takes, gives: values that come from other parts of the model, and that go to them. They stay
-        from forward to backward, whoever keeps them, and the backward begins with the gradients of
+    takes, gives: names of the values that come from, and go to, other parts of the model. They live
+        from forward to backward, whoever keeps them. The backward begins with the gradients of
         `gives`.
-    in_place: names of the weights whose gradients are added to where they are made.
-    own_gradients: names of the operations that make their weights' gradients themselves.
+    in_place: names of the weights whose gradients are accumulated in place.
+    own_gradients: names of the operations that compute their weights' gradients themselves.
     """
     graph = view.graph
     computed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
@@ -106,9 +105,9 @@ def profile_with_recompute(
     in_place: Container[str] = (),
     own_gradients: Container[str] = (),
 ) -> ActivationProfile:
-    """Return the moments of a forward and a backward where repeated blocks are computed again in
-    the backward. The forward keeps only what enters such a block
-    (`runtime/graph/block_modules.py`).
+    """Return the liveness of a forward and a backward with activation recomputation: the forward
+    keeps only what enters a repeated block (`runtime/graph/block_modules.py`), and the backward
+    computes the block again.
 
     The arguments are those of `profile_forward_backward`.
     """
@@ -117,7 +116,7 @@ def profile_with_recompute(
     crossed = {graph.memory_of[name] for name in (*takes, *gives)}
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[MemoryPoint] = []
-    blocks: list[tuple[ActivationProfile, float]] = []  # with the bytes that are kept beside it
+    blocks: list[tuple[ActivationProfile, float]] = []  # profile, bytes of other blocks' values
     for block, names in _runs(graph, computed):
         inside = set(names)
         read = {graph.memory_of[x] for name in names for x in graph[name].inputs}
@@ -149,24 +148,25 @@ def profile_with_recompute(
 
 
 def _runs(graph: OperationGraph, operations: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the runs of consecutive operations of one block, each after the path of the block."""
+    """Return the runs of consecutive operations of one block, as pairs of the block's path and the
+    operations' names."""
     grouped = groupby(operations, key=lambda name: block_of(graph[name].module))
     return [(block, list(names)) for block, names in grouped]
 
 
 _GIVEN = (*HELD, "input", "output", "graph")
-# Operations that hand their gradient on as it is, to every value they add.
+# Operations that pass their gradient on unchanged, to every value they add.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
 
 
 @dataclass
 class _Backward:
-    """Progress of a backward.
+    """The state of a backward in progress.
 
-    values: bytes of the values still kept.
-    gradients: bytes of the gradients of values, by the operation in whose memory the value lies.
-    made: names of the weights whose gradients are made.
-    weights: bytes of the gradients of weights that are made.
+    values: bytes of the saved tensors that are still alive.
+    gradients: bytes of the gradients of values, by the operation that owns the value's storage.
+    made: names of the weights whose gradients exist.
+    weights: bytes of the gradients of weights that exist.
     """
 
     values: float
@@ -177,15 +177,15 @@ class _Backward:
 
 @dataclass(frozen=True)
 class _Run:
-    """A forward and backward of operations, whose moments its methods give.
+    """A forward and a backward of operations.
 
     view: the values as the rank holds them.
     operations: the operations that run, in their order.
-    saved: for each of them what it has autograd keep, as `saved_by` gives it.
+    saved: the tensors that autograd saves for each operation, as returned by `saved_by`.
     weights, in_place, own_gradients: as in `profile_forward_backward`.
-    values: bytes that autograd keeps, as `kept` gives them, with the values that are taken and
+    values: bytes that autograd keeps, as returned by `kept`, with the values that are taken and
         given.
-    gives: the operations in whose memory the values lie that go to other parts of the model.
+    gives: the operations that own the storage of values for other parts of the model.
     """
 
     view: View
@@ -199,8 +199,8 @@ class _Run:
 
     @cached_property
     def put_together(self) -> list[list[tuple[str, float]]]:
-        """Return, for each operation, the values that it reads gathered or cut, under their names
-        in `saved_by`, and their bytes."""
+        """Return, for each operation, the values that it reads gathered or sliced: their names in
+        `saved_by`, and their bytes."""
         read_as = self.view.read_as
         if not read_as:
             return [[] for _ in self.operations]
@@ -214,8 +214,8 @@ class _Run:
         ]
 
     def forward(self) -> tuple[MemoryPoint, ...]:
-        """Return the worst moment of the forward. An operation's moment has the values kept by
-        then, and those it reads and makes that nobody keeps."""
+        """Return the worst moment of the forward. At each operation, the tensors saved so far are
+        alive, and the operation's inputs and output that nothing saves."""
         own = {operation.name for operation in self.operations}
         known = {key for key in self.values if key[0] not in own}  # entered, or made before
         worst, so_far = 0.0, sum(self.values[key] for key in known)
@@ -228,10 +228,10 @@ class _Run:
                 if key not in known:
                     known.add(key)
                     so_far += num_bytes
-            near = {memory_of[x] for x in (operation.name, *operation.inputs)}
-            at_hand = sum(size(x) for x in near if x in own and (x, OWN) not in known)
+            touched = {memory_of[x] for x in (operation.name, *operation.inputs)}
+            at_hand = sum(size(x) for x in touched if x in own and (x, OWN) not in known)
             for cast, num_bytes in read:
-                # Parts come into one buffer, and are put together in another.
+                # Shards are received in one buffer, and joined in another.
                 buffers = (cast not in made) + ((cast, OWN) not in known)
                 at_hand += buffers * num_bytes
                 made.add(cast)
@@ -239,8 +239,8 @@ class _Run:
         return (MemoryPoint(0.0, worst),)
 
     def deferred(self) -> float:
-        """Return the bytes that deferred weight gradients need: the inputs of products and lookups,
-        and the gradients of their results."""
+        """Return the bytes per sample that deferred weight gradients need: the inputs of products
+        and lookups, and the gradients of their results."""
         graph, size = self.view.graph, self.view.num_bytes
         held: dict[tuple[str, int], float] = {}
         for operation in self.operations:
@@ -253,10 +253,11 @@ class _Run:
 
     def backward(self) -> tuple[tuple[MemoryPoint, ...], tuple[MemoryPoint, ...]]:
         """Return the worst moments of a backward that makes the weights' gradients, and of one that
-        adds to them, from the last operation to the first.
+        adds to existing gradients.
 
-        An operation's moment has its own gradient and those it makes. A tensor is freed after the
-        backward of the operation that was the first to have it kept.
+        The backward runs from the last operation to the first. At each operation, its own gradient
+        is alive and the gradients that it makes. A saved tensor is freed after the backward of the
+        operation that saved it first.
         """
         trained, size = self.view.graph.trained, self.view.num_bytes
         given = {x: size(x) for x in self.gives if x in trained}
@@ -283,10 +284,12 @@ class _Run:
         return _worst_of(first), _worst_of(again)
 
     def _alive(self, number: int, state: _Backward) -> float:
-        """Return the bytes of values and of their gradients in one operation's backward.
+        """Return the bytes of values and their gradients that are alive in one operation's
+        backward.
 
-        The operation has its own gradient until the gradients of its inputs are made. Its
-        intermediate values have a gradient as well. One that is put together of parts exists twice.
+        The gradient of the operation's result lives until the gradients of its inputs are made.
+        Intermediate values of the operation have gradients too. A gradient that sums several parts
+        exists twice.
         """
         operation, view = self.operations[number], self.view
         gradients = state.gradients
@@ -307,14 +310,14 @@ class _Run:
             if sources.count(source) > 1:
                 at_hand += size
             gradients[source] = size
-        # The gradients of gathered or cut inputs, until they are cut or summed.
+        # The gradients of gathered or sliced inputs, until they are sliced or reduced.
         at_hand += sum(num_bytes for _, num_bytes in self.put_together[number])
         return state.values + sum(gradients.values()) + own + at_hand
 
     def _added(self, operation: Operation, state: _Backward) -> tuple[float, float]:
-        """Return the bytes of weights' gradients that one operation's backward makes to add them to
-        others: where gradients are made in this backward, and where all exist before it. A gradient
-        that is added to is made anew, if not in place."""
+        """Return the bytes of weight gradients that one operation's backward makes in order to add
+        them to existing ones: for the first backward of a step, and for a later one. A gradient
+        that is not accumulated in place is made in a tensor of its own first."""
         added_first = added_again = 0.0
         for name in operation.inputs:
             if name in self.weights:
@@ -329,8 +332,8 @@ class _Run:
 
 
 def _is_written_over(view: View, operation: Operation) -> bool:
-    """Return whether an operation writes its gradient over the values that its forward kept, as a
-    cross-entropy does whose classes are split (`runtime/kernels/vocab_parallel.py`)."""
+    """Return True if an operation writes its gradient over the tensors that its forward saved, as a
+    cross-entropy over split classes does (`runtime/kernels/vocab_parallel.py`)."""
     is_loss = operation.target == "aten.cross_entropy_loss.default"
     return is_loss and min(view.part_of(x) for x in operation.inputs) < 1
 
@@ -342,7 +345,7 @@ def _worst(moments: Iterable[MemoryPoint]) -> tuple[MemoryPoint, ...]:
 
 
 def _worst_of(moments: list[tuple[float, float]]) -> tuple[MemoryPoint, ...]:
-    """Return the Pareto front of moments that are given as bytes of gradients and of values."""
+    """Return the Pareto front of moments, given as pairs of bytes of gradients and of values."""
     front: list[MemoryPoint] = []
     for gradients, values in sorted(moments, reverse=True):
         if not front or values > front[-1].values:

@@ -1,16 +1,17 @@
-"""Dense parts beside copies: MLPs, attention, tables, whose weights a shard group divides.
+"""Dense parts beside a replicated rest: MLPs, attention, tables, whose weights a shard group
+divides.
 
-Every member of a shard group runs the model for samples of its own. Operations that a split would
-lay over the group (`choose_patterns`) run on the samples of all members; those that a split would
-repeat on every member run on a member's own samples. Where an operation on all samples takes a
-whole value, rows are gathered (all-gather, and a reduce-scatter back). Where it gives one, partial
-sums are added where their samples are (reduce-scatter, and an all-gather back). These are the bytes
-of sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), along another
-dimension.
+Every member of a shard group runs the model on samples of its own. Operations that a split would
+shard over the group (`choose_patterns`) run on the samples of all members; operations that a split
+would replicate run on a member's own samples. Where an operation on all samples takes an unsharded
+value, rows are all-gathered (and reduce-scattered in the backward). Where it gives partial sums,
+they are reduce-scattered to the members whose samples they belong to (and all-gathered in the
+backward). These are the bytes of sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198,
+section 4.2.2), along another dimension.
 
-A value that the layouts call whole (R) is, outside of the parts, a member's own rows (`Shard(dim,
-BATCH)`). A weight, or a value made of weights alone, is a copy there (`ENTERED`): equal on all
-members, with a gradient that copies sum.
+A value that the layouts call whole (R) is a member's own rows outside of the parts (`Shard(dim,
+BATCH)`). A weight, or a value made of weights alone, is a replica there (`ENTERED`): equal on all
+members, with a gradient that the replicas sum.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -57,12 +58,12 @@ def dense_parts(
     typed: Sharded,
     together: Collection[str] = (),
 ) -> SplitParts:
-    """Return the parts of `operations` that a split of all of them lays over the group.
+    """Return the parts of `operations` that a split of all of them would shard over the group.
 
     graph: the graph of the model.
     operations: names of the operations of a stage.
     gives: names of the values that other stages take.
-    states: ways in which the graph's values hold samples, by name.
+    states: dependence of the graph's values on samples, by name.
     typed: layouts of the split.
     together: names of further operations that have to run on the samples of all members.
 
@@ -72,8 +73,8 @@ def dense_parts(
 
 
 def number_of(graph: OperationGraph, name: str) -> Size | None:
-    """Return the size of a value that is a number following the batch; None for any other value.
-    Such numbers are read by `sym_size`, and made of others by products and sums."""
+    """Return the size of a value that is a number computed from the batch size; None for any other
+    value. Such numbers are read by `sym_size`, and made from others by products and sums."""
     operation = graph[name]
     if operation.shape is not None:
         return None
@@ -109,8 +110,8 @@ _NUMBERS = {"<built-in function mul>": _product, "<built-in function add>": _sum
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of `operations` that a split `typed` lays over a shard group, with the casts on the
-    way in and out. The fields are the parameters of `dense_parts`."""
+    """The parts of `operations` that a split `typed` shards over a shard group, with the casts at
+    their inputs and outputs. The fields are the parameters of `dense_parts`."""
 
     graph: OperationGraph
     operations: Sequence[str]
@@ -135,11 +136,10 @@ class _Parts:
     def inside(self) -> frozenset[str]:
         """Return the operations that run on the samples of all members.
 
-        These are the operations on samples whose values `typed` cuts, and those `together`. Of the
-        others, they are those
-        that read from inside, or give to it, a value without rows for each sample: such a value
-        cannot pass between the samples of all members and those of one. Numbers made of numbers
-        inside are inside too.
+        These are the operations on samples whose values `typed` shards, and those in `together`.
+        Further operations are added that read from inside, or give to it, a value without rows for
+        each sample: such a value cannot pass between the samples of all members and those of one.
+        Numbers made from numbers inside are inside too.
         """
         laid, inside = self.typed.assignment, set[str]()
         for operation in self._listed:
@@ -154,24 +154,24 @@ class _Parts:
         return frozenset(inside)
 
     def _joins(self, operation: Operation, inside: Collection[str]) -> bool:
-        """Return True if an operation has to be inside because others are."""
+        """Return True if an operation has to be inside because other operations are."""
         name = operation.name
         if self._is_number(name):
             return any(x in inside for x in operation.inputs)
         if name not in self._samples:
             return False
-        whole = self.typed.assignment.layouts
+        layouts = self.typed.assignment.layouts
         reads = any(
-            x in inside and whole.get(x, R) == R and not self._is_number(x) and not self._cut(x)
+            x in inside and layouts.get(x, R) == R and not self._is_number(x) and not self._cut(x)
             for x in operation.inputs
         )
         return reads or (not self._cut(name) and any(x in inside for x in self.graph.users[name]))
 
     @cached_property
     def _together(self) -> Collection[str]:
-        """Return the values with the layouts that the split gives them: those inside, and shards of
-        weights and values made of these alone. Of any other value every member has a copy, or its
-        own rows."""
+        """Return the values that keep the layouts of the split: those inside, and shards of weights
+        and of values made of weights alone. Every member holds a replica, or its own rows, of any
+        other value."""
         laid = self.typed.assignment.layouts.items()
         return self.inside | {x for x, layout in laid if layout != R and x not in self._samples}
 
@@ -185,8 +185,7 @@ class _Parts:
 
     @cached_property
     def _samples(self) -> Collection[str]:
-        """Return the values that are made of the batch. All others are the same whatever the batch
-        is."""
+        """Return the values that depend on the batch. All others are the same for every batch."""
         made = self.graph.descendants({op.name for op in self.graph if op.target == "input"})
         return {
             name
@@ -204,14 +203,14 @@ class _Parts:
         return differentiable(self.graph)
 
     def _is_number(self, name: str) -> bool:
-        """Return True if a value is a number: a size that `sym_size` reads, or a product or sum."""
+        """Return True if a value is a number: a size read by `sym_size`, or a product or sum."""
         operation = self.graph[name]
         return operation.target == "aten.sym_size.int" or operation.target in _NUMBERS
 
     def _refuse_meetings(self) -> None:
         """Raise SplitRefused where a part would normalise over the samples of all members instead
-        of a copy's, and where one side of the parts' border changes a value of the other in place.
-        """
+        of one replica's, and where an operation changes a value in place across the border of the
+        parts."""
         for operation in self._listed:
             name, changed = operation.name, operation.changes
             if changed and (name in self.inside) != (changed in self.inside):
@@ -236,8 +235,8 @@ class _Parts:
                     yield from self._leaving(user, value, cast)
 
     def _entering(self, user: str, value: str, cast: Cast | None) -> Iterator[Cast]:
-        """Yield the cast of a value that an operation of the parts reads from outside of them, if
-        it needs one. `cast` is the cast that the split has for it."""
+        """Yield the cast of a value that an operation of the parts reads from outside, if it needs
+        one. `cast` is the cast that the split has for the value."""
         if self._is_number(value):
             self._refuse_unknown_number(user, value)
             yield Cast(user, value, "gather", Shard(0, BATCH), R)
@@ -250,8 +249,8 @@ class _Parts:
             yield Cast(user, value, cast_kind(source, target), source, target)
 
     def _leaving(self, user: str, value: str, cast: Cast | None) -> Iterator[Cast]:
-        """Yield the cast of a value of the parts that is read outside of them ('' is another
-        stage), if it needs one. `cast` is the cast that the split has for it."""
+        """Yield the cast of a value of the parts that is read outside, if it needs one. The user ''
+        is another stage. `cast` is the cast that the split has for the value."""
         if self._is_number(value):
             self._refuse_unknown_number(user, value)
             yield Cast(user, value, "slice", R, Shard(0, BATCH))
@@ -270,14 +269,14 @@ class _Parts:
 
     @cached_property
     def _summed(self) -> Collection[str]:
-        """Return the values whose partial sums are added for a reader inside."""
+        """Return the values whose partial sums are all-reduced for a reader inside."""
         sums = ("reduce", "reduce_enter", "reduce_slice")
         casts = self.typed.assignment.casts
         return {x.value for x in casts if x.user in self._together and x.kind in sums}
 
     def _reads_no_element(self, user: str, value: str) -> bool:
-        """Return True if an operation reads only the shape and dtype of `value`, as for a new
-        tensor like it."""
+        """Return True if an operation reads only the shape and dtype of `value`, as in a new tensor
+        like it."""
         operation = self.graph[user] if user else None
         if operation is None:
             return False
@@ -286,22 +285,22 @@ class _Parts:
         )
 
     def _rows(self, user: str, value: str) -> Shard | None:
-        """Return the layout of a value by the members' own rows, where it passes between all
-        samples and a member's; None for a value that holds no sample's rows. Raises SplitRefused
-        for a value that has no rows for each sample next to each other."""
+        """Return the layout of a value by the members' own rows, at the border between all samples
+        and one member's; None for a value that does not depend on samples. Raises SplitRefused for
+        a value without adjacent rows for each sample."""
         if value not in self._samples:
             return None
         cut = self._cut(value)
         if cut is None:
-            what = f"{value} ({self.graph[value].target})"
+            value_name = f"{value} ({self.graph[value].target})"
             reader = f"{user} reads" if user else "another stage takes"
             rule = "has no rows for each sample next to each other"
-            raise SplitRefused(f"{reader} {what}, which {rule}")
+            raise SplitRefused(f"{reader} {value_name}, which {rule}")
         return cut
 
     def _cut(self, value: str) -> Shard | None:
-        """Return the layout of a value by samples, along the dimension that has the rows of each
-        sample next to each other in the batch's order; None if there is no such dimension."""
+        """Return the layout of a value sharded by samples, along the dimension that holds each
+        sample's rows adjacent and in the batch's order; None if no dimension does."""
         shape, state = self.graph[value].shape, self.states.get(value)
         dims = batch_dims(shape) if shape is not None else []
         if shape is None or len(dims) != 1 or shape[dims[0]].fixed:
@@ -315,6 +314,6 @@ class _Parts:
         return None
 
     def _refuse_unknown_number(self, user: str, value: str) -> None:
-        """Raise SplitRefused for a number that does not follow the batch in a known way."""
+        """Raise SplitRefused for a number whose dependence on the batch size is unknown."""
         if number_of(self.graph, value) is None:
             raise SplitRefused(f"{user} reads {value}, a number that follows the batch")

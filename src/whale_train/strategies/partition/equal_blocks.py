@@ -1,7 +1,7 @@
-"""Slices of a model that are the same but for names, as the blocks of deep models are.
+"""Slices of a model that are equal but for names, as the blocks of deep models are.
 
-What is found about one of them (patterns of weights, seconds, bytes) then holds of all (TAP's
-folding, arXiv 2302.00247). Owns what makes two slices alike, and the renaming of what was found.
+Results for one of them (patterns of weights, seconds, bytes) hold for all (TAP's folding, arXiv
+2302.00247). Owns what makes two slices equal, and the renaming of results.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -31,7 +31,8 @@ from whale_train.strategies.tensor_parallel.region import block_of_parameter
 
 @dataclass(frozen=True)
 class CanonicalSlices:
-    """Numbers for the slices of a model: slices that are equal but for names have the same number.
+    """Class numbers for the slices of a model: slices that are equal but for names have the same
+    number.
 
     profile: the model.
     works: the work of the operations of its graph.
@@ -44,11 +45,12 @@ class CanonicalSlices:
 
     @property
     def graph(self) -> OperationGraph:
+        """Return the graph of the model."""
         return self.works.graph
 
     def number(self, part: Slice, shared: Collection[str]) -> int:
-        """Return a number that all slices that are equal but for names have in common. `shared` are
-        the paths of parameters that other stages hold as well."""
+        """Return the class number of a slice: equal for all slices that are equal but for names.
+        `shared` are the paths of parameters that other stages hold as well."""
         position = {name: i for i, name in enumerate(part.operations)}
         position |= {name: -1 - i for i, name in enumerate(part.takes)}
         graph, firsts = self.graph, dict[str, int]()  # first reader, by path and block
@@ -87,8 +89,7 @@ class CanonicalSlices:
 
     def renamed(self, sharded: Sharded, of: Slice, to: Slice, axes: Mapping[str, str]) -> Sharded:
         """Return the layouts `sharded` of slice `of` with the names of slice `to`, which is equal
-        but for names. `axes` are new names for axes that are not named after weights, by their old
-        ones."""
+        but for names. `axes` maps axes that are not named after weights to their new names."""
         if of.operations == to.operations and not axes:
             return sharded
         names = dict(zip((*of.operations, *of.takes), (*to.operations, *to.takes), strict=True))
@@ -103,7 +104,7 @@ class CanonicalSlices:
 
     @cached_property
     def paths(self) -> Mapping[str, str]:
-        """Return the path by which a parameter or buffer is known, by every path it has."""
+        """Return the canonical path of each parameter and buffer, by every path that it has."""
         held = {op.path: op.path for op in self.graph if op.target in HELD}
         return held | {name: p.path for name, p in self.profile.weight_by_path.items()}
 
@@ -114,20 +115,21 @@ class CanonicalSlices:
 
     @cached_property
     def _of_values(self) -> Sequence[Collection[str]]:
-        """Return sets of values. Operations are equal only if these sets agree on their values."""
+        """Return sets of values that tell operations apart: equal operations have values in the
+        same sets."""
         graph = self.graph
         unmade = {name for x in RewriteScope.whole(graph).rms_norms() for name in x.unmade}
         return (graph.trained, self.works.with_gradient, halves(graph), unmade)
 
     @cached_property
     def cuts(self) -> Mapping[str, tuple[WeightSharding, ...]]:
-        """Return the ways to cut the weight that an operation reads, by the operation's name."""
+        """Return the ways to shard the weight that an operation reads, by the operation's name."""
         weight_paths = {op.name: op.path for op in self.graph if op.target in WEIGHTS}
         return {op.name: tuple(cuts_of(self.graph, op, weight_paths)) for op in self.graph}
 
     def _own_number(self, operation: Operation) -> int:
-        """Return a number that all operations have in common that do the same with their inputs,
-        whichever these are."""
+        """Return the class number of an operation: equal for all operations that do the same to
+        their inputs, whatever the inputs are."""
         name = operation.name
         if name not in self._own:
             places = {source: str(i) for i, source in enumerate(operation.inputs)}
@@ -164,8 +166,8 @@ def _skeleton(argument: Argument, places: Mapping[str, str]) -> Argument:
 class _Renaming:
     """New names for the layouts of a slice.
 
-    names: new names of values, by their old ones.
-    paths: new paths of parameters, and new names of axes, by their old ones.
+    names: new names of values, by old name.
+    paths: new paths of parameters and new names of axes, by old path or name.
     """
 
     names: Mapping[str, str]
@@ -191,12 +193,15 @@ class _Renaming:
         )
 
     def axis(self, name: str) -> str:
+        """Return the new name of an axis."""
         return self.paths.get(name, name)
 
     def shard(self, layout: Shard) -> Shard:
+        """Return a shard with its axis renamed."""
         return replace(layout, axis=self.axis(layout.axis))
 
     def layout(self, layout: Layout) -> Layout:
+        """Return a layout with its axis and its row value renamed."""
         if isinstance(layout, Shard):
             return self.shard(layout)
         if isinstance(layout, PartialByRow):
@@ -204,6 +209,7 @@ class _Renaming:
         return layout
 
     def cast(self, cast: Cast) -> Cast:
+        """Return a cast with its reader, value and layouts renamed."""
         user = self.names[cast.user] if cast.user else ""
         ends = self.layout(cast.source), self.layout(cast.target)
         return Cast(user, self.names[cast.value], cast.kind, *ends)

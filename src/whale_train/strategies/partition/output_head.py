@@ -1,7 +1,7 @@
 """The head: a model's output projection, found in its graph and not configured.
 
-The head is a product with a trained weight. After it, no weight but an elementwise one (a bias, a
-scale) is met on the way to the loss. Names of modules play no part in finding it.
+The head is a product with a trained weight that is followed, on the way to the loss, by elementwise
+weights alone (a bias, a scale). Names of modules play no part in finding it.
 """
 
 from collections.abc import Sequence, Set
@@ -17,8 +17,8 @@ from whale_train.strategies.graph.operation_graph import (
 )
 from whale_train.strategies.layouts.propagation import RULES, pointwise
 
-# Where a product's weight stands among its arguments, and which of the weight's dimensions is
-# the projection's output.
+# Position of the weight among a product's arguments, and the dimension of the weight that is the
+# projection's output.
 PRODUCTS = {
     "aten.linear.default": (1, 0),
     "aten.addmm.default": (2, 1),
@@ -38,7 +38,7 @@ class Head:
     weight: canonical path of its weight.
     dim: dimension of the weight that runs over the classes.
     classes: number of classes.
-    module: path of the module it belongs to.
+    module: path of the module that computes the product.
     """
 
     operation: str
@@ -49,7 +49,7 @@ class Head:
 
 
 def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
-    """Return all output projections of a model with a graph, the one with the largest weight
+    """Return all output projections of a model that has a graph, the one with the largest weight
     first."""
     graph = profile.graph
     assert graph is not None
@@ -64,7 +64,7 @@ def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
 
 
 def matching(heads: Sequence[Head], patterns: Sequence[str]) -> tuple[Head, ...]:
-    """Return the heads whose module is named by one of `patterns` (paths or globs; `head` names
+    """Return the heads whose module matches one of `patterns` (paths or globs; `head` matches
     any)."""
     return tuple(
         head
@@ -74,8 +74,8 @@ def matching(heads: Sequence[Head], patterns: Sequence[str]) -> tuple[Head, ...]
 
 
 def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> Head | None:
-    """Return the product `op` as a head; None where it is no product with a trained weight [rows,
-    columns] that it reads directly, or through a transpose, a cast or a copy."""
+    """Return the product `op` as a head; None unless it multiplies by a trained weight [rows,
+    columns], read directly or through a transpose, a cast or a copy."""
     if op.target not in PRODUCTS or not op.shape:
         return None
     position, dim = PRODUCTS[op.target]

@@ -1,10 +1,10 @@
 """The cut of the exported graph into the stages of a pipeline.
 
 Operations that depend on a parameter, or on random numbers, run on exactly one stage. Others
-(masks, positions, rotary angles) are computed again wherever they are read, instead of being sent.
-Values cross from any stage to any later one, skip edges included. The choice of the cut is exact:
-the cut whose slowest stage is done first, by dynamic programming over the places where one block of
-modules ends and the next begins.
+(masks, positions, rotary angles) are recomputed wherever they are read, instead of being sent.
+Values cross from any stage to any later one, skip edges included. The cut is optimal: dynamic
+programming over the boundaries between blocks of modules finds the cut whose slowest stage is
+fastest.
 """
 
 from bisect import bisect_right
@@ -31,17 +31,16 @@ class Slice:
     """The part of the graph that one stage runs. Bytes and FLOP are per sample.
 
     operations: in order, the stage's own operations, the parameters, buffers and inputs they read,
-        and the operations that the stage computes again.
+        and the operations that the stage recomputes.
     takes: names of the values that come from earlier stages.
     gives: names of the values that go to later stages; the last stage gives the loss.
-    parameters: canonical paths of the weights that are trained.
-    frozen: canonical paths of the weights that are not trained.
+    parameters: canonical paths of the trained weights.
+    frozen: canonical paths of the frozen weights.
     modules: paths of the blocks of the stage's own operations, in order.
     flops: FLOP of the forward.
     activation_bytes: bytes that the forward keeps for the backward.
-    entering_bytes: bytes that enter the slice's blocks, which are kept where blocks are recomputed.
-    block_bytes: bytes of the largest block, which are there one block at a time where blocks are
-        recomputed.
+    entering_bytes: bytes that enter the slice's blocks, which are kept under recomputation.
+    block_bytes: bytes of the largest block; under recomputation, one block at a time is alive.
     """
 
     operations: tuple[str, ...]
@@ -83,17 +82,17 @@ class Sequenced:
 
 
 def sequenced(graph: OperationGraph) -> Sequenced:
-    """Return the operations of `graph` that a pipeline deals out to stages, and the places where it
+    """Return the operations of `graph` that a pipeline assigns to stages, and the places where it
     may be cut."""
     operations = _owned(graph)
     position = {name: i for i, name in enumerate(operations)}
     blocks = [block_of(graph[name].module) for name in operations]
     places = [0]
     places += [i for i in range(1, len(operations)) if blocks[i] != blocks[i - 1]]
-    # A tuple of tensors is not sent: the stage that makes it also takes it apart.
+    # A tuple of tensors is not sent: the stage that makes it also unpacks it.
     places = [i for i in places if graph[operations[i]].target != _GETITEM] if places else [0]
     places.append(len(operations))
-    # By differences: a value lives from its maker to its users.
+    # Differences of the live bytes: a value lives from its maker to its last user.
     alive = [0.0] * (len(operations) + 1)
     for name, start in position.items():
         users = [position[user] for user in graph.users[name] if user in position]
@@ -124,8 +123,8 @@ _GETITEM = "<built-in function getitem>"
 
 
 def _owned(graph: OperationGraph) -> list[str]:
-    """Return the names of the operations that must run once: all that depend on a parameter, or on
-    random numbers."""
+    """Return the names of the operations that must run exactly once: all that depend on a
+    parameter, or on random numbers."""
     roots = {op.name for op in graph if op.target == "parameter" or op.random}
     parameters = {op.name for op in graph if op.target == "parameter"}
     depends = graph.descendants(roots) - parameters
@@ -142,14 +141,14 @@ def balanced(
     None when no cut gives every stage something to run.
 
     order: operations and places.
-    stage_time: time of stage `stage` for the operations between two places, as `stage_time(stage,
-        first, last)`, in any unit common to all; infinite where the stage must not hold them.
+    stage_time: time of a stage for the operations between two places, as `stage_time(stage, first,
+        last)`, in any common unit; infinite where the stage must not hold them.
     count: number of stages.
     fixed: stage that must hold an operation, by position in `order.operations`.
 
-    The cut minimises the slowest stage, then the bytes that cross. O(stages x places^2), twice:
-    which beginning of a cut is best in bytes depends on the slowest stage of all, which is found
-    first.
+    The cut minimises the time of the slowest stage, then the bytes that cross. Takes O(stages x
+    places^2), twice: the slowest stage's time is found first, since it decides which prefix of a
+    cut is best in bytes.
     """
     places = len(order.places) - 1
     wanted = sorted(fixed.items())
@@ -168,16 +167,16 @@ def balanced(
 
 
 def _slowest_stage(stage_time: Callable[[int, int, int], float], places: int, count: int) -> float:
-    """Return the lowest time that the slowest stage of a cut can have; infinite where no cut gives
+    """Return the minimum, over all cuts, of the slowest stage's time; infinite where no cut gives
     every stage something to run."""
-    best = [0.0, *([inf] * places)]  # slowest of the stages so far, by the place where they end
+    best = [0.0, *([inf] * places)]  # time of the slowest stage so far, by the place of its end
     for stage in range(count):
         slowest = [inf] * (places + 1)
         for last in _ends(stage, places, count):
             for first in range(last - 1, stage - 1, -1):
                 time = stage_time(stage, first, last)
                 if slowest[last] < time < inf:
-                    break  # an earlier beginning only makes this stage longer
+                    break  # an earlier beginning only makes this stage slower
                 slowest[last] = min(slowest[last], max(best[first], time))
         best = slowest
     return best[places]
@@ -186,8 +185,8 @@ def _slowest_stage(stage_time: Callable[[int, int, int], float], places: int, co
 def _least_crossing(
     order: Sequenced, stage_time: Callable[[int, int, int], float], count: int, limit: float
 ) -> tuple[int, ...]:
-    """Return the places of the cut that sends the fewest bytes from stage to stage, of the cuts in
-    which no stage takes longer than `limit`. There must be such a cut."""
+    """Return the places of the cut that sends the fewest bytes between stages, out of the cuts in
+    which no stage takes longer than `limit`. Such a cut must exist."""
     places = len(order.places) - 1
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,)), *([None] * places)]
     for stage in range(count):
@@ -210,7 +209,7 @@ def _least_crossing(
 
 
 def _ends(stage: int, places: int, count: int) -> Iterable[int]:
-    """Return the places where stage number `stage` of `count` may end, such that each stage before
+    """Return the places where stage number `stage` of `count` may end, such that every stage before
     and after it runs something."""
     return (places,) if stage == count - 1 else range(stage + 1, places + 1 - (count - stage - 1))
 
@@ -221,11 +220,12 @@ def stage_of_modules(
     asked: Sequence[tuple[str, tuple[str, ...] | None]],
     faults: list[Fault],
 ) -> dict[int, int]:
-    """Return the stage to which the strategy gives an operation, by position in `order.operations`.
+    """Return the stage that the strategy assigns to an operation, by position in
+    `order.operations`.
 
     `asked` holds, per stage, the path of its node and its module patterns (None: the balanced cut
-    decides). Patterns that name nothing, or what another stage has, and stages out of order add to
-    `faults`.
+    decides). Adds to `faults` patterns that match nothing or another stage's operations, and stages
+    out of order.
     """
     fixed: dict[int, int] = {}
     for stage, (path, patterns) in enumerate(asked):
@@ -262,8 +262,7 @@ def stage_of_modules(
 
 
 def is_inside(module: str, pattern: str) -> bool:
-    """Return True if `module` is named by `pattern` (a path or glob), or lies inside a module that
-    is."""
+    """Return True if `module`, or a module around it, matches `pattern` (a path or glob)."""
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
@@ -320,31 +319,32 @@ def modules_of(graph: OperationGraph, operations: Iterable[str]) -> tuple[str, .
 
 
 def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
-    """Return the bytes that autograd keeps from each operation on. Where saved tensors were not
-    measured, the activations of the whole model are divided among operations in proportion to the
+    """Return the bytes per sample that autograd saves first at each operation. Without measured
+    saved tensors, the model's activation bytes are divided among operations in proportion to the
     size of their values."""
     graph = profile.graph
     assert graph is not None
     if not any(operation.saved for operation in graph):
         sizes = [value_bytes(graph[name]) for name in order.operations]
-        whole = sum(sizes) or 1.0
-        return [profile.activation_bytes * size / whole for size in sizes]
+        total = sum(sizes) or 1.0
+        return [profile.activation_bytes * size / total for size in sizes]
     first: dict[tuple[str, int], int] = {}
-    kept = [0.0] * len(order.operations)
+    saved_bytes = [0.0] * len(order.operations)
     for position, name in enumerate(order.operations):
         for key, num_bytes in saved_by(View(graph), graph[name]):
             if first.setdefault(key, position) == position:
-                kept[position] += num_bytes
-    return kept
+                saved_bytes[position] += num_bytes
+    return saved_bytes
 
 
 def _parts(
     graph: OperationGraph, owner: Mapping[str, int], stages: int
 ) -> list[tuple[set[str], set[str]]]:
-    """Return the names that each stage runs and the names that it takes from earlier stages.
+    """Return, for each stage, the names that it runs and the names that it takes from earlier
+    stages.
 
-    A write into a buffer runs where the buffer is read, or, where no stage reads it, on the stage
-    of the module that it belongs to.
+    A write into a buffer runs where the buffer is read or, where no stage reads it, on the stage of
+    the buffer's module.
     """
     plain = [_needed(graph, owner, stage, ()) for stage in range(stages)]
     beside = [updates_beside(graph, inside) for inside, _ in plain]
@@ -370,7 +370,7 @@ def _needed(
         if name in inside or name in takes:
             continue
         operation = graph[name]
-        # Only tensors can be sent: other values are made again from the tensors they come from.
+        # Only tensors can be sent: other values are recomputed from the tensors they come from.
         if owner.get(name, stage) != stage and operation.shape is not None:
             takes.add(name)
             continue

@@ -1,10 +1,11 @@
-"""The experts of a mixture beside copies of the rest: operations that run where a row's expert is.
+"""The experts of a mixture beside a replicated rest (expert parallelism): operations that run on
+the member that holds a row's expert.
 
-Every member of a shard group runs the model for samples of its own, and holds some of the experts.
-A mixture sorts the rows of its tokens by expert, so the rows for one member's experts lie next to
-each other. They are sent there (`DISPATCH`), multiplied, and sent back (`COMBINE`). The numbers of
-rows that the router made are exchanged before (`EXCHANGE`). Operations between the products of a
-mixture are done to rows where they are. After GShard (arXiv 2006.16668) and Whale's M6.
+Every member of a shard group runs the model on samples of its own, and holds some of the experts. A
+mixture sorts the rows of its tokens by expert, so the rows for one member's experts are adjacent.
+They are dispatched (`DISPATCH`), multiplied, and combined again (`COMBINE`). The row counts of the
+router are exchanged before (`EXCHANGE`). Operations between the products of a mixture run on the
+dispatched rows. After GShard (arXiv 2006.16668) and Whale's M6.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ def route_experts(
     members: int,
     axis: str,
 ) -> SplitParts | None:
-    """Return the experts of `region` spread over a shard group; None where no weight is one of
+    """Return the experts of `region` spread over a shard group; None where no weight is a stack of
     experts.
 
     graph: the graph of the model.
@@ -52,7 +53,7 @@ def route_experts(
     gives: names of the values that other stages take.
     parameters: canonical paths of the weights that may be experts, by their operation in `region`.
     members: size of the shard group.
-    axis: name after which axes are named; stacks of as many experts are cut along one axis.
+    axis: prefix of the names of axes; stacks with equally many experts are cut along one axis.
 
     Raises SplitRefused where the experts cannot be told apart from the rest.
     """
@@ -92,8 +93,8 @@ def route_experts(
 
 
 def mixtures_of(graph: OperationGraph) -> dict[str, int]:
-    """Return the number of experts of each mixture of a graph, by the name of the value that holds
-    the ends of the experts' rows, in the order of the mixtures' first products."""
+    """Return the number of experts of each mixture of a graph, in the order of the mixtures' first
+    products. A mixture is named by the value that holds the end offsets of its experts' rows."""
     counts: dict[str, int] = {}
     for operation in graph:
         if RULES.get(operation.target) is grouped_mm:
@@ -104,11 +105,11 @@ def mixtures_of(graph: OperationGraph) -> dict[str, int]:
 
 
 def router_biases_of(graph: OperationGraph, mixtures: Mapping[str, int]) -> dict[str, str]:
-    """Return the path of the buffer by which the router of a mixture chooses experts, by mixture.
+    """Return the path of the buffer by which a mixture's router chooses experts, by mixture.
 
-    The buffer has a number for every expert, decides where the rows of the mixture's experts end
-    (and no earlier mixture's), and is left as it is by the model. A mixture with no such buffer, or
-    several, is left out.
+    The buffer holds one number for every expert, affects the row offsets of this mixture and of no
+    earlier one, and is never written by the model. A mixture with no such buffer, or several, is
+    left out.
     """
     paths: dict[str, str] = {}
     moved = {name for operation in graph for name in operation.writes}
@@ -128,7 +129,7 @@ def router_biases_of(graph: OperationGraph, mixtures: Mapping[str, int]) -> dict
 
 
 def _rows_of(typed: Assignment, inside: set[str]) -> Iterator[tuple[str, Shard]]:
-    """Yield the names and layouts of the values `inside` that are rows."""
+    """Yield the names and layouts of the values `inside` that are sharded by rows."""
     for name in inside:
         layout = typed.layouts[name]
         if isinstance(layout, Shard):
@@ -142,8 +143,8 @@ def _experts(
     members: int,
     axis: str,
 ) -> dict[str, Shard]:
-    """Return the layouts of the weights that are stacks of experts, by path. All stacks of as many
-    experts are cut along one axis."""
+    """Return the layouts of the weights that are stacks of experts, by path. All stacks with
+    equally many experts are cut along one axis."""
     layouts = {}
     for path, weight in find_weights(graph, region, parameters, MinUnits(members)).items():
         for candidate in weight.candidates:
@@ -159,8 +160,8 @@ def _mixtures(
     seen: Mapping[str, str],
     weights: Mapping[str, Shard],
 ) -> dict[str, dict[str, str]]:
-    """Return the products with experts of each mixture, as weights' paths by operation. A mixture
-    is known by the name of the value that holds the ends of the experts' rows."""
+    """Return the products with experts of each mixture: the path of the weight, by operation. A
+    mixture is named by the value that holds the end offsets of its experts' rows."""
     products: dict[str, dict[str, str]] = {}
     for name in region:
         operation = graph[name]
@@ -173,15 +174,15 @@ def _mixtures(
 
 
 def _pieces(weights: Mapping[str, Shard], products: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the pieces of the experts' axis of a mixture, as its first product has them."""
+    """Return the pieces of the experts' axis in the first product of a mixture."""
     return weights[next(iter(products.values()))].pieces
 
 
 def _entering(
     graph: OperationGraph, hull: set[str], products: Mapping[str, str], ends: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (reader in `hull`, value) of rows that come from outside of it. Raises
-    SplitRefused for a value that holds samples in another way."""
+    """Yield the pairs (reader in `hull`, value) of rows that come from outside `hull`. Raises
+    SplitRefused for a value that depends on samples but has no row for each token."""
     rows = {graph[RuleInput(graph[x], {}, graph).value(0)].shape[:1] for x in products}  # type: ignore[index]
     for user in (op for op in graph if op.name in hull):
         for name in user.inputs:
@@ -210,17 +211,17 @@ def _leaving(
 def _refuse_other_readers(
     graph: OperationGraph, stacks: set[str], region: set[str], inside: set[str]
 ) -> None:
-    """Raise SplitRefused where another operation than a product reads a stack of experts: no member
-    has all of it."""
+    """Raise SplitRefused where an operation outside the experts' products reads a stack of experts:
+    no member holds all of it."""
     for name in sorted(stacks):
         for user in graph.users[name]:
             if user in region and user not in inside and user not in stacks:
-                what = f"{user} ({graph[user].target})"
-                raise SplitRefused(f"{what} reads all of {graph[name].path or name}")
+                reader = f"{user} ({graph[user].target})"
+                raise SplitRefused(f"{reader} reads all of {graph[name].path or name}")
 
 
 def _refuse_unrouted(graph: OperationGraph, typed: Assignment, inside: set[str]) -> None:
-    """Raise SplitRefused where an operation on rows has no rule that keeps them apart."""
+    """Raise SplitRefused for an operation on rows without a rule that it works row by row."""
     for name in sorted(inside):
         layout = typed.layouts[name]
         if graph[name].shape and not (isinstance(layout, Shard) and layout.dim == 0):

@@ -1,8 +1,8 @@
-"""Parts of a model that are split beside copies of the rest, whatever they are made of.
+"""Parts of a model that are split while the rest is replicated, of any kind.
 
-Members of a shard group run the model for samples of their own. A split part runs on rows of other
-members as well, with a shard of its weights. `routed_experts.py` and `dense_parts.py` say which
-rows these are and how they get there.
+Members of a shard group run the model on samples of their own. A split part runs on rows of other
+members as well, with a shard of its weights. `routed_experts.py` and `dense_parts.py` decide which
+rows, and how they get there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from whale_train.strategies.tensor_parallel.choose import Sharded
 
 
 class SplitRefused(Exception):
-    """The parts cannot be told apart from the rest; the text is the reason."""
+    """The parts cannot be told apart from the rest of the model; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class SplitParts:
-    """Parts of a model over a shard group.
+    """Split parts of a model over a shard group.
 
     operations: names of the operations that run on rows of other members as well. All others run on
-        what comes of a member's own samples.
+        a member's own samples.
     sharded: layouts of these operations, and of their weights.
     """
 
@@ -32,9 +32,9 @@ class SplitParts:
 
 
 def together(parts: Sequence[SplitParts]) -> SplitParts:
-    """Return several parts as one. A value that one part gives and another takes is cast directly.
-    Raises SplitRefused where two parts have the same weight or operation, and where such a value
-    has no direct cast."""
+    """Return several parts joined into one, with a direct cast for each value that passes from one
+    part to another. Raises SplitRefused where two parts have the same weight or operation, and
+    where a value has no direct cast."""
     if len(parts) == 1:
         return parts[0]
     operations, weights = set[str](), set[str]()
@@ -69,9 +69,9 @@ def together(parts: Sequence[SplitParts]) -> SplitParts:
 
 
 def _through(first: Cast, second: Cast) -> Cast:
-    """Return the one cast of a value from one part to another. One of `first` and `second` brings
-    the value to a member's own rows, and the other takes it from there. Raises SplitRefused where
-    they do not."""
+    """Return the direct cast of a value from one part to another, composed of `first` and `second`:
+    one casts the value to a member's own rows, the other from there. Raises SplitRefused where they
+    do not."""
     for out, into in ((first, second), (second, first)):
         own = out.target
         if isinstance(own, Shard) and own.axis == BATCH and own == into.source:
@@ -83,8 +83,8 @@ def _through(first: Cast, second: Cast) -> Cast:
 
 
 def seen_weights(graph: OperationGraph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return the paths of weights by operation: `parameters`, and for each operation that gives one
-    of them transposed, cast or copied, the path of that one."""
+    """Return the paths of weights by operation: `parameters`, and every operation that gives one of
+    them transposed, cast or copied."""
     paths = dict(parameters)
     for operation in graph:
         if sees_otherwise(operation) and operation.inputs[0] in paths:

@@ -1,4 +1,4 @@
-"""Name the groups of ranks in a plan, and the strategy keys that they are made for."""
+"""Name the groups of ranks in a plan, and the strategy keys that they belong to."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ WORLD = "world"  # the group of all ranks
 
 
 def group_name(plan: Plan, ranks: Sequence[int]) -> str:
-    """Return the name of the group of `ranks`; of several names, the first other than `world`."""
+    """Return the name of the group of `ranks`: of several names, the first other than `world`."""
     names = [name for name, lists in plan.groups.items() if tuple(ranks) in lists]
     return next((name for name in names if name != WORLD), WORLD)
 
 
 def plan_path(plan: Plan, name: str) -> str:
-    """Return the strategy key that the group `name` is made for, or words for a group without
-    one."""
+    """Return the strategy key that the group `name` belongs to, or a description of a group without
+    a key."""
     kind, _, rest = name.partition(".")
     if kind == "shared":
         return f"the holders of {rest}"

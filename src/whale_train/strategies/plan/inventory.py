@@ -1,4 +1,4 @@
-"""Describe the cluster that a plan is for, so that the plan can be read alone."""
+"""Describe the cluster of a plan, so that the plan is self-contained."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ class PlannedLink:
     """Link between devices, or between hosts; its figures are for one direction.
 
     name: name of the link.
-    bandwidth_bytes_s: bytes a second.
-    latency_s: seconds of a message, beside its bytes.
+    bandwidth_bytes_s: bytes per second.
+    latency_s: seconds of an empty message.
     """
 
     name: str
@@ -26,10 +26,10 @@ class PlannedDevice:
 
     flops: FLOP/s by precision.
     memory_bytes: bytes of memory.
-    memory_bandwidth_bytes_s: bytes a second of memory.
-    calibrated: whether times were predicted by measurements of the device, and not by these
+    memory_bandwidth_bytes_s: bytes per second of memory.
+    calibrated: True if times were predicted from measurements of the device instead of these
         figures.
-    reserved_bytes: bytes of memory that no tensor gets, as CUDA's context.
+    reserved_bytes: bytes of memory that are not available for tensors, such as CUDA's context.
     """
 
     flops: Mapping[str, Number]
@@ -40,18 +40,18 @@ class PlannedDevice:
 
     @property
     def room_bytes(self) -> float:
-        """Return the bytes of memory that tensors may take."""
+        """Return the bytes of memory that are available for tensors."""
         return self.memory_bytes - self.reserved_bytes
 
 
 @dataclass(frozen=True)
 class PlannedNodes:
-    """Neighbouring nodes that are alike.
+    """Consecutive equal nodes.
 
     count: number of nodes.
     devices: names of one node's devices, in order.
     link: link that joins the devices of a node.
-    host_memory_bytes: bytes of a host's memory, where the inventory says them.
+    host_memory_bytes: bytes of a host's memory, if the inventory has them.
     """
 
     count: int

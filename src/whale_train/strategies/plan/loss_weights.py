@@ -1,4 +1,4 @@
-"""Weigh the losses of a batch's parts in the loss of the batch."""
+"""Weight the losses of a batch's parts in the loss of the batch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from typing import Literal
 class LossWeights:
     """Weights of the losses of parts of a global batch.
 
-    over: what the loss is over its samples, their `mean` or `sum`.
+    over: the reduction of the loss over its samples, `mean` or `sum`.
     global_batch: samples of a step.
     """
 
@@ -22,7 +22,7 @@ class LossWeights:
     def of_evaluation(self, samples: int, held: int) -> float:
         """Return the weight of the loss of `samples` samples in the mean of an evaluation.
 
-        The mean is over all `held` samples that are held back. A loss that is a sum over samples is
-        divided by `held` as well: only a mean can be compared between evaluations.
+        The mean is over all `held` held-out samples. A loss that is a sum over samples is divided
+        by `held` as well: only a mean can be compared between evaluations.
         """
         return (samples if self.over == "mean" else 1) / held

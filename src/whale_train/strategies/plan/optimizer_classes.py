@@ -1,7 +1,7 @@
-"""Describe optimizers that a request names by their class, and how their updates act.
+"""Describe optimizers that a request names by their class, and how their updates behave.
 
-The form of an optimizer's state and whether it updates elements alone are found out by trying
-(`optimizers/trial.py`). Here are the answers, which the planner reads and a plan keeps.
+The form of an optimizer's state, and whether its update is elementwise, are found by a trial
+(`optimizers/trial.py`). This file holds the results, which the planner reads and a plan keeps.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 from whale_train.strategies.plan.program import OMITTED
 
-NUMBER = "number"  # the dtype of an entry that is a number of Python's
+NUMBER = "number"  # the dtype of an entry that is a Python number
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StateEntry:
 
     name: its name in the optimizer.
     shape: its sizes; `d0` is the size of the parameter's dimension 0, and so on.
-    dtype: its dtype by torch's name for it, or `number`.
+    dtype: torch's name of its dtype, or `number`.
     element_bytes: bytes of an element.
     """
 
@@ -34,28 +34,25 @@ class StateEntry:
         return tuple(x if isinstance(x, int) else parameter[int(x[1:])] for x in self.shape)
 
     def num_bytes(self, parameter: tuple[int, ...]) -> int:
-        """Return the bytes of the entry for a parameter of the shape `parameter`.
-
-        Scalars are not counted. Most are kept on the host.
-        """
+        """Return the bytes of the entry for a parameter of the shape `parameter`. Scalars do not
+        count: most are on the host."""
         return self.element_bytes * prod(self.sizes(parameter)) if self.shape else 0
 
 
 @dataclass(frozen=True)
 class OptimizerClass:
-    """Optimizer that a request names by its class, and what trying it has shown.
+    """Optimizer that a request names by its class, with the results of its trial.
 
     key: the key of the config that names it.
-    target: the path of the class, or of the function that makes one.
-    arguments: its arguments, beside the parameters.
-    weight_decay: the weight decay of a parameter that has none of its own; None where the
-        optimizer has no weight decay.
-    refused: why it refuses parameters, by their number of dimensions, as text.
-    states: the entries of its state, by the number of the parameter's dimensions, as text.
-    unlike_in_parts: why a part of a parameter is updated otherwise than within the whole; empty
-        where elements are updated alone.
-    unsaved: why a checkpoint cannot hold its state; empty where it can.
-    draws: whether an update draws random numbers.
+    target: the path of the class, or of a function that returns one.
+    arguments: its arguments, without the parameters.
+    weight_decay: the default weight decay; None where the optimizer has no weight decay.
+    refused: the reason why it refuses parameters, by their number of dimensions as text.
+    states: the entries of its state, by the parameter's number of dimensions as text.
+    unlike_in_parts: the reason why a part of a parameter is updated differently than within the
+        whole; '' where the update is elementwise.
+    unsaved: the reason why a checkpoint cannot hold its state; '' where it can.
+    draws: True if an update draws random numbers.
     """
 
     key: str

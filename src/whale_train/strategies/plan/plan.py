@@ -1,7 +1,7 @@
-"""Define the Plan: everything the ranks need to know, decided before any of them exists.
+"""Define the Plan: everything that ranks need to know, decided before they start.
 
-A plan is frozen, complete, JSON, and byte for byte the same for the same request. Ranks obey it and
-resolve nothing again.
+A plan is frozen, complete, JSON, and byte for byte the same for the same request. Ranks execute it
+and resolve nothing again.
 """
 
 import json
@@ -34,19 +34,19 @@ class TaskGraph:
     path: path of the node's key in the strategy.
     modules: paths of the modules that it covers.
     parameters: paths of the parameters that it holds.
-    flops: FLOPs of its forward, for one sample.
-    zero: ZeRO stage of its copies.
-    offload: where the `optimizer` and the `parameters` are kept, `none` or `cpu`.
-    replicas: for each copy, the ranks that hold it (one rank, unless the copy is itself sharded).
+    flops: FLOP of its forward, for one sample.
+    zero: ZeRO stage of its replicas.
+    offload: location of the `optimizer` and the `parameters`: `none` (the device) or `cpu`.
+    replicas: for each replica, the ranks that hold it (one rank, unless the replica is sharded).
     shares: samples of each replica in an optimizer step.
-    trained: paths of the parameters that are trained. A parameter that the loss does not depend on
-        is in no TaskGraph's list.
-    narrow: paths of the parameters of which ranks hold the 16-bit values that autocast would make.
-        They are trained ones whose fp32 master ZeRO or the host has, and frozen ones.
+    trained: paths of the trained parameters. A parameter that the loss does not depend on is in no
+        TaskGraph's list.
+    narrow: paths of the parameters that ranks hold as the 16-bit values that autocast would make.
+        They are trained ones whose fp32 master ZeRO or the host holds, and frozen ones.
     shards: for each sharded parameter, the interval [start, stop) of each rank, in the order of a
-        replica's ranks. It is in units of the axis of `shard_layouts`, as a fused weight is cut in
-        several places at once.
-    shard_dims: dimension of each sharded parameter that is cut.
+        replica's ranks. It is in units of the axis of `shard_layouts`, since a fused weight is cut
+        in several places.
+    shard_dims: sharded dimension of each sharded parameter.
     shard_layouts: layout of each sharded parameter, which names the axis it is cut along.
     """
 
@@ -69,22 +69,20 @@ class TaskGraph:
 
     @property
     def streams(self) -> bool:
-        """Return whether trained weights stay on the host until they are read on the device.
-
-        Weights that ZeRO 3 brings are not meant.
-        """
+        """Return True if trained weights are streamed from the host when they are read. Parameters
+        that ZeRO 3 offloads do not count."""
         return self.offload["parameters"] == "cpu" and self.zero < 3
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank at the peak of a step, by what holds them.
+    """Peak bytes of one rank in a step, by use.
 
     parameters: bytes of weights.
     gradients: bytes of gradients.
     optimizer: bytes of the optimizer's state.
     activations: bytes of activations.
-    communication: bytes of buffers for communication.
+    communication: bytes of communication buffers.
     """
 
     parameters: Number
@@ -107,24 +105,23 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of the job: its device, what it holds, and how much it takes at a time.
+    """One rank's part of the job: its device, what it holds, and its samples.
 
     rank: global rank.
     node: number of the rank's node.
     device: kind of the rank's device.
-    task_graphs: ids of the TaskGraphs that it holds a part of.
+    task_graphs: ids of the TaskGraphs of which it holds a part.
     micro_batch_size: samples of its largest micro-batch.
-    micro_batches: its micro-batches in a step (the same for every rank under ZeRO 3, which demands
-        it).
-    memory_bytes: bytes that it needs at the peak of a step.
-    deepspeed: by the id of a TaskGraph, the DeepSpeed config of its engine, or None where torch
-        alone runs it.
-    samples: its samples, as intervals [start, stop) of the global batch (empty where shares alone
-        say it).
-    uuid: UUID of the GPU that it opens; None where it opens none, or nobody has looked for it.
-    accumulates: whether it adds gradients of weights to their sums in place, or defers them, as a
-        step of several backwards does.
-    keeps_casts: whether it keeps the 16-bit copies of its weights for all micro-batches of a step.
+    micro_batches: its micro-batches in a step (equal on all ranks under ZeRO 3, which requires it).
+    memory_bytes: its peak bytes in a step.
+    deepspeed: DeepSpeed config of a TaskGraph's engine, by the id of the TaskGraph; None where
+        torch alone runs it.
+    samples: its samples, as intervals [start, stop) of the global batch (empty where the shares
+        determine them).
+    uuid: UUID of the GPU that it opens; None where it opens none, or none has been assigned.
+    accumulates: True if it accumulates weight gradients in place, or defers them, as a step of
+        several backwards does.
+    keeps_casts: True if it keeps the 16-bit copies of its weights for all micro-batches of a step.
     """
 
     rank: int
@@ -146,7 +143,7 @@ class Prediction:
     """Predicted time of a step, and how the busiest rank spends it.
 
     step_time_s: seconds of a step.
-    samples_per_s: samples a second.
+    samples_per_s: samples per second.
     compute_s: seconds in which the busiest rank computes.
     communication_s: seconds in which it communicates or waits for transfers.
     optimizer_s: seconds in which it updates.
@@ -163,15 +160,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Decision:
-    """Something that the resolver chose.
+    """A choice of the resolver.
 
     key: key of the request that was decided.
-    chosen: what was chosen.
-    rejected: what was rejected.
-    reason: why.
-    rejected_step_s: seconds of a step under what was rejected; None where none was simulated.
-    rejected_floor_s: seconds that a step under what was rejected takes at least, by estimate; None
-        where there is no estimate.
+    chosen: the chosen value.
+    rejected: the rejected alternative.
+    reason: the reason for the choice.
+    rejected_step_s: seconds of a step under the rejected alternative; None where none was
+        simulated.
+    rejected_floor_s: estimated lower bound, in seconds, of a step under the rejected alternative;
+        None where there is no estimate.
     """
 
     key: str
@@ -187,9 +185,9 @@ class PlannedParameterGroup:
     """Parameters that the optimizer updates with the same options.
 
     weight_decay: their weight decay; None for an optimizer that has none.
-    lr_scale: their learning rate, as a part of the optimizer's.
+    lr_scale: their learning rate, as a factor of the optimizer's.
     parameters: their paths.
-    optimizer: the index of their optimizer among `Plan.optimizers`.
+    optimizer: the index of their optimizer in `Plan.optimizers`.
     """
 
     weight_decay: float | None
@@ -207,31 +205,31 @@ class Plan:
     global_batch: samples of a step.
     precision: precision of training.
     task_graphs: parts of the model, each under one primitive.
-    groups: by name, the lists of ranks that communicate.
-    schedule: order of a pipeline's work (`none` without a pipeline).
+    groups: lists of the ranks that communicate, by name.
+    schedule: pipeline schedule (`none` without a pipeline).
     ranks: the part of each rank.
     predicted: predicted time of a step on the cluster.
-    decisions: what the resolver chose, and why.
+    decisions: choices of the resolver, with reasons.
     predicted_here: predicted time of a step of the CPU processes that stand for the devices, where
-        those were measured.
-    exported: whether there was an exported graph, and so whether parameters without a gradient are
+        these were measured.
+    exported: True if the model has an exported graph, so that parameters without a gradient are
         known.
-    rewrite: how the graph is cut and which layouts its values have (None: the model runs as it is).
-    pipeline: who runs which chunk for which micro-batch (None: a flat strategy). The order of work
-        is `orders.py`'s.
-    loss_over: what the loss of a batch is of the losses of its samples, their `mean` or `sum`.
-    peak_flops_s: most FLOP/s of `precision` that all devices together compute.
-    reduce_dtype: dtype in which copies send gradients.
-    mixtures: number of experts of each mixture, by the value of the graph that says where the rows
-        of each expert end.
-    router_biases: by the same value, the buffer by which the mixture's router chooses among
-        experts.
-    varies: whether the forward runs other modules or losses from batch to batch.
-    inventory: the cluster itself (None in plans of versions that did not say it).
-    parameter_groups: the trained parameters by the optimizer's options of them; empty where all
+    rewrite: the segments of the graph and the layouts of its values (None: the model runs as it
+        is).
+    pipeline: the position that runs each chunk of each micro-batch (None: a flat strategy).
+        `orders.py` owns the order of work.
+    loss_over: the reduction of the loss of a batch over its samples, `mean` or `sum`.
+    peak_flops_s: peak FLOP/s of all devices together at `precision`.
+    reduce_dtype: dtype in which replicas send gradients.
+    mixtures: number of experts of each mixture, by the value of the graph with the end offsets of
+        the experts' rows.
+    router_biases: the buffer by which each mixture's router chooses experts, by the same value.
+    varies: True if the forward runs other modules or losses from batch to batch.
+    inventory: the cluster itself (None in plans of versions without it).
+    parameter_groups: the trained parameters, grouped by the optimizer's options; empty where all
         have the same.
-    optimizers: the optimizers that are named by their class, that of parameters without a group
-        first; empty where the optimizer is one of ours.
+    optimizers: the optimizers that are named by their class, the first for parameters without a
+        group; empty where the optimizer is one of ours.
     """
 
     cluster: str
@@ -260,16 +258,16 @@ class Plan:
 
     @property
     def model_flops(self) -> float:
-        """Return the FLOPs of a sample's forward and backward, without what is recomputed.
+        """Return the FLOP of a sample's forward and backward, without recomputation.
 
-        A backward has twice the FLOPs of a forward (Narayanan et al. 2021, arXiv 2104.04473,
+        A backward has twice the FLOP of a forward (Narayanan et al. 2021, arXiv 2104.04473,
         appendix).
         """
         return 3.0 * sum(task_graph.flops for task_graph in self.task_graphs)
 
     @property
     def shares_batch(self) -> bool:
-        """Return whether a step's samples are shared, by copies or among micro-batches."""
+        """Return True if a step's samples are divided among replicas or micro-batches."""
         copied = any(len(task_graph.replicas) > 1 for task_graph in self.task_graphs)
         return copied or any(rank.micro_batches > 1 for rank in self.ranks)
 
@@ -279,10 +277,8 @@ class Plan:
         return LossWeights(self.loss_over, self.global_batch)
 
     def to_json(self) -> str:
-        """Return the text of plan.json.
-
-        Keys keep the order of the fields, so that equal plans are equal bytes.
-        """
+        """Return the text of plan.json. Keys keep the order of the fields, so that equal plans are
+        equal bytes."""
         return json.dumps(_plain(self), indent=1) + "\n"
 
     @classmethod
@@ -291,8 +287,8 @@ class Plan:
         return _reader().validate_json(text)
 
     def optimizer_of(self, path: str) -> OptimizerClass | None:
-        """Return the optimizer, named by its class, of the parameter `path`; None where it is one
-        of ours."""
+        """Return the optimizer of the parameter `path`, if optimizers are named by their class;
+        None where the optimizer is one of ours."""
         if not self.optimizers:
             return None
         groups = (group for group in self.parameter_groups if path in group.parameters)
@@ -311,14 +307,14 @@ def _reader() -> TypeAdapter[Plan]:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` in the types of JSON; empty fields marked `OMITTED` are left out."""
+    """Return `value` in JSON types. Empty fields marked `OMITTED` are left out."""
     if is_dataclass(value):
-        written = {
+        mapping = {
             part.name: _plain(getattr(value, part.name))
             for part in fields(value)
             if getattr(value, part.name) or "omitted" not in part.metadata
         }
-        return {**written, "total": value.total} if isinstance(value, MemoryEstimate) else written
+        return {**mapping, "total": value.total} if isinstance(value, MemoryEstimate) else mapping
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

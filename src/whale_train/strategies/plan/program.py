@@ -1,4 +1,4 @@
-"""Describe what the ranks of a plan run: segments of the model's graph, and a pipeline's chunks.
+"""Describe the work of the ranks of a plan: segments of the model's graph, and a pipeline's chunks.
 
 The resolver writes the program (`resolver/write.py`), the ranks read it (`runtime/assembly`).
 Fields marked `OMITTED` are left out of plan.json where they are empty.
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Interval = tuple[int, int]
-# What JSON has as 0 is read as 0 and not as 0.0: a plan read and written again is the same bytes.
+# A 0 in JSON is read as 0 and not as 0.0, so that a plan read and written again is the same bytes.
 Number = int | float
 OMITTED = {"omitted": True}
 
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """How a tensor is cut, as `layouts.types.Shard` says.
+    """The cut of a tensor, as in `layouts.types.Shard`.
 
     dim: dimension that is cut.
     axis: name of the axis along which it is cut.
-    outer: repetitions of `pieces` (0: they follow the batch, and so from the tensor's own size).
+    outer: repetitions of `pieces` (0: computed from the tensor's size, which depends on the batch).
     pieces: extents of the pieces of one repetition.
     """
 
@@ -34,12 +34,12 @@ class PlannedShard:
 class PlannedCast:
     """A change of a value's layout before it is read.
 
-    user: name of the operation that reads the value (empty: the segment gives it).
+    user: name of the operation that reads the value (empty: the value leaves the segment).
     value: name of the value.
     kind: name of the collective.
-    shard: cut that the cast leads to, or that it undoes (None: there is neither).
-    source: cut that a `reshard` starts from.
-    ends: name of the value that says where the rows of each expert end, where rows are sent or
+    shard: cut of the target or else of the source (None: neither is cut).
+    source: cut of the source of a `reshard`.
+    ends: name of the value with the end offsets of each expert's rows, where rows are sent or
         counted.
     """
 
@@ -53,10 +53,10 @@ class PlannedCast:
 
 @dataclass(frozen=True)
 class PlannedRewrite:
-    """Operations that run in another way than one by one with autograd's backward.
+    """Operations that are executed differently than one by one with autograd's backward.
 
-    kind: `rms_norm`, `grouped_keys`, `joined_products`, `own_gradients` or `overlapped_rows`, of
-        which strategies/graph/rewrites.py says what they are.
+    kind: `rms_norm`, `grouped_keys`, `joined_products`, `own_gradients` or `overlapped_rows`, which
+        strategies/graph/rewrites.py explains.
     operations: names of the operations, in the order they run.
     """
 
@@ -71,17 +71,17 @@ class PlannedSegment:
     task_graph: id of the TaskGraph.
     operations: names of the operations, in the order they run.
     takes: names of the values that the segment reads.
-    gives: names of the values that it hands on.
-    layouts: layouts of the values that are cut.
+    gives: names of the values that leave the segment.
+    layouts: layouts of the sharded values.
     casts: changes of layout between the operations.
-    becomes: by operation, the distributed operation that takes its place.
-    random: by operation that draws random numbers, `shared` where all members of a shard group draw
-        the same numbers, or `own`.
-    sums: by value that is a sum over the batch, to which every copy adds its part, its degree. The
-        value of n samples is n^degree times the sum of the parts, each over its own samples'
-        n_r^degree (0: a sum, -1: a mean).
-    changes: by operation that changes a value in place, that value.
-    rewrites: groups of operations that run in another way.
+    becomes: the distributed operation that replaces an operation, by name.
+    random: for each operation that draws random numbers, `shared` where all members of a shard
+        group draw the same numbers, or `own`.
+    sums: the degree of each sum over the batch to which every replica adds its part, by name. The
+        value of n samples is n^degree times the sum of the parts, each over n_r^degree of its own
+        n_r samples (0: a sum, -1: a mean).
+    changes: the value that an operation changes in place, by the operation's name.
+    rewrites: groups of operations that are executed differently.
     """
 
     task_graph: int
@@ -101,7 +101,7 @@ class PlannedSegment:
 class PlannedGraph:
     """The model's graph, cut into segments.
 
-    axes: by axis that a layout names, each member's interval [start, stop), in units of the axis.
+    axes: each member's interval [start, stop), in units, by the name of the axis.
     segments: the segments of the graph.
     """
 
@@ -111,13 +111,13 @@ class PlannedGraph:
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """The part of a stage's model that is run at once.
+    """A part of a stage's model that runs without interruption.
 
     stage: number of the stage.
-    segments: number, in the graph, of the one segment that it runs.
+    segments: number of the one segment that it runs.
     recompute: `full` where the chunk is recomputed, or `none`.
-    shares_samples: whether the members of a shard group take different samples of a micro-batch.
-    own_losses: whether members that share samples have each a loss of their own samples.
+    shares_samples: True if the members of a shard group take different samples of a micro-batch.
+    own_losses: True if members that take different samples each have a loss of their own.
     """
 
     stage: int
@@ -135,17 +135,17 @@ class PlannedChunk:
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """One copy of the pipeline.
+    """One replica of the pipeline.
 
     positions: ranks of every position.
     samples: intervals of the global batch, one for each micro-batch.
-    owners: by chunk and micro-batch, the position that runs it.
-    durations: rows of (chunk, position, seconds of a forward, seconds of inputs' gradients, seconds
-        of weights' gradients).
-    transits: rows of (chunk, chunk, seconds of a send). The order of instructions follows from
-        `durations` and `transits`.
+    owners: the position that runs a chunk of a micro-batch, by chunk and micro-batch.
+    durations: rows of (chunk, position, seconds of a forward, seconds of input gradients, seconds
+        of weight gradients).
+    transits: rows of (chunk, chunk, seconds of a send). `durations` and `transits` determine the
+        order of instructions.
     members: by position and micro-batch, the interval of each member of a shard group whose members
-        share its samples.
+        divide its samples.
     """
 
     positions: tuple[tuple[int, ...], ...]
@@ -156,23 +156,24 @@ class PlannedCopy:
     members: tuple[tuple[tuple[Interval, ...], ...], ...] = field(default=(), metadata=OMITTED)
 
     def shared_at(self, position: int) -> tuple[tuple[Interval, ...], ...]:
-        """Return the members' intervals at a position, by micro-batch; nothing if no position
-        shares."""
+        """Return the members' intervals at a position, by micro-batch; () if no position has
+        them."""
         return self.members[position] if self.members else ()
 
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """Who runs which chunk of the pipeline for which micro-batch.
+    """The assignment of chunks and micro-batches to the positions of a pipeline.
 
-    schedule: order of the work.
+    schedule: name of the schedule.
     positions: chunks that every position holds.
-    copies: copies of the pipeline.
-    edges: rows of (chunk, chunk, whether a gradient comes back).
-    chunks: parts of the model that are run at once.
-    shared: by parameter that several stages hold, their TaskGraphs, of which the first counts it.
-    one_backward: whether a step has one backward of all that a rank holds, in which
-        DistributedDataParallel sums gradients.
+    copies: replicas of the pipeline.
+    edges: rows of (chunk, chunk, True if a gradient comes back).
+    chunks: parts of the model that run without interruption.
+    shared: TaskGraphs that hold a parameter of several stages, by path; the first one counts the
+        parameter.
+    one_backward: True if a step has one backward of everything that a rank holds, during which
+        DistributedDataParallel reduces gradients.
     """
 
     schedule: str
@@ -185,5 +186,5 @@ class PlannedPipeline:
 
     @property
     def gradient_edges(self) -> dict[tuple[int, int], bool]:
-        """Return whether a gradient comes back along each edge, by the two chunks of the edge."""
+        """Return, for each edge (a pair of chunks), True if a gradient comes back along it."""
         return {(start, end): gradient for start, end, gradient in self.edges}

@@ -1,4 +1,4 @@
-"""Describe what the planner must know of the training, beside model, strategy and devices."""
+"""Describe the training as the planner needs it, besides model, strategy and devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +11,10 @@ from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 class GroupRule:
     """A user's rule for the optimizer's options of some parameters.
 
-    match: patterns of the parameters' paths, or of modules that hold them, in which `*` stands for
-        any text.
+    match: patterns of the parameters' paths, or of modules that hold them; `*` stands for any text.
     weight_decay: their weight decay (None: the optimizer's).
-    lr_scale: their learning rate, as a part of the optimizer's.
-    optimizer: the index of their optimizer among `Training.optimizers`.
+    lr_scale: their learning rate, as a factor of the optimizer's.
+    optimizer: the index of their optimizer in `Training.optimizers`.
     """
 
     match: tuple[str, ...]
@@ -26,27 +25,27 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class Training:
-    """What the resolver must know of the training itself.
+    """The training, as far as the resolver depends on it.
 
     global_batch: samples of a step.
     precision: precision of the computation.
-    grad_clip: norm that gradients are clipped to (0: off).
+    grad_clip: norm to which gradients are clipped (0: off).
     optimizer: name of the optimizer (`sgd`, `adam`, `adamw`, `lamb`), or `custom` for one that is
         named by its class.
     optimizer_options: keyword arguments of the optimizer.
-    sync_batchnorm: whether BatchNorm's statistics are those of the global batch.
+    sync_batchnorm: True if BatchNorm takes its statistics over the global batch.
     accumulate: number of micro-batches in which a rank takes its share.
-    loss_over: what the user says that the loss is over samples (None: nothing is said).
-    samples_are_independent: whether the user says that samples do not meet in the loss.
-    adds_to_frozen: whether what is trained are additions to frozen weights, of which a run keeps
-        nothing.
-    reduce_dtype: dtype in which copies send gradients, the precision or fp32.
-    no_decay: whether norms and biases have no weight decay, where no group is theirs.
-    groups: rules for groups of parameters, of which a parameter follows the first that matches it.
-    optimizers: the optimizers that are named by their class, that of parameters without a rule
-        first; empty where the optimizer is one of ours.
-    widths: bytes of these optimizers' state for an element of each parameter, by path.
-    mean_width: bytes of their state for an element, over all parameters.
+    loss_over: the user's reduction of the loss over samples (None: not given).
+    samples_are_independent: True if the user vouches that samples do not meet in the loss.
+    adds_to_frozen: True if the trained parameters are additions to frozen weights, which a run does
+        not save.
+    reduce_dtype: dtype in which replicas send gradients, the precision or fp32.
+    no_decay: True if norms and biases have no weight decay, unless a group contains them.
+    groups: rules for groups of parameters; a parameter follows the first that matches it.
+    optimizers: the optimizers that are named by their class, the first for parameters without a
+        rule; empty where the optimizer is one of ours.
+    widths: bytes of these optimizers' state per element of each parameter, by path.
+    mean_width: bytes of their state per element, over all parameters.
     """
 
     global_batch: int
@@ -68,13 +67,13 @@ class Training:
 
     @property
     def sent_width(self) -> float:
-        """Return the bytes of a gradient's element as it is sent between copies."""
+        """Return the bytes per element of a gradient as replicas send it."""
         return 4.0 if self.reduce_dtype == "fp32" else 2.0
 
     @property
     def optimizer_states(self) -> float:
-        """Return the number of fp32 values that the optimizer keeps for each element of a parameter
-        between steps, on average."""
+        """Return the mean number of fp32 values that the optimizer keeps for each element of a
+        parameter."""
         if self.optimizers:
             return self.mean_width / 4
         if self.optimizer == "sgd":
@@ -82,13 +81,15 @@ class Training:
         return 2
 
     def state_bytes(self, elements: Mapping[str, float]) -> float:
-        """Return the bytes of the optimizer's state for `elements` of parameters, by path."""
+        """Return the bytes of the optimizer's state for parameters. `elements` are their elements,
+        by path."""
         if self.optimizers:
             return sum(self.widths[path] * count for path, count in elements.items())
         return 4 * self.optimizer_states * sum(elements.values())
 
     @property
     def unlike_in_parts(self) -> OptimizerClass | None:
-        """Return the first optimizer that updates a part of a parameter otherwise than within the
-        whole, or None where all update elements alone. LAMB, which is ours, is not among them."""
+        """Return the first optimizer that needs whole parameters, since its update is not
+        elementwise; None where all updates are elementwise. LAMB, which is ours, is not among
+        them."""
         return next((x for x in self.optimizers if x.unlike_in_parts), None)

@@ -1,7 +1,7 @@
-"""Plans of a model whose graph is of batches of some sizes alone.
+"""Plans of a model whose exported graph holds for some batch sizes only.
 
-A plan that runs the graph must keep its parts of the batch within these sizes. Copies of the model
-as it is may leave them, but then the graph says nothing of their parts.
+A plan that runs the graph must keep its parts of the batch within these sizes. Replicas of the
+original module may leave them, but the graph then says nothing about their parts.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from whale_train.strategies.stages.analysis import ModelAnalysis
 
 
 def outside(plan: Plan, profile: ModelProfile) -> tuple[int, ...]:
-    """Return the sizes of the batch and of its parts that `plan` takes and the graph is not of,
+    """Return the sizes of the batch and its parts under `plan` that lie outside the graph's range,
     ascending. The batch counts because one process would take all of it at once."""
     smallest, largest = profile.batch_sizes
     sizes = sorted({*_sizes(plan), plan.global_batch})
@@ -22,9 +22,9 @@ def outside(plan: Plan, profile: ModelProfile) -> tuple[int, ...]:
 
 
 def within_sizes(plan: Plan, profile: ModelProfile) -> Plan:
-    """Return `plan` with a decision that says for which batch sizes the model's graph holds;
-    unchanged where it holds for all, or there is no graph. Raises PlanError for a plan that runs
-    the graph on parts of other sizes."""
+    """Return `plan` with a decision that says for which batch sizes the model's graph holds. The
+    plan is unchanged where the graph holds for all sizes, or does not exist. Raises PlanError for a
+    plan that runs the graph on parts of other sizes."""
     smallest, largest = profile.batch_sizes
     if profile.graph is None or (smallest, largest) == (1, 0):
         return plan
@@ -48,8 +48,8 @@ def within_sizes(plan: Plan, profile: ModelProfile) -> Plan:
 
 
 def known_by_graph(findings: ModelAnalysis, plan: Plan) -> ModelAnalysis:
-    """Return `findings`, without the graph where `plan` takes parts of sizes that the graph is not
-    of."""
+    """Return `findings`, without the graph if `plan` takes parts of sizes outside the graph's
+    range."""
     profile = findings.profile
     if profile.graph is None or not outside(plan, profile):
         return findings

@@ -1,10 +1,10 @@
-"""The ends of stages, moved as long as the simulated step gets shorter.
+"""Local search over the ends of stages, which shortens the simulated step.
 
-The balanced cut is the best for the slowest stage by FLOP/s. A step waits for more than that:
-operations bound by memory, first and last micro-batches, sums of gradients over copies. The
-simulator knows this of one cut at a time, and no formula adds it up. So the ends of stages move one
-by one to neighbouring places, and stay where that shortens the step, or, where nothing fits the
-memory, the bytes that are missing.
+The balanced cut is the best for the slowest stage by FLOP/s. A step depends on more than that:
+operations bound by memory, the first and last micro-batches, gradient reductions over replicas. The
+simulator knows this for one cut at a time, and no formula adds it up. So the ends of stages move
+one by one to neighbouring places. A move is kept if it shortens the step or, where nothing fits the
+memory, if it reduces the shortfall.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ Boundaries = tuple[int, ...]
 T = TypeVar("T")
 
 _SHORTER = 1 - 1e-3  # fraction of a step's seconds below which another cut is better
-_FAR = (-1, 1, -2, 2)  # places that an end moves at once, the nearest first
+_FAR = (-1, 1, -2, 2)  # places by which an end moves, the nearest first
 
 
 @dataclass(frozen=True)
 class Trial(Generic[T]):
     """The outcome of a cut.
 
-    found: what the caller derives from the cut.
-    short_bytes: bytes by which some device is short of memory; not positive where all fit.
+    found: the caller's result for the cut.
+    short_bytes: memory shortfall of the worst device, in bytes; zero or negative where all fit.
     seconds: simulated seconds of the step.
-    work: simulated tasks and laid-out ranks that it took.
+    work: simulated tasks and laid-out ranks that the trial took.
     """
 
     found: T
@@ -38,18 +38,17 @@ class Trial(Generic[T]):
 def shift_boundaries(
     cut: Boundaries, first: Trial[T], look: Callable[[Boundaries], Trial[T] | None], work: int
 ) -> tuple[Boundaries, Trial[T]]:
-    """Return the cut that no move of one end makes better, and its outcome.
+    """Return a cut that no move of one end improves, and its outcome.
 
     cut: places where stages begin and the last one ends, to start from.
     first: the outcome of `cut`.
     look: function that returns the outcome of a cut; None for places at which the model cannot be
         cut.
-    work: limit of the work of all outcomes together. A next cut is not looked at where its work,
-        taken to be that of `first`, would exceed the limit.
+    work: limit on the work of all trials together. A cut is not tried if its work, assumed to equal
+        that of `first`, would exceed the limit.
 
-    A cut is better that is short of less memory, or, short of none, takes less time by a
-    thousandth. The outcome has the work of all cuts that were looked at. The answer is the same
-    every time.
+    A cut is better if its shortfall is smaller or, where both fit, if it is faster by a thousandth.
+    The outcome carries the work of all trials. The result is deterministic.
     """
     best, looked, done = first, {cut}, first.work
     while True:
@@ -71,8 +70,8 @@ def shift_boundaries(
 
 
 def _is_better(one: Trial[T], other: Trial[T]) -> bool:
-    """Return True if `one` is short of fewer bytes than `other`, or, where both fit, takes less
-    time by a thousandth."""
+    """Return True if `one` has a smaller shortfall than `other` or, where both fit, is faster by a
+    thousandth."""
     if one.short_bytes > 0 or other.short_bytes > 0:
         return one.short_bytes < other.short_bytes
     return one.seconds < other.seconds * _SHORTER

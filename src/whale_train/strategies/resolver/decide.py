@@ -1,9 +1,9 @@
 """The decisions of the resolver on a strategy: from its form on the devices to its simulated step.
 
 They are made in the order a reader would decide by hand: which devices form which stage, where the
-model is cut, who takes which samples and micro-batches, how each stage's tensors lie over its shard
-group, what that needs of memory. All of this is on the operation graph, or the whole model where
-nothing cuts it; no torch.
+model is cut, who takes which samples and micro-batches, how each stage's tensors are sharded over
+its group, and how much memory that takes. All of this uses the operation graph, or the whole model
+where nothing cuts it; no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -53,7 +53,7 @@ from whale_train.strategies.stages.placement import PlanningContext, StageChunk,
 
 _Edges = Mapping[tuple[int, int], bool]
 
-_MOVING = 8_000  # most simulated tasks and laid-out ranks in the search for a better cut
+_MOVING = 8_000  # limit on simulated tasks and laid-out ranks in the search for a better cut
 
 
 def decide(
@@ -68,7 +68,7 @@ def decide(
     """Return `strategy`, resolved as far as its step.
 
     strategy: the request's strategy.
-    cluster: the devices that it uses.
+    cluster: the devices that the strategy uses.
     findings: analysis cache of the model.
     training: batch, precision and optimizer.
     moving: True if the ends of stages are moved to where the simulated step is shortest.
@@ -98,7 +98,7 @@ class _Resolved:
     cut: the model in chunks.
     decided: micro-batches, orders and memory.
     step: the simulated step; None where the strategy does not fit the memory.
-    kept: bytes that each host keeps of its ranks; empty where nothing is offloaded.
+    kept: bytes that each host holds for its ranks; empty where nothing is offloaded.
     """
 
     cut: Chunked
@@ -108,22 +108,22 @@ class _Resolved:
 
 
 def _look(job: PlanningContext, cut: Chunked, micro_batches: int) -> Trial[_Resolved]:
-    """Return the outcome of a cut. Its seconds are infinite where the strategy does not fit the
+    """Return the outcome of a cut, with infinite seconds where the strategy does not fit the
     memory."""
     cut, decided = _fitted(job, cut, micro_batches)
     short = decided.room.short_bytes
     ranks = len(job.cluster.devices)
     if short > 0:
         return Trial(_Resolved(cut, decided, None, ()), short, inf, ranks)
-    kept = kept_on_hosts(job.form.keeper, lambda: _on_hosts(job, cut), job.cluster)
+    host_loads = kept_on_hosts(job.form.keeper, lambda: _on_hosts(job, cut), job.cluster)
     spans = (step := simulated_step(job, decided)).spans
     return Trial(
-        _Resolved(cut, decided, step, kept), short, spans.seconds, len(spans.tasks) + ranks
+        _Resolved(cut, decided, step, host_loads), short, spans.seconds, len(spans.tasks) + ranks
     )
 
 
 def _may_move(job: PlanningContext) -> bool:
-    """Return True if the strategy leaves it open where stages end, and balances by the hardware."""
+    """Return True if the strategy leaves the ends of stages open and balances by the hardware."""
     named = any(stage.modules for stage in job.form.stages)
     return job.chunk_count > 1 and job.strategy.balance == "hardware" and not named
 
@@ -131,8 +131,8 @@ def _may_move(job: PlanningContext) -> bool:
 def _moved(
     job: PlanningContext, micro_batches: int, first: Trial[_Resolved], decisions: list[Decision]
 ) -> Trial[_Resolved]:
-    """Return the outcome of the cut of which the simulated step is shortest, found by moving the
-    ends of stages from `first`. A cut other than the first is added to `decisions`."""
+    """Return the outcome of the cut with the shortest simulated step, found by moving the ends of
+    stages from `first`. Add a decision for a cut other than the first to `decisions`."""
     weights, balanced = job.findings.order.weights, first.found.cut
 
     def look(places: tuple[int, ...]) -> Trial[_Resolved] | None:
@@ -156,7 +156,7 @@ def _moved(
 
 
 def _parts(job: PlanningContext, cut: Chunked) -> str:
-    """Return the share of the work that every chunk has, as text."""
+    """Return each chunk's share of the work, as text."""
     flops = job.findings.order.flops
     chunk_flops = (flops[last] - flops[first] for first, last in pairwise(cut.places))
     return ", ".join(f"{100 * part / (flops[-1] or 1.0):.0f}%" for part in chunk_flops)
@@ -165,8 +165,8 @@ def _parts(job: PlanningContext, cut: Chunked) -> str:
 def _considered(
     job: PlanningContext, micro_batches: int, look: Trial[_Resolved], decisions: Sequence[Decision]
 ) -> EvaluatedStrategy:
-    """Return the outcome `look` with functions that write its plan and simulate it elsewhere.
-    Raises ShortOfMemoryError where it does not fit."""
+    """Return the outcome `look` as a strategy with functions that write its plan and simulate it on
+    other devices. Raises ShortOfMemoryError where it does not fit."""
     cut, decided, step = look.found.cut, look.found.decided, look.found.step
     refuse_memory(decided.room, decided.times, micro_batches, look.work)
     assert step is not None
@@ -178,38 +178,40 @@ def _considered(
         return build_plan(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:
-        there = replace(job, cluster=others)
+        elsewhere = replace(job, cluster=others)
         recomputed = frozenset(decided.recomputed)
         limits = decided.times.limits
-        taken = ChunkTimes(there, cut.chunks, cut.axes, recomputed, limits)
-        return simulated_step(there, replace(decided, times=taken))
+        taken = ChunkTimes(elsewhere, cut.chunks, cut.axes, recomputed, limits)
+        return simulated_step(elsewhere, replace(decided, times=taken))
 
     return EvaluatedStrategy(step, plan, on, look.work, cut.places)
 
 
 def _on_hosts(job: PlanningContext, cut: Chunked) -> Sequence[float]:
-    """Return the bytes that the host of every rank keeps of the parameters and states that copies
-    partition and offload, by rank."""
+    """Return the bytes of parameters and optimizer states that each rank offloads to its host, by
+    rank."""
     engines, by_rank = engines_of_stages(job, cut.chunks, cut.axes), []
     for rank in range(len(job.cluster.devices)):
         copy, position = job.place_of(rank)
         stage = job.seats.stage_of[position]
         member = job.seats.positions[copy][position].index(rank)
-        kept = 0.0
+        host_bytes_of_rank = 0.0
         for engine in engines[stage]:
             if engine.keeper is not None:
                 element_bytes = host_bytes(
                     engine.keeper.zero, offloaded(engine.keeper), job.training
                 )
-                kept += element_bytes * engine.elements[member] / len(engine.groups[0])
-        by_rank.append(kept)
+                host_bytes_of_rank += (
+                    element_bytes * engine.elements[member] / len(engine.groups[0])
+                )
+        by_rank.append(host_bytes_of_rank)
     return by_rank
 
 
 def _staging(
     strategy: Strategy, cluster: Cluster, findings: ModelAnalysis, training: Training
 ) -> PlanningContext:
-    """Return the strategy in its form on `cluster`. Raises PlanError where it has none, or where it
+    """Return the strategy in its form on `cluster`. Raises PlanError where it has no form, or
     cannot train the model."""
     faults: list[Fault] = []
     form = form_of(strategy, cluster, training, faults)
@@ -221,23 +223,22 @@ def _staging(
 
 
 def _asked_micro_batches(job: PlanningContext) -> int:
-    """Return the number of micro-batches of a copy that the request asks for; 1 where it leaves
-    that open."""
+    """Return the number of micro-batches of a replica that the request asks for; 1 where it asks
+    for none."""
     pipeline = job.form.pipeline
     return job.training.accumulate if pipeline is None else pipeline.micro_batches or 1
 
 
 def _told_to_recompute(job: PlanningContext) -> set[int]:
-    """Return the stages that are asked to recompute their blocks."""
+    """Return the stages that the request asks to recompute their blocks."""
     return {n for n, stage in enumerate(job.form.stages) if stage.recompute == "full"}
 
 
 def _fitted(
     job: PlanningContext, cut: Chunked, micro_batches: int
 ) -> tuple[Chunked, PlanDecisions]:
-    """Return the cut and all decisions on it, with shares that fit every device where there are
-    such shares. First the units of what is split beside copies (classes, experts) are shared out
-    anew, then samples."""
+    """Return the cut and all decisions on it, with shares that fit every device if such shares
+    exist. The units of split parts (classes, experts) are divided anew first, then the samples."""
     decided = _decided(job, cut, micro_batches)
     for own in (None, 1):  # with the samples that members take, else with one sample
         if decided.room.short_bytes <= 0 or not (caps := decided.room.caps_of_unlike(own)):
@@ -264,8 +265,8 @@ def _decided(
     """Return the decisions on a cut: the order in which positions work, and the stages that
     recompute their blocks.
 
-    Positions have more in flight while messages are on their way, where there is memory for that.
-    Stages that may recompute their blocks do where the memory is too small even without. `limits`
+    Positions have more micro-batches in flight while messages travel, where memory allows. Stages
+    with `recompute: auto` recompute if their activations do not fit even without these. `limits`
     are as in `share_batch`.
     """
     recomputed = _told_to_recompute(job)
@@ -283,8 +284,8 @@ def _in_memory(
     limits: Sequence[int],
     recomputed: Set[int],
 ) -> PlanDecisions:
-    """Return the decisions with more micro-batches in flight for the time that messages take. Where
-    they do not fit, return the decisions without."""
+    """Return the decisions with extra micro-batches in flight to cover the travel time of messages,
+    or without these if they do not fit."""
     times = ChunkTimes(job, cut.chunks, cut.axes, frozenset(recomputed), limits)
     batches = share_batch(job, times, micro_batches, limits)
     decided = _ordered(job, cut, times, batches)
@@ -296,8 +297,8 @@ def _in_memory(
 def _ordered(
     job: PlanningContext, cut: Chunked, times: ChunkTimes, batches: Batches, in_transit: bool = True
 ) -> PlanDecisions:
-    """Return the decisions with the order of work. With `in_transit`, the order counts with the
-    time that messages are on their way."""
+    """Return the decisions with the order of work. With `in_transit`, the order accounts for the
+    travel time of messages."""
     copies = range(job.form.copies)
     transits: list[Transits] = [{} for _ in copies]
     if in_transit and cut.edges:
@@ -316,7 +317,7 @@ def _orders(
     batches: Batches,
     transits: Sequence[Transits],
 ) -> list[tuple[tuple[Instruction, ...], ...]]:
-    """Return the instructions of every position, by copy. Copies that are alike share one order."""
+    """Return the instructions of every position, by replica. Equal replicas share one order."""
     orders: list[tuple[tuple[Instruction, ...], ...]] = []
     known: dict[object, tuple[tuple[Instruction, ...], ...]] = {}
     positions = [Position(held) for held in job.chunks_of_positions()]
@@ -333,7 +334,7 @@ def _orders(
 
 
 def _explained_devices(job: PlanningContext) -> Iterator[Decision]:
-    """Yield a decision on the degree that nobody gave, if there is one."""
+    """Yield a decision on the degree that the request leaves open, if there is one."""
     form, count = job.form, len(job.cluster.devices)
     if form.added > 1:
         reason = f"an outer replicate of {form.added} uses all {count} devices"
@@ -345,8 +346,8 @@ def _explained_devices(job: PlanningContext) -> Iterator[Decision]:
 
 
 def _explained_shares(job: PlanningContext, batches: Batches) -> Iterator[Decision]:
-    """Yield a decision on the shares of the batch that copies take, or members that share a stage's
-    samples, where these shares are not even."""
+    """Yield a decision on uneven shares of the batch, among replicas or among members that divide a
+    stage's samples."""
     shares = [sum(stop - start for start, stop in of_copy) for of_copy in batches.samples]
     if batches.members:
         sharing = (next(filter(None, copy)) for copy in batches.members)
@@ -360,7 +361,7 @@ def _explained_shares(job: PlanningContext, batches: Batches) -> Iterator[Decisi
 
 
 def _folded(shares: Sequence[int]) -> str:
-    """Return shares as text, with equal neighbours together: `8 x 43, 8 x 25`."""
+    """Return shares as text, with runs of equal shares folded: `8 x 43, 8 x 25`."""
     runs = ((len(list(equal)), share) for share, equal in groupby(shares))
     return ", ".join(f"{times} x {share}" for times, share in runs)
 
@@ -368,8 +369,7 @@ def _folded(shares: Sequence[int]) -> str:
 def _explained(
     job: PlanningContext, chunks: Sequence[StageChunk], recomputed: Set[int]
 ) -> Iterator[Decision]:
-    """Yield the decisions on recomputation, heads, tensors that stay whole, and unused
-    parameters."""
+    """Yield the decisions on recomputation, heads, unsharded tensors, and unused parameters."""
     form = job.form
     for stage, asked in enumerate(form.stages):
         if asked.recompute == "auto":
@@ -394,7 +394,7 @@ def _explained(
 
 
 def _explained_head(job: PlanningContext, chunk: StageChunk) -> Iterator[Decision]:
-    """Yield a decision that says which projection is the head that is split."""
+    """Yield a decision that names the projection that is split as the head."""
     if chunk.head is None:
         return
     split = job.form.stages[chunk.stage].split

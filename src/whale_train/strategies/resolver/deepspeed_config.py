@@ -1,6 +1,6 @@
 """The DeepSpeed config of one engine, as a pure function.
 
-Every default of DeepSpeed's that changes the mathematics is set here, in one place.
+Sets every DeepSpeed default that would change the mathematics, in one place.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ def deepspeed_config(
     """Return the config of a rank's engine; None where ZeRO is off and torch's
     DistributedDataParallel serves (docs/adr/003).
 
-    node: ZeRO stage and offload of the copies.
+    node: ZeRO stage and offload of the replicas.
     micro_batch_size: samples of the rank's largest micro-batch.
     grad_clip: norm to which gradients are clipped.
-    optimizer: section that `deepspeed_optimizer` returns; None for an optimizer that DeepSpeed is
-        given.
+    optimizer: section that `deepspeed_optimizer` returns; None where DeepSpeed is given an
+        optimizer object.
     on_cpu: True if the rank's device is a CPU process.
     reduce_dtype: dtype in which gradients are sent.
     """
@@ -38,9 +38,9 @@ def deepspeed_config(
         # overlap only where gradients are partitioned.
         "overlap_comm": node.zero >= 2 and not on_cpu,
     }
-    for what in ("optimizer", "parameters"):
-        if getattr(node, f"offload_{what}") == "cpu":
-            key = "offload_param" if what == "parameters" else "offload_optimizer"
+    for state in ("optimizer", "parameters"):
+        if getattr(node, f"offload_{state}") == "cpu":
+            key = "offload_param" if state == "parameters" else "offload_optimizer"
             # Copies to a GPU and back overlap with its work only from pinned memory.
             zero[key] = {"device": "cpu", "pin_memory": not on_cpu}
     if node.zero == 3:
@@ -81,9 +81,9 @@ def deepspeed_config(
 
 
 def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> dict[str, Any]:
-    """Return the optimizer section of a config: torch's own optimizers, or DeepSpeed's CPUAdam
-    where the state is `offloaded` to the host. `name` is sgd, adam or adamw. Weight decay of `adam`
-    is in the gradient, of `adamw` in the update."""
+    """Return the optimizer section of a config: torch's own optimizers, or DeepSpeed's CPUAdam if
+    the state is `offloaded` to the host. `name` is sgd, adam or adamw: `adam` adds weight decay to
+    the gradient, `adamw` to the update."""
     parameters = dict(options)
     fused = parameters.pop("fused", False)
     if name == "sgd":
@@ -96,9 +96,8 @@ def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> 
 
 
 def for_processes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config for a rank that is a CPU process and stands for a GPU, without overlap by
-    streams and without pinned memory, which are a GPU's. ZeRO 3's prefetch stays as a GPU has
-    it."""
+    """Return a config for a CPU process that stands for a GPU. It has no overlap by streams and no
+    pinned memory, which only a GPU has. ZeRO 3's prefetch stays as on a GPU."""
     zero = {**config["zero_optimization"], "overlap_comm": False}
     for key in ("offload_optimizer", "offload_param"):
         if key in zero:

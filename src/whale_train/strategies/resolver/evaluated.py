@@ -1,5 +1,4 @@
-"""A strategy resolved as far as its step: the prediction of the step, before any plan is
-written."""
+"""A strategy resolved as far as the prediction of its step, before any plan is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ class EvaluatedStrategy:
     step: the step, simulated on the devices that the strategy uses.
     plan: function that returns the plan.
     on: function that simulates the same step on other devices, one for each of the strategy's.
-    work: number of simulated tasks and laid-out ranks that it took.
+    work: number of simulated tasks and laid-out ranks spent.
     cut: places where the stages of a pipeline begin and the last one ends.
     """
 

@@ -1,4 +1,4 @@
-"""Groups of parameters that the optimizer updates with options of their own."""
+"""Parameter groups: parameters that the optimizer updates with options of their own."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -12,10 +12,10 @@ from whale_train.strategies.plan.training import GroupRule, Training
 def parameter_groups(
     training: Training, parameters: Iterable[Parameter]
 ) -> tuple[PlannedParameterGroup, ...]:
-    """Return the trained `parameters` by their options, or nothing where all have the same.
+    """Return the trained `parameters` grouped by their options, or () where all have the same.
 
-    A parameter follows the first rule that matches it. With `training.no_decay`, one that follows
-    none has no weight decay if it is a norm's or a bias.
+    A parameter follows the first rule that matches it. With `training.no_decay`, a parameter that
+    no rule matches has no weight decay if it is a bias or belongs to a norm.
     """
     usual = (_weight_decay(training, 0), 1.0, 0)
     groups: dict[tuple[float | None, float, int], list[str]] = {}
@@ -37,7 +37,7 @@ def parameter_groups(
 
 
 def _weight_decay(training: Training, optimizer: int) -> float | None:
-    """Return the weight decay of parameters of the `optimizer` that have none of their own."""
+    """Return the default weight decay of the parameters of `optimizer`."""
     if training.optimizers:
         return training.optimizers[optimizer].weight_decay
     return float(training.optimizer_options.get("weight_decay", 0.0))
@@ -49,15 +49,16 @@ def group_rule(rules: Iterable[GroupRule], parameter: Parameter) -> GroupRule | 
 
 
 def is_norm_or_bias(parameter: Parameter) -> bool:
-    """Return True for a parameter of fewer than two dimensions, as those of norms and most biases
-    are, and for one named `bias`, as those of stacked experts are."""
+    """Return True for a parameter of fewer than two dimensions, as in norms and most biases, and
+    for one named `bias`, as in stacked experts."""
     return len(parameter.shape) < 2 or parameter.path.rpartition(".")[2] == "bias"
 
 
 def explain_parameter_groups(
     training: Training, parameters: Sequence[Parameter]
 ) -> tuple[Decision, ...]:
-    """Return a note for the plan about the parameters that `training.no_decay` spares."""
+    """Return a note for the plan on the parameters that `training.no_decay` exempts; () if there
+    are none."""
     if not training.no_decay or not _weight_decay(training, 0):
         return ()
     free = [x for x in parameters if group_rule(training.groups, x) is None]
@@ -78,18 +79,20 @@ def refuse_unmatched(
                 near = closest(pattern, {name for x in parameters for name in _names(x.path)})
                 example = near or parameters[0].path
                 remedy = f"use a parameter's path or a module's, such as {example}, or *.bias"
-                said = "matches no trained parameter of the model"
-                faults.append(Fault(f"optimizer.groups[{number}].match", pattern, said, remedy))
+                fault_rule = "matches no trained parameter of the model"
+                faults.append(
+                    Fault(f"optimizer.groups[{number}].match", pattern, fault_rule, remedy)
+                )
 
 
 def _follows(parameter: Parameter, patterns: Iterable[str]) -> bool:
-    """Return True where a pattern is that of one of the parameter's names, or of a module that
-    holds the parameter."""
+    """Return True if a pattern matches one of the parameter's names, or a module that holds the
+    parameter."""
     names = [part for path in (parameter.path, *parameter.aliases) for part in _names(path)]
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def _names(path: str) -> list[str]:
-    """Return a path and those of all modules above, `a.b` and `a` of `a.b`."""
+    """Return a path and the paths of all modules around it: `a` and `a.b` for `a.b`."""
     parts = path.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))]

@@ -12,8 +12,8 @@ from whale_train.strategies.plan.inventory import (
 
 
 def planned_inventory(cluster: Cluster) -> PlannedInventory:
-    """Return the inventory of `cluster` for a plan. Nodes that are alike and follow one another are
-    one entry, with their number."""
+    """Return the inventory of `cluster` for a plan. Consecutive equal nodes are one entry with a
+    count."""
     runs = [list(alike) for _, alike in groupby(map(_node, cluster.nodes))]
     kinds = {device.name: device for device in cluster.devices}
     return PlannedInventory(

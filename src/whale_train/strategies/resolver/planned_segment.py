@@ -1,4 +1,4 @@
-"""The segments of a cut graph in the form that a plan has: layouts whose sizes do not follow the
+"""The segments of a cut graph in the form that a plan has: layouts whose sizes do not depend on the
 batch."""
 
 from collections.abc import Sequence
@@ -19,9 +19,11 @@ from whale_train.strategies.plan.program import (
 def planned_segment(
     graph: OperationGraph, segment: Segment, rewrites: Sequence[Rewrite]
 ) -> PlannedSegment:
-    """Return one segment of `graph` as a plan holds it: the operations in the order they run, the
-    values it takes and gives, the layouts of those that are sharded, and the casts, replacements
-    and `rewrites` to write into the graph."""
+    """Return one segment of `graph` in the form that a plan has.
+
+    It has the operations in the order they run, the values that the segment takes and gives, the
+    layouts of sharded values, and the casts, replacements and `rewrites` to write into the graph.
+    """
     typed = segment.assignment
     values = {*segment.operations, *segment.takes}
     return PlannedSegment(
@@ -44,14 +46,14 @@ def planned_segment(
 
 
 def planned_shard(layout: Shard) -> PlannedShard:
-    """Return a layout as a plan holds it; its `outer` is 0 where the batch decides it."""
+    """Return a layout in the form that a plan has; `outer` is 0 where it depends on the batch."""
     outer = 0 if isinstance(layout.outer, Size) else layout.outer
     return PlannedShard(layout.dim, layout.axis, outer, layout.pieces)
 
 
 def _cast(cast: Cast) -> PlannedCast:
-    """Return a cast as a plan holds it: one layout, its target or else its source, and the source
-    as well for a cast between two shards."""
+    """Return a cast in the form that a plan has. It has one layout, that of the target or else of
+    the source; a cast between two shards has the source as well."""
     source = planned_shard(cast.source) if isinstance(cast.source, Shard) else None
     target = planned_shard(cast.target) if isinstance(cast.target, Shard) else None
     is_between_cuts = cast.kind == "reshard"

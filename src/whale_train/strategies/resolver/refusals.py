@@ -1,4 +1,4 @@
-"""The refusals of a model under a strategy, before anything is decided."""
+"""The refusals of a model under a strategy, before any decision."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from whale_train.strategies.resolver.shared_batch import (
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_unknown_names
 
-# The remedy where there is no graph. The launcher finds out whether copies can share the batch of
-# the model at hand before it gives this remedy.
+# The remedy for a model without a graph. The launcher checks that replicas can divide the batch of
+# the model before it gives this remedy.
 AS_IS = "use strategy=dp or a zero strategy, which run the model as it is"
 
 
@@ -33,7 +33,7 @@ def refuse_model(job: PlanningContext) -> None:
 
 
 def _refuse_no_graph(job: PlanningContext, faults: list[Fault]) -> None:
-    """Add a fault for a strategy that cuts a model which could not be exported."""
+    """Add a fault for a strategy that cuts a model without an exported graph."""
     profile, key, value = job.profile, job.strategy.graph[0].path, ""
     for split in (stage.split for stage in job.form.stages if stage.body and stage.split):
         key, value = f"{split.path}.modules", ", ".join(split.modules)
@@ -59,8 +59,8 @@ def _refuse_partitions(job: PlanningContext, faults: list[Fault]) -> None:
 
 
 def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
-    """Add a fault for a reentrant checkpoint: DistributedDataParallel believes that the parameters
-    which are read inside of it are unused."""
+    """Add a fault for a reentrant checkpoint: DistributedDataParallel treats the parameters that
+    are read inside it as unused."""
     if "autograd function CheckpointFunction" in profile.export_error:
         rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
         remedy = "use use_reentrant=False, or strategy=zero1"
@@ -68,7 +68,7 @@ def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
 
 
 def refuse_pieces(job: PlanningContext, micro_batches: int) -> None:
-    """Raise PlanError where the batch may not be trained in as many pieces as copies and
+    """Raise PlanError if the batch must not be divided into as many pieces as replicas and
     `micro_batches` make."""
     faults: list[Fault] = []
     form, profile = job.form, job.profile
@@ -92,8 +92,8 @@ def refuse_pieces(job: PlanningContext, micro_batches: int) -> None:
 
 
 def refuse_own_losses(job: PlanningContext, chunks: Sequence[StageChunk]) -> None:
-    """Raise PlanError where members of a shard group each have a loss of their own samples, and its
-    targets are computed from parameters, so that they cannot be counted before the model runs."""
+    """Raise PlanError where members of a shard group each compute a loss on their own samples with
+    targets that are computed from parameters: these cannot be counted before the model runs."""
     if job.as_is:
         return
     faults: list[Fault] = []

@@ -1,8 +1,8 @@
 """The resolver: strategy x hardware x model -> Plan.
 
-One pure function over frozen data, in the order a reader would decide by hand: which devices, which
-TaskGraphs, who takes how much of the head and of the batch, what that costs. It needs none of the
-devices. Everything chosen without being asked for ends in the plan's decisions.
+One pure function over frozen data, in the order a reader would decide by hand: the devices, the
+TaskGraphs, the shares of the head and of the batch, and their cost. It needs none of the devices.
+Every choice that the request leaves open becomes a decision of the plan.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,8 @@ def resolve_and_simulate(
 ) -> tuple[Plan, Simulated]:
     """Return the plan for `strategy` on the devices of `cluster`, and its simulated step.
 
-    `stand_ins` has a device for each one that the strategy uses. Where it is given, the step is
-    simulated on it, and the plan predicts this step as well (`predicted_here`). Raises PlanError
-    with all faults.
+    `stand_ins` has a device for each one that the strategy uses. If given, the step is simulated on
+    it, and the plan also predicts this step (`predicted_here`). Raises PlanError with all faults.
     """
     considered = consider(strategy, cluster, findings, training, moving=True)
     plan = considered.plan()
@@ -96,7 +95,7 @@ def consider(
     """Return `strategy` resolved as far as its step on the devices of `cluster`.
 
     strategy: the request's strategy.
-    cluster: all devices there are.
+    cluster: all available devices.
     findings: analysis cache of the model.
     training: batch, precision and optimizer.
     moving: True if the ends of stages are moved to where the simulated step is shortest.
@@ -125,8 +124,8 @@ def consider(
 def refuse_without_model(
     strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
 ) -> None:
-    """Add to `faults` every fault that the strategy has with any model, so that it can be reported
-    before a model is built."""
+    """Add to `faults` every fault that the strategy has with any model, so that they can be
+    reported before a model is built."""
     cluster = _used_devices(strategy, cluster, faults, [])
     refuse_precision(training.precision, cluster, faults)
     if training.optimizer == "lamb":
@@ -138,16 +137,16 @@ def refuse_without_model(
 def _used_devices(
     strategy: Strategy, cluster: Cluster, faults: list[Fault], decisions: list[Decision]
 ) -> Cluster:
-    """Return the part of `cluster` that the strategy uses. Add a fault where the strategy asks for
-    more devices than there are, and a decision where it leaves some idle."""
-    there, asked = len(cluster.devices), strategy.devices
+    """Return the part of `cluster` that the strategy uses. Add a fault if the strategy asks for
+    more devices than the cluster has, and a decision if it leaves some idle."""
+    available, asked = len(cluster.devices), strategy.devices
     if asked is None:
         return cluster
     if isinstance(asked, int):
-        if asked > there:
+        if asked > available:
             rule, remedy = (
-                f"is more than the {there} of hardware={cluster.name}",
-                f"{there}, or auto",
+                f"is more than the {available} of hardware={cluster.name}",
+                f"{available}, or auto",
             )
             faults.append(Fault("strategy.devices", str(asked), rule, f"use at most {remedy}"))
             return cluster
@@ -168,15 +167,15 @@ def _used_devices(
         if len(faults) > before:
             return cluster
         used = sum(asked.values())
-    if used < there:
-        idle = f"{there - used} idle"
+    if used < available:
+        idle = f"{available - used} idle"
         reason = f"strategy={strategy.name} uses so many; {idle} of hardware={cluster.name}"
-        decisions.append(Decision("strategy.devices", str(used), str(there), reason))
+        decisions.append(Decision("strategy.devices", str(used), str(available), reason))
     return cluster.chosen(asked)
 
 
 def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
-    """Add a fault for a precision that a device does not compute."""
+    """Add a fault for a precision that some device does not support."""
     without = sorted({d.name for d in cluster.devices if precision not in d.flops})
     if without:
         rule = f"is not computed by {' and '.join(without)} of hardware={cluster.name}"
@@ -186,8 +185,8 @@ def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> N
 
 
 def _refuse_engines(strategy: Strategy, training: Training, faults: list[Fault]) -> None:
-    """Add a fault for each optimizer named by its class that ZeRO would partition, though it treats
-    parts otherwise, and one for the first where it would be kept on the host."""
+    """Add a fault for each optimizer class that needs whole parameters, if ZeRO would partition
+    them, and a fault for the first optimizer class, if its state would be offloaded to the host."""
     nodes = [x for x in every_node(strategy.graph) if isinstance(x, Replicate)]
     partitioned = next((x for x in nodes if x.zero), None)
     for optimizer in training.optimizers:
@@ -206,8 +205,8 @@ def _refuse_engines(strategy: Strategy, training: Training, faults: list[Fault])
 
 
 def _refuse_split_parameters(plan: Plan) -> None:
-    """Raise PlanError for each optimizer named by its class that would have parts of parameters
-    which the plan splits, though it treats parts otherwise."""
+    """Raise PlanError for each optimizer class that needs whole parameters, if the plan splits some
+    of them."""
     split: dict[str, tuple[OptimizerClass, list[str]]] = {}
     for path in (path for task_graph in plan.task_graphs for path in task_graph.shards):
         optimizer = plan.optimizer_of(path)
@@ -224,8 +223,8 @@ def _refuse_split_parameters(plan: Plan) -> None:
 
 
 def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:
-    """Add a fault for every node with ZeRO among `nodes` and inside them: LAMB's trust ratio is of
-    a whole parameter, and ZeRO's flat partitions end anywhere."""
+    """Add a fault for every node with ZeRO in `nodes` and their children: LAMB's trust ratio needs
+    the norm of a whole parameter, and ZeRO's flat partitions end anywhere."""
     for node in nodes:
         if isinstance(node, Replicate) and node.zero:
             rule = "partitions parameters anywhere, and optimizer=lamb needs the norm of each"

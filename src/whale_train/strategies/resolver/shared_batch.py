@@ -1,8 +1,8 @@
-"""The loss of a batch given the losses of its parts, and whether the batch may be shared.
+"""The loss of a batch from the losses of its parts, and whether the batch may be divided.
 
-Copies and micro-batches compute the losses of their own samples, and the loss of the batch is made
-of these: their mean, weighted by samples, or their sum. `independence/` says which by the graph.
-Where it cannot say, or there is no graph, the launcher compares numbers before the first step
+Replicas and micro-batches compute the losses of their own samples. The loss of the batch is the
+mean of these, weighted by samples, or their sum. `independence/` derives which from the graph.
+Where it cannot, or without a graph, the launcher compares numbers before the first step
 (`models/batch_parts/compare_parts.py`).
 """
 
@@ -25,12 +25,11 @@ COMPARED = "compared before the first step"  # of models without a known loss
 def refuse_shared_batch(
     findings: ModelAnalysis, training: Training, micro_batches: int, faults: list[Fault]
 ) -> None:
-    """Add the faults of a model whose batch cannot be shared, for a plan in which it is.
+    """Add the faults of a model whose batch must not be divided, for a plan that divides it.
 
-    The faults are samples that meet, a buffer that would be written in each of several
-    micro-batches, and a `model.loss_over` that is not what the graph says. None is added where the
-    request vouches that samples are independent. `micro_batches` is the number of micro-batches of
-    one copy.
+    The faults are samples that meet, a buffer that each of several micro-batches would write, and a
+    `model.loss_over` that contradicts the graph. None is added if the request vouches that samples
+    are independent. `micro_batches` is the number of micro-batches of one replica.
     """
     profile, judgement = findings.profile, findings.samples
     if training.samples_are_independent:
@@ -70,11 +69,11 @@ def refuse_shared_batch(
 def refuse_written_parameters(
     profile: ModelProfile, zero: int, faults: list[Fault], written: str = ""
 ) -> None:
-    """Add a fault for a parameter that the forward changes, where ZeRO keeps values of its own and
-    would undo the change.
+    """Add a fault for a parameter that the forward changes, if ZeRO holds a copy of it and would
+    undo the change.
 
-    `written` is the path of a parameter that a run has shown to change; '' for none. Without one,
-    the parameters that the model's graph writes count.
+    `written` is the path of a parameter that a run has shown to change. With '', the parameters
+    that the model's graph writes count.
     """
     where = written
     for operation in profile.graph or ():
@@ -92,14 +91,12 @@ def refuse_written_parameters(
 def refuse_unlike_copies(
     profile: ModelProfile, zero: int, norm: str, unlike: str, faults: list[Fault]
 ) -> None:
-    """Add a fault where the samples of some parts of a batch reached a module and others did not.
+    """Add a fault if the samples of some parts of a batch reached a module and others did not.
 
-    norm: path of a batch norm that some parts did not reach: copies would wait for each other's
-        statistics.
-    unlike: path of a module or parameter that some parts did not reach: ZeRO 2 and 3 go by the
-        order in which all of them run.
-
-    Both are '' where there is none.
+    norm: path of a batch norm that some parts did not reach: replicas would wait for each other's
+        statistics; '' for none.
+    unlike: path of a module or parameter that some parts did not reach: ZeRO 2 and 3 depend on the
+        order in which all of them run; '' for none.
     """
     some = "for the samples of some copies alone"
     if norm:
@@ -112,8 +109,8 @@ def refuse_unlike_copies(
 
 
 def with_samples(plan: Plan, findings: ModelAnalysis, training: Training) -> Plan:
-    """Return `plan` with the loss of its batch over the samples (mean or sum), and with decisions
-    on what is known of that where its batch is shared."""
+    """Return `plan` with the reduction of its loss over the samples (mean or sum). Add the
+    decisions on how samples depend on each other, if the plan divides the batch."""
     judgement = findings.samples
     loss_over = (
         judgement.kind if judgement.kind in ("mean", "sum") else training.loss_over or "mean"
@@ -164,9 +161,9 @@ def _said(operation: Operation) -> str:
 def refuse_learned_targets(
     profile: ModelProfile, key: str, value: str, remedy: str, faults: list[Fault]
 ) -> None:
-    """Add faults for means over classes whose targets are computed from parameters, for a plan
-    whose steps have several pieces. Targets that are probabilities are allowed. `key` and `value`
-    are the setting that cuts the steps, `remedy` the way out."""
+    """Add faults for means over classes whose targets are computed from parameters, in a plan that
+    runs a step in several pieces. Targets that are probabilities are allowed. `key` and `value` are
+    the setting that divides the step, `remedy` the way out."""
     for name in learned_means(profile):
         rule = f"counts targets before it runs, and those of {name} are computed from parameters"
         faults.append(Fault(key, value, rule, remedy))
@@ -174,6 +171,6 @@ def refuse_learned_targets(
 
 def where_samples_meet(graph: OperationGraph) -> Operation | None:
     """Return the operation in which the samples of a batch meet on the way to the loss; None where
-    none is proven to."""
+    no such operation is proven."""
     judgement = classify_loss(graph)
     return judgement.operation if judgement.kind == "meets" else None

@@ -48,13 +48,13 @@ class PlanDecisions:
 
     times: seconds of the chunks.
     axes: intervals of the members of shard groups, by axis.
-    batches: micro-batches of every copy.
-    edges: pairs of chunks of which the first sends to the second; True if a gradient comes back.
+    batches: micro-batches of every replica.
+    edges: pairs (sender, receiver) of chunks; the value is True if a gradient comes back.
     shared: stages of every trained parameter that several stages hold, by path.
-    room: memory that the ranks have and need.
-    orders: instructions, by copy and position.
-    transits: seconds of sending a micro-batch from chunk to chunk with which the orders count, by
-        copy.
+    room: memory that the ranks need and have.
+    orders: instructions, by replica and position.
+    transits: seconds of sending a micro-batch from chunk to chunk that the orders account for, by
+        replica.
     """
 
     times: ChunkTimes
@@ -68,15 +68,17 @@ class PlanDecisions:
 
     @property
     def chunks(self) -> Sequence[StageChunk]:
+        """Return all chunks, in the order they run."""
         return self.times.chunks
 
     @property
     def recomputed(self) -> Set[int]:
+        """Return the stages that recompute their blocks in the backward."""
         return self.times.recomputed
 
     @cached_property
     def memory(self) -> Mapping[int, MemoryEstimate]:
-        """Return the bytes that every rank needs at its peak, by rank."""
+        """Return the peak bytes of every rank, by rank."""
         return self.room.memory.of_batches(self.batches)
 
 
@@ -91,7 +93,7 @@ def build_plan(
     job: the strategy on its devices.
     decided: all decisions on it.
     predicted: prediction of its step.
-    decisions: choices that nobody asked for, with reasons, which the plan carries.
+    decisions: choices that the request leaves open, with reasons, which the plan carries.
     """
     form, count = job.form, len(job.cluster.devices)
     task_graphs = tuple(
@@ -146,11 +148,11 @@ def build_plan(
 def _segments(
     job: PlanningContext, decided: PlanDecisions, task_graphs: Sequence[TaskGraph]
 ) -> tuple[PlannedSegment, ...]:
-    """Return the segments of a plan, one a chunk.
+    """Return the segments of a plan, one for each chunk.
 
-    Products and lookups make their weights' gradients themselves where a rank adds them in place or
-    defers them, and where ZeRO 3 takes weights away between forward and backward: autograd would
-    keep views of them.
+    Products and lookups compute their weights' gradients themselves on ranks that accumulate them
+    in place or defer them, and under ZeRO 3, which frees weights between forward and backward:
+    autograd would keep views of the freed weights.
     """
     adding = {
         job.seats.stage_of[position]
@@ -200,7 +202,7 @@ def _pipeline(job: PlanningContext, decided: PlanDecisions) -> PlannedPipeline:
 
 
 def _pipeline_copy(job: PlanningContext, decided: PlanDecisions, copy: int) -> PlannedCopy:
-    """Return one copy of the pipeline of a plan: its ranks, samples, owners, and times in
+    """Return one replica of the pipeline of a plan: its ranks, samples, owners, and times in
     seconds."""
     batches = decided.batches
     durations = decided.times.durations(copy, batches.largest(copy))
@@ -217,11 +219,10 @@ def _pipeline_copy(job: PlanningContext, decided: PlanDecisions, copy: int) -> P
 
 
 def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> Iterator[TaskGraph]:
-    """Yield the TaskGraphs of a stage: one, or the rest and then the part that is split beside
-    it."""
+    """Yield the TaskGraphs of a stage: one, or the replicated rest and then the split part."""
     form, chunks = job.form.stages[stage], [c for c in decided.chunks if c.stage == stage]
     alone = len(job.form.stages) == 1
-    whole = TaskGraph(
+    full_stage = TaskGraph(
         id=job.task_graphs[stage][0],
         name="model" if alone else f"stage_{stage}",
         primitive=_primitive(job),
@@ -237,30 +238,30 @@ def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> It
     )
     shards = {path: shard for chunk in chunks for path, shard in chunk.shards.items()}
     if form.body is None:
-        yield _cut(job, whole, shards, decided.axes)
+        yield _cut(job, full_stage, shards, decided.axes)
         return
     assert form.split is not None
     split = _split_of(job, chunks)
     members = [
         sum(stop - start for start, stop in _own_samples(job, rank, decided.batches))
-        for group in whole.replicas
+        for group in full_stage.replicas
         for rank in group
     ]
     body = replace(
-        whole,
+        full_stage,
         name="backbone" if alone else f"stage_{stage}.backbone",
         primitive="replicate",
         path=form.body.path,
-        modules=("*",) if alone else whole.modules,
+        modules=("*",) if alone else full_stage.modules,
         parameters=_listed(job, split.rest_parameters),
         flops=split.rest_flops,
-        replicas=tuple((rank,) for group in whole.replicas for rank in group),
+        replicas=tuple((rank,) for group in full_stage.replicas for rank in group),
         shares=tuple(members),
     )
     yield _cut(job, body, {}, decided.axes)
     keeper = _keeper_beside(job, stage, chunks)
     beside = replace(
-        whole,
+        full_stage,
         id=job.task_graphs[stage][1],
         name=split.name if alone else f"stage_{stage}.{split.name}",
         primitive="split",
@@ -278,15 +279,15 @@ def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> It
 def _keeper_beside(
     job: PlanningContext, stage: int, chunks: Sequence[StageChunk]
 ) -> Replicate | None:
-    """Return the ZeRO and offload settings of what is split beside a stage's rest; None where it is
-    kept whole, and where there is no such part."""
+    """Return the ZeRO and offload settings of a stage's split part; None where each rank holds its
+    part and the state in full, and where there is no such part."""
     run_by_rest = any(chunk.beside is not None for chunk in chunks if chunk.stage == stage)
     return job.keeper_beside(stage) if run_by_rest else None
 
 
 @dataclass(frozen=True)
 class _SplitPart:
-    """The part that a stage splits beside copies of its rest.
+    """The split part of a stage whose rest is replicated.
 
     name: head, experts or split.
     modules: paths of the part's modules.
@@ -303,8 +304,8 @@ class _SplitPart:
 
 
 def _split_of(job: PlanningContext, chunks: Sequence[StageChunk]) -> _SplitPart:
-    """Return the part that the chunks of a stage split: a head, of which there is one, or parts of
-    each chunk."""
+    """Return the split part of a stage's chunks: the head, if it is the only part, or the parts of
+    all chunks together."""
     operation_chunks = [(name, x) for x in chunks for name in x.slice.operations]
     operations = [
         job.graph[name] for name, chunk in operation_chunks if name in (chunk.beside or ())
@@ -321,7 +322,7 @@ def _split_of(job: PlanningContext, chunks: Sequence[StageChunk]) -> _SplitPart:
 
 
 def _primitive(job: PlanningContext) -> str:
-    """Return the primitive of a stage's TaskGraph that is not split beside copies."""
+    """Return the primitive of a stage's TaskGraph that has no replicated rest."""
     if job.form.pipeline:
         return "stage"
     return "split" if any(stage.split for stage in job.form.stages) else "replicate"
@@ -337,15 +338,15 @@ def _listed(
 def _cut(
     job: PlanningContext, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: AxisIntervals
 ) -> TaskGraph:
-    """Return the TaskGraph with the shards of its parameters, and without ZeRO and offload where it
-    trains none."""
+    """Return the TaskGraph with the shards of its parameters. Without trained parameters, it has no
+    ZeRO and no offload."""
     unused = job.profile.unused_parameters
     narrow: frozenset[str] = frozenset()
     if (task_graph.zero or task_graph.streams) and job.training.precision != "fp32":
         narrow = job.profile.narrow.difference(unused)
     narrow_trained = (path for path in task_graph.parameters if path in narrow)
     trained = tuple(path for path in task_graph.parameters if path not in unused)
-    if not trained:  # all weights of the stage are split beside this rest
+    if not trained:  # all weights of the stage belong to the split part
         task_graph = replace(task_graph, zero=0, offload=_offload(None))
     return replace(
         task_graph,
@@ -365,7 +366,7 @@ def _narrow_frozen(job: PlanningContext, chunks: Sequence[StageChunk]) -> tuple[
 
 
 def _shares(job: PlanningContext, stage: int, batches: Batches) -> tuple[int, ...]:
-    """Return the samples of a step that every copy of a stage takes."""
+    """Return the samples of a step that each copy of a stage takes."""
     return tuple(
         sum(stop - start for start, stop in _owned(job, copy, stage, position, batches))
         for copy in range(job.form.copies)
@@ -382,8 +383,8 @@ def _owned(
 
 
 def _offload(keeper: Replicate | None) -> dict[str, str]:
-    """Return the places ("none" or "cpu") to which the settings `keeper` offload optimizer and
-    parameters."""
+    """Return the offload targets ("none" or "cpu") of optimizer and parameters under the settings
+    `keeper`."""
     return {
         "optimizer": keeper.offload_optimizer if keeper else "none",
         "parameters": keeper.offload_parameters if keeper else "none",
@@ -394,7 +395,7 @@ def _rank(
     job: PlanningContext, rank: int, decided: PlanDecisions, task_graphs: Sequence[TaskGraph]
 ) -> RankPlan:
     """Return the plan of one rank: its TaskGraphs, samples, memory and DeepSpeed configs.
-    `task_graphs` are those of all stages, by number."""
+    `task_graphs` are the TaskGraphs of all stages, by number."""
     stage = job.stage_of_rank(rank)
     samples = _own_samples(job, rank, decided.batches)
     largest = max((stop - start for start, stop in samples), default=0)
@@ -403,7 +404,7 @@ def _rank(
     config = _config(job, keeper if several or (keeper and keeper.offloads) else None, largest)
     of_experts = _config(job, _keeper_beside(job, stage, decided.chunks), largest)
     rest, *beside = job.task_graphs[stage]
-    # What has nothing to train has nothing to partition.
+    # A rest without trained parameters has nothing to partition.
     config = config if task_graphs[rest].zero else None
     copy, position = job.place_of(rank)
     zero = max(task_graphs[number].zero for number in job.task_graphs[stage])
@@ -427,8 +428,8 @@ def _rank(
 
 
 def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dict[str, Any] | None:
-    """Return the DeepSpeed config of an engine with the settings `keeper`; None where it has no
-    ZeRO. `largest` is the number of samples of the rank's largest micro-batch."""
+    """Return the DeepSpeed config of an engine with the settings `keeper`; None without ZeRO.
+    `largest` is the number of samples of the rank's largest micro-batch."""
     if keeper is None or not keeper.zero:
         return None
     training, offloaded = job.training, keeper.offload_optimizer == "cpu"
@@ -440,8 +441,8 @@ def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dic
 
 
 def _own_samples(job: PlanningContext, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:
-    """Return the micro-batches that a rank takes, as intervals of the global batch. Beside a split
-    part, these are the rank's parts of the micro-batches."""
+    """Return the micro-batches that a rank takes, as intervals of the global batch. Where members
+    divide the samples, these are the rank's parts of the micro-batches."""
     copy, position = job.place_of(rank)
     stage = job.seats.stage_of[position]
     owned = _owned(job, copy, stage, position, batches)

@@ -1,9 +1,9 @@
-"""Integer apportionment: samples shared among devices of unlike speed and memory.
+"""Integer apportionment: samples divided among devices that differ in speed and memory.
 
-The optimum of hardware-aware balance: whole shares within the devices' caps, whose slowest device
-is done as early as possible. All arithmetic is on integers, so the answer is exact and the same
-everywhere. The caller decides the meaning of a speed and a cap (FLOP/s, a stage's time, samples
-that fit), and of an answer of None.
+Solves hardware-aware balancing: integer shares within the devices' caps, whose slowest device
+finishes as early as possible. All arithmetic is on integers, so the result is exact and the same
+everywhere. The caller decides what a speed and a cap mean (FLOP/s, a stage's time, samples that
+fit), and what a result of None means.
 """
 
 import heapq
@@ -12,16 +12,16 @@ from itertools import accumulate
 from math import gcd, lcm
 
 _SAME = 1.05  # ratio up to which fixed parts count as equal: the error of predictions
-_ROUNDS = 3  # enough for shares to settle: a step's fixed part is small beside what grows
+_ROUNDS = 3  # enough for shares to settle: the fixed part of a step is small
 
 
 def apportion(
     balance: str, total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
 ) -> tuple[int, ...] | None:
-    """Return whole shares of `total`, each of at least `minimum` and at most its cap; None where
-    there are no such shares.
+    """Return integer shares of `total`, each at least `minimum` and at most its cap; None where no
+    such shares exist.
 
-    The shares are in proportion to `speeds` (`balance` "hardware") or equal to within one ("even").
+    The shares are proportional to `speeds` (`balance` "hardware") or equal to within one ("even").
     """
     if balance == "even":
         shares = even_shares(total, len(caps), caps)
@@ -36,15 +36,15 @@ def apportion_by_time(
     caps: Sequence[int],
     minimum: int = 0,
 ) -> tuple[int, ...] | None:
-    """Return whole shares of `total` as `apportion` does, for members that take `times[i](n)`
+    """Return integer shares of `total` as `apportion` does, for members that take `times[i](n)`
     seconds for n samples.
 
-    All members end together as nearly as whole samples allow. Members with the same function are
-    priced once.
+    All members finish together, as nearly as whole samples allow. Members with the same function
+    are priced once.
 
-    Around a share, a time is a line: a fixed part, and one that grows with the samples. From equal
-    shares on, each round takes the shares whose lines end together; the best of a few rounds is
-    returned.
+    Around a share, a time is taken to be linear: a fixed part, and one that grows with the samples.
+    Starting from equal shares, each round takes the shares whose lines end together; the best of a
+    few rounds is returned.
     """
     count = len(times)
     if balance == "even" or count < 2:
@@ -81,10 +81,10 @@ def _line(time: Callable[[int], float], samples: int) -> tuple[float, float]:
 
 def _ending_together(total: int, lines: Sequence[tuple[float, float]]) -> list[float]:
     """Return the fractional shares of `total` with which members of (fixed, per sample) seconds all
-    end together.
+    finish together.
 
-    A member whose fixed part alone is longer gets next to nothing. Fixed parts that differ by less
-    than a prediction's error count as equal.
+    A member whose fixed part alone takes longer gets next to nothing. Fixed parts that differ by
+    less than a prediction's error count as equal.
     """
     fixed = [start for start, _ in lines]
     if max(fixed) <= _SAME * min(fixed):
@@ -95,7 +95,7 @@ def _ending_together(total: int, lines: Sequence[tuple[float, float]]) -> list[f
 
 
 def most_shared(balance: str, caps: Sequence[int]) -> int:
-    """Return the largest number that can be shared within `caps`. Under `balance` "even", shares
+    """Return the largest total that can be divided within `caps`. Under `balance` "even", shares
     are equal to within one."""
     if balance == "even":
         lowest = min(caps)
@@ -106,21 +106,21 @@ def most_shared(balance: str, caps: Sequence[int]) -> int:
 def optimal_shares(
     total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
 ) -> tuple[int, ...] | None:
-    """Return the whole shares of `total` that minimise the step time, max of share[i] / speed[i].
+    """Return the integer shares of `total` that minimise the step time, max of share[i] / speed[i].
 
     `speeds` (samples/s in any common unit) must be positive and finite; minimum <= share[i] <=
-    caps[i] and the shares sum to `total`. Among the shares of equal step time it takes the one
-    whose times, sorted from slowest to fastest, are lexicographically smallest; among equally
-    fast devices the lower rank gets more. None when no shares satisfy the bounds: a cap is
-    below `minimum`, or `total` is outside [len(caps) * minimum, sum(caps)]. Raises ValueError
-    for a speed that is not positive and finite, and for lengths that differ.
+    caps[i] and the shares sum to `total`. Among shares of equal step time, the result is the one
+    whose times, sorted from slowest to fastest, are lexicographically smallest; among equally fast
+    devices, the lower rank gets more. Returns None when no shares satisfy the bounds: a cap is
+    below `minimum`, or `total` is outside [len(caps) * minimum, sum(caps)]. Raises ValueError for a
+    speed that is not positive and finite, and for lengths that differ.
 
-    Giving each next sample to the device that would finish it first (ties: the fastest device,
-    then the lowest rank) is optimal, by exchange: moving a sample to a later finish never makes
-    the sorted times smaller. The samples that finish by the *continuous* optimum are given at
-    once; fewer than one per device remain, and they go through a heap. O(n log n), whatever
-    `total` is. Whale's Algorithm 1 (USENIX ATC 2022) moves load between devices instead, can
-    leave one over its memory, and cannot say that nothing fits.
+    Giving each next sample to the device that would finish it first (ties: the fastest device, then
+    the lowest rank) is optimal, by exchange: moving a sample to a later finish never makes the
+    sorted times smaller. The samples that finish by the *continuous* optimum are given at once;
+    fewer than one per device remain, and they go through a heap. O(n log n), whatever `total` is.
+    Whale's Algorithm 1 (USENIX ATC 2022) moves load between devices instead, can leave a device
+    over its memory, and cannot detect that nothing fits.
     """
     if len(speeds) != len(caps):
         raise ValueError(f"{len(speeds)} speeds but {len(caps)} caps")
@@ -129,7 +129,7 @@ def optimal_shares(
     if not caps:
         return ()
     rates = _integers_in_proportion(speeds)
-    # Fractions k / rate are compared as k * scale // rate. Unlike ones differ by at least
+    # Fractions k / rate are compared as k * scale // rate. Unequal fractions differ by at least
     # 1 / max(rates)^2, so they stay apart and equal ones stay equal.
     scale = max(rates) ** 2
     time, per = _continuous_optimum(total, rates, caps, minimum, scale)
@@ -156,8 +156,8 @@ def optimal_shares(
 def even_shares(total: int, count: int, caps: Sequence[int]) -> tuple[int, ...] | None:
     """Return shares of `total` that are equal to within one, whatever the speeds (`balance: even`).
 
-    The larger ones go to the lowest ranks whose cap allows it. None where some device cannot hold
-    its part. Raises ValueError unless there are `count` caps.
+    The larger shares go to the lowest ranks whose caps allow it. Returns None where some device
+    cannot hold its share. Raises ValueError unless there are `count` caps.
     """
     if len(caps) != count:
         raise ValueError(f"{count} devices but {len(caps)} caps")
@@ -186,7 +186,7 @@ def tile(total: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _integers_in_proportion(speeds: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in exactly the ratios of `speeds`."""
+    """Return the smallest integers in exactly the ratios of `speeds`."""
     try:
         ratios = [speed.as_integer_ratio() for speed in speeds]
     except OverflowError as error:
@@ -194,19 +194,20 @@ def _integers_in_proportion(speeds: Sequence[float]) -> list[int]:
     if any(numerator <= 0 for numerator, _ in ratios):
         raise ValueError("speeds must be positive")
     common = lcm(*(denominator for _, denominator in ratios))
-    whole = [numerator * (common // denominator) for numerator, denominator in ratios]
-    divisor = gcd(*whole)
-    return [number // divisor for number in whole]
+    integers = [numerator * (common // denominator) for numerator, denominator in ratios]
+    divisor = gcd(*integers)
+    return [number // divisor for number in integers]
 
 
 def _continuous_optimum(
     total: int, rates: Sequence[int], caps: Sequence[int], minimum: int, scale: int
 ) -> tuple[int, int]:
-    """Return, as a fraction, the time t by which exactly `total` is done if samples could be cut.
+    """Return, as a fraction, the time t at which exactly `total` is done if samples could be
+    divided.
 
-    At t, the sum over i of t * rates[i], held within [minimum, caps[i]], is `total`. That sum is
-    linear between the times at which a device passes its minimum or meets its cap. Those are
-    visited in order until the sum reaches `total`.
+    At t, the sum over i of t * rates[i], clamped to [minimum, caps[i]], is `total`. The sum is
+    linear between the times at which a device passes its minimum or reaches its cap. These times
+    are visited in order until the sum reaches `total`.
     """
     events = sorted(
         (bound * scale // rate, bound, rate, starts)

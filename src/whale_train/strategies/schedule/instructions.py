@@ -2,8 +2,8 @@
 
 A pipeline is cut into chunks 0..C-1 in forward order. A position is one place in it (a rank, or the
 ranks of one shard group). Positions that hold the same chunks are the replicas of one stage; each
-micro-batch of a chunk is computed by one of them, its owner. Of S stages, stage s holds the chunks
-s, s + S, s + 2S, ...: one, or several virtual stages (interleaving).
+micro-batch of a chunk is computed by one of them, its owner. With S stages, stage s holds the
+chunks s, s + S, s + 2S, ...: one, or several virtual stages (interleaving).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """Kind of an instruction. BACKWARD is BACKWARD_INPUT and BACKWARD_WEIGHT at once."""
+    """Kind of an instruction. BACKWARD combines BACKWARD_INPUT and BACKWARD_WEIGHT."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
 RECEIVES = (Kind.RECEIVE, Kind.RECEIVE_GRADIENT)
-# The last instruction of a backward, in one part or two: the one that makes gradients of weights.
+# The instruction that ends a backward, in one part or two: it makes the gradients of weights.
 ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
@@ -37,10 +37,10 @@ class Instruction(NamedTuple):
     """One action of a position.
 
     kind: the action.
-    chunk: the chunk it is done for, one of the position's.
-    micro_batch: the micro-batch it is done for.
-    peer: for the four communication kinds, the chunk at the other end of the edge; the position
-        there is the peer's owner of this micro-batch. For other kinds -1.
+    chunk: the chunk of the position that the action is for.
+    micro_batch: the micro-batch that the action is for.
+    peer: for the four communication kinds, the chunk at the other end of the edge, at the position
+        that owns this micro-batch in that chunk; -1 for other kinds.
     """
 
     kind: Kind
@@ -51,14 +51,17 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the pipeline: the chunks it holds, ascending."""
+    """A place in the pipeline.
+
+    chunks: the chunks it holds, ascending.
+    """
 
     chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Time of one micro-batch of one chunk on one position, in any unit common to all.
+    """Time of one micro-batch of one chunk at one position, in any common unit.
 
     forward: time of the forward.
     backward_input: time of the backward's gradients of inputs.
@@ -84,10 +87,11 @@ Transits = Mapping[tuple[int, int], float]
 
 
 def in_flight(instructions: Iterable[Instruction]) -> int:
-    """Return the most (chunk, micro-batch) pairs whose activations a position holds at once.
+    """Return the peak number of (chunk, micro-batch) pairs whose activations a position holds at
+    once.
 
-    Activations are held from the forward to the end of the backward. Where the backward is split,
-    that is the end of its weight part.
+    Activations are held from the forward to the end of the backward. A split backward ends with its
+    weight part.
     """
     held = most = 0
     for instruction in instructions:

@@ -1,25 +1,24 @@
 """The order in which a pipeline computes, from a simulation of its positions.
 
-Every schedule is the same list scheduling under other rules. The positions are simulated with the
-given durations, and with the time that messages are on their way. A free position takes the first
-computation that it can: its next forward, unless it has as many micro-batches in flight as its
-limit; a backward; the weight part of a backward. The computations of the simulation, in their
-order, are the schedule: valid for any widths and durations, and the textbook's where the pipeline
-is regular.
+Every schedule is the same list scheduling with different rules. The positions are simulated with
+the given durations and travel times of messages. A free position takes the first computation that
+can run: its next forward, unless its limit of micro-batches in flight is reached; a backward; the
+weight part of a backward. The computations of the simulation, in their order, are the schedule. It
+is valid for any widths and durations, and the textbook's where the pipeline is regular.
 
     gpipe             no limit; no backward before the position's last forward
                       (Huang et al. 2019, arXiv 1811.06965)
-    1f1b              as many in flight as keep the position busy (Narayanan et al. 2021,
+    1f1b              enough in flight to keep the position busy (Narayanan et al. 2021,
                       arXiv 2104.04473)
     interleaved_1f1b  the same, for positions of several chunks
     zero_bubble       ZB-H1 (Qi et al. 2023, arXiv 2401.10241): the limits hold for backward
                       input parts, which the next stage waits for; weight parts fill idle time,
                       at most as many activations waiting for them as 1f1b has anywhere
 
-A position runs its forwards in one fixed order, the same order everywhere, and the backwards of a
-chunk by ascending micro-batch. So values cross each edge in the order in which they are received
-(transports without tags need that), and of the earliest unfinished group of micro-batches something
-can always run: no limit can deadlock.
+A position runs its forwards in one fixed order, the same at all positions, and the backwards of a
+chunk by ascending micro-batch. So values cross each edge in the order in which they are received,
+as transports without tags require. Some computation of the earliest unfinished group of
+micro-batches can always run, so no limit can deadlock.
 """
 
 import heapq
@@ -46,7 +45,7 @@ from whale_train.strategies.schedule.instructions import (
 
 @dataclass(frozen=True)
 class ScheduledPipeline:
-    """The arguments of `schedule`, checked. Raises ValueError where they do not describe a
+    """The checked arguments of `schedule`. Raises ValueError where they do not describe a
     pipeline."""
 
     name: str
@@ -86,7 +85,7 @@ class ScheduledPipeline:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether every stage is one position."""
+        """Return True if every stage is one position."""
         return len(self.positions) == len(self.owners) == self.num_stages
 
     @cached_property
@@ -98,18 +97,20 @@ class ScheduledPipeline:
         """Return the number of (chunk, micro-batch) pairs that each position may have in flight.
         `group` is the number of micro-batches that fill the pipeline once.
 
-        A position of one chunk has one, and as many as the later stages have begun of its own when
-        they are busy: S - s in a regular pipeline, the 1F1B of the textbook. A replica that owns
-        one micro-batch in n takes the time of n, so the slowest replica says how many its stage has
-        begun. One more is to spare where a ratio is not the regular 1: forwards and backwards do
-        not meet in step there, and a position would wait for its turn.
+        A position of one chunk may have one, plus its own micro-batches that the later stages have
+        started when they are busy: S - s in a regular pipeline, the textbook's 1F1B. A replica that
+        owns one micro-batch in n takes the time of n, so the slowest replica of a stage decides how
+        many the stage has started. One more is allowed where the ratio of two stages is not 1:
+        forwards and backwards do not alternate regularly there, and the position would wait for its
+        turn.
 
-        A position of v chunks has one, and the warm-up of Megatron-LM's interleaved schedule, 2 (S
-        - s - 1) + (v - 1) S, for groups of S micro-batches, with the same ratios and this
-        position's part of a group. (One, and a group of all chunks but the last, is the minimum
-        that is safe.)
+        A position of v chunks may have one, plus the warm-up of Megatron-LM's interleaved schedule,
+        2 (S - s - 1) + (v - 1) S for groups of S micro-batches, with the same ratios and the
+        position's part of a group. (One, plus a group for every chunk but the last, is the smallest
+        limit that is safe.)
 
-        Each position has as many more as pass while one is on its way to the later stages and back.
+        Each position may have as many more as the pipeline processes while one travels to the later
+        stages and back.
         """
         rows = [_row_of(tuple(row), group) for row in self.owners]
         common = lcm(*(gap.denominator for row in rows for gap in row.spacings.values()))
@@ -132,8 +133,8 @@ class ScheduledPipeline:
         return limits
 
     def _underway(self) -> list[float]:
-        """Return, for each chunk, the number of micro-batches that the pipeline takes in the time
-        in which a message goes to the later stages, chunk by chunk, and comes back."""
+        """Return, for each chunk, the number of micro-batches that the pipeline processes while a
+        message travels through the later stages, chunk by chunk, and back."""
         transits, count = self.transits or {}, len(self.owners)
         if not transits or self.durations is None:
             return [0.0] * count
@@ -147,24 +148,24 @@ class ScheduledPipeline:
         pace, underway = max(busy) / self.micro_batches, [0.0] * count
         for chunk in reversed(range(count - 1)) if pace else ():
             if (chunk + 1) % self.num_stages:
-                there = transits.get((chunk, chunk + 1), 0.0)
+                onward = transits.get((chunk, chunk + 1), 0.0)
                 back = transits.get((chunk + 1, chunk), 0.0)
-                underway[chunk] = underway[chunk + 1] + (there + back) / pace
+                underway[chunk] = underway[chunk + 1] + (onward + back) / pace
         return underway
 
 
-# The part of a micro-batch's time that a position may wait without another one in flight for it.
+# Fraction of a micro-batch's time that a position may idle before one more goes in flight.
 _WAITED_FOR = 0.125
 
 
 def in_flight_for(underway: float, spacing: float) -> int:
     """Return the number of further micro-batches that a position has in flight while the pipeline
-    takes `underway` micro-batches. The position owns one in `spacing` of them."""
+    processes `underway` micro-batches, of which the position owns one in `spacing`."""
     return max(0, ceil(underway / spacing - _WAITED_FOR))
 
 
 class ChunkLinks:
-    """The chunks that each chunk's values come from and go to, forward and backward, ascending."""
+    """The chunks that each chunk receives from and sends to, forward and backward, ascending."""
 
     def __init__(self, edges: Edges, num_chunks: int) -> None:
         def lists(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -183,9 +184,9 @@ class _Row:
     """Owners of the micro-batches of a chunk.
 
     counts: the number of micro-batches of each owner.
-    most_in_group: the most micro-batches of each owner in a group of consecutive ones.
-    spacings: the mean distance between the micro-batches of each owner. For an owner of a single
-        one it is the rest of the step.
+    most_in_group: the most micro-batches of each owner in any group of consecutive micro-batches.
+    spacings: the mean distance between the micro-batches of each owner; for an owner of a single
+        one, the rest of the step.
     """
 
     counts: Counter[int]
@@ -223,9 +224,9 @@ class _Progress:
     forwards: the remaining forwards as (chunk, micro-batch), in the order they must run.
     backwards: the remaining micro-batches of each chunk's backwards, in the order they must run.
     weights: a heap of the weight parts of backwards to run, as (micro-batch, chunk).
-    waiting: the number of forwards begun whose backward (input part) is not done.
-    held: the number of forwards begun whose activations are not free.
-    busy: whether the position is computing.
+    waiting: the number of started forwards whose backward (input part) is not done.
+    held: the number of started forwards whose activations are not freed.
+    busy: True while the position is computing.
     """
 
     times: Mapping[int, Mapping[Kind, float]]
@@ -241,9 +242,9 @@ class _Progress:
 def simulated_orders(pipeline: ScheduledPipeline) -> "Simulation":
     """Return the simulation of the positions under the rules of `list_scheduling.py`.
 
-    The textbook's 1F1B is patient: it takes a forward and a backward in turns, whoever waits.
-    Between stages of unlike speeds this is sometimes faster and sometimes slower. Both are tried
-    where each stage is one position, as patience is never a deadlock there.
+    The textbook's 1F1B is patient: it alternates forwards and backwards, even if others wait.
+    Between stages of unequal speed this is sometimes faster and sometimes slower. Both are tried
+    where each stage is one position, since patience cannot deadlock there.
     """
     eager = Simulation(pipeline)
     if pipeline.name == "1f1b" and pipeline.is_plain:
@@ -262,11 +263,11 @@ def _by_owner(row: Sequence[int]) -> dict[int, list[int]]:
 
 
 class Simulation:
-    """The simulated positions: the computations of each, and the clock when the last is done."""
+    """The simulated positions: the computations of each, and the time at which the last is done."""
 
     def __init__(self, pipeline: ScheduledPipeline, patient: bool = False) -> None:
-        """Simulate `pipeline`. Where `patient`, a position that may take a forward waits for one to
-        come, and does no backward meanwhile."""
+        """Simulate `pipeline`. If `patient`, a position that may take a forward waits for one to
+        arrive instead of running a backward."""
         self.pipeline, self.patient = pipeline, patient
         self.owners = pipeline.owners
         self.owned = [_by_owner(row) for row in pipeline.owners]
@@ -276,19 +277,19 @@ class Simulation:
         self.group = len({owner for row in self.owners for owner in row})
         self.limits = pipeline.limits(self.group)
         self.split = pipeline.name == "zero_bubble"
-        # A lone stage has nobody to wait for: gpipe would hold every micro-batch for nothing.
+        # A single stage waits for no other: gpipe would hold every micro-batch for nothing.
         self.forwards_first = pipeline.name == "gpipe" and pipeline.num_stages > 1
         self.held_limit = max(self.limits)
         self.progress = [self._start(index) for index in range(len(pipeline.positions))]
         self.computations: list[list[Instruction]] = [[] for _ in pipeline.positions]
-        # For every chunk and micro-batch, how many computations its forward and its backward still
-        # wait for: the forwards before, and this one's forward with the backwards after it.
+        # The number of computations that the forward and the backward of every chunk and
+        # micro-batch still wait for: earlier forwards; the own forward and later backwards.
         count = pipeline.micro_batches
         self.before = [[len(sources)] * count for sources in self.links.sources]
         self.after = [[1 + len(targets)] * count for targets in self.links.gradient_targets]
         self.transits = pipeline.transits or {}
-        # Coming events: the time, a number of the event, the position, and what arrives (None: the
-        # position's computation ends).
+        # Event queue: time, sequence number, position, and the arrival (None: the position's
+        # computation ends).
         self.coming: list[tuple[float, int, int, _Arrival | None]] = []
         self.number = 0
         self.clock: float = 0
@@ -326,7 +327,7 @@ class Simulation:
             if not self.coming:
                 break
             awake = set()
-            # All that ends at one time ends before anything else begins.
+            # All computations that end at this time end before others start.
             self.clock = self.coming[0][0]
             while self.coming and self.coming[0][0] == self.clock:
                 _, _, index, arrival = heapq.heappop(self.coming)
@@ -340,12 +341,12 @@ class Simulation:
         ), "deadlock"
 
     def _at(self, clock: float, index: int, arrival: "_Arrival | None") -> None:
-        """Add the time at which a position's computation ends, or an arrival that it waits for."""
+        """Queue the end of a position's computation, or an arrival that it waits for, at a time."""
         self.number += 1
         heapq.heappush(self.coming, (clock, self.number, index, arrival))
 
     def _choose(self, progress: _Progress) -> Instruction | None:
-        """Take the next computation of a free position; None where it has none that can run."""
+        """Take the next computation of a free position; None where none can run."""
         free = progress.waiting < progress.limit and progress.held < self.held_limit
         if progress.forwards and (free or self.forwards_first):
             chunk, m = progress.forwards[0]
@@ -401,17 +402,17 @@ class Simulation:
         """Send the result of a computation to the owners of micro-batch `m` in the chunks `peers`,
         which wait for it."""
         for peer in peers:
-            there = self.owners[peer][m]
-            transit = self.transits.get((chunk, peer), 0.0) if there != index else 0.0
+            receiver = self.owners[peer][m]
+            transit = self.transits.get((chunk, peer), 0.0) if receiver != index else 0.0
             if transit:
-                self._at(self.clock + transit, there, _Arrival(waits[peer], m))
+                self._at(self.clock + transit, receiver, _Arrival(waits[peer], m))
             else:
                 waits[peer][m] -= 1
-                awake.add(there)
+                awake.add(receiver)
 
 
 class _Arrival(NamedTuple):
-    """An arrival of a message. It reduces `waits[micro_batch]` by one."""
+    """The arrival of a message, which reduces `waits[micro_batch]` by one."""
 
     waits: list[int]
     micro_batch: int

@@ -1,14 +1,14 @@
 """The order of a pipeline's messages, the same at both ends of every link.
 
-NCCL matches what two ranks send each other by its order alone, and a communicator carries one
-message at a time: a send leaves when the receive that stands in the same place is posted. Each rank
-therefore posts the messages between itself and another in the order in which an execution of the
-schedule sends them, those in both directions in one sequence.
+NCCL matches the messages between two ranks by their order alone, and a communicator carries one
+message at a time: a send leaves when the receive at the same position in the sequence is posted.
+Each rank therefore posts the messages between itself and another rank in the order in which one
+execution of the schedule sends them, with both directions in one sequence.
 
 Such an order cannot deadlock, whatever the real durations are. Let a rank that is about to receive
-a message, or has made one to send, first post all that stand before it: sends that stand before a
-receive were made earlier in that execution, so that by the order of the rank's own instructions
-they are at hand, and receives can be posted at any time. By induction over the execution every
+a message, or has made one to send, first post all messages that precede it. Sends that precede a
+receive were made earlier in that execution, so the order of the rank's own instructions guarantees
+that they are ready; receives can be posted at any time. By induction over the execution, every
 message that a computation needs then finds both ends posted.
 """
 
@@ -28,8 +28,8 @@ from whale_train.strategies.schedule.instructions import (
 
 
 class Message(NamedTuple):
-    """A message of one micro-batch from chunk `source` to chunk `target`: values, or, to an earlier
-    chunk, their gradients."""
+    """A message of one micro-batch from chunk `source` to chunk `target`: values to a later chunk,
+    or their gradients to an earlier one."""
 
     source: int
     target: int
@@ -37,12 +37,12 @@ class Message(NamedTuple):
 
     @property
     def is_gradient(self) -> bool:
-        """Return whether the message is a gradient."""
+        """Return True if the message is a gradient."""
         return self.source > self.target
 
     @property
     def edge(self) -> tuple[int, int]:
-        """Return the chunks that the message goes between, in forward order."""
+        """Return the two chunks at the ends of the message, in forward order."""
         return min(self.source, self.target), max(self.source, self.target)
 
 
@@ -59,8 +59,8 @@ class _Moment(NamedTuple):
     """A time in the execution.
 
     clock: the time.
-    depth: the number of instructions that lead to it. Of two that depend on each other and take no
-        time, the later one has more.
+    depth: the length of the chain of instructions that leads to it. It orders dependent
+        instructions that take no time.
     """
 
     clock: float
@@ -72,11 +72,11 @@ def messages_as_sent(
     durations: ChunkDurations | None = None,
     transits: Transits | None = None,
 ) -> tuple[Message, ...]:
-    """Return all messages in the order in which they are sent where every position runs its
+    """Return all messages in the order in which they are sent if every position runs its
     `instructions` as soon as it can.
 
-    `durations` and `transits` are as in `orders.schedule`. A transit that is absent takes no time.
-    Raises ValueError for instructions that wait for each other.
+    `durations` and `transits` are as in `orders.schedule`. A missing transit takes no time. Raises
+    ValueError for instructions that wait for each other.
     """
     now = [_Moment(0.0, 0)] * len(instructions)
     places = [0] * len(instructions)

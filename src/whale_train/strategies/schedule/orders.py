@@ -1,7 +1,7 @@
 """The instructions of every position of a pipeline, communication included, for one step.
 
-Owns the owner of every micro-batch, and the times of sends and receives; `list_scheduling.py` owns
-the order in which a position computes.
+Owns the owner of every micro-batch, and the positions of sends and receives; `list_scheduling.py`
+owns the order in which a position computes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,12 +39,12 @@ def schedule(
     positions: the places of the pipeline, with their chunks.
     owners: `owners[chunk][m]` is the index of the position that computes micro-batch m of the
         chunk.
-    edges: has a key (from, to) for every pair of chunks between which values flow, and says whether
-        a gradient flows back.
-    micro_batches: the number of micro-batches in a step.
-    durations: `durations[chunk, position]` defaults to 1, 1, 1 everywhere.
-    transits: the time that a message from one chunk to another is on its way, in the same unit; a
-        pair that is absent takes none.
+    edges: has a key (from, to) for every pair of chunks between which values flow; the value is
+        True if a gradient flows back.
+    micro_batches: number of micro-batches in a step.
+    durations: `durations[chunk, position]`; None for 1, 1, 1 everywhere.
+    transits: travel time of a message from one chunk to another, in the same unit; a missing pair
+        takes no time.
 
     Values that cross to another position are received just before the computation that needs them
     and sent just after the one that made them, by ascending peer. Sends must not block. Raises
@@ -76,13 +76,15 @@ def makespan(
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     """Return the owner of each micro-batch of a stage, as the replica's index in `weights`.
 
-    `weights` are the replicas' speeds (positive, any common unit). Each owns the number that makes
-    the slowest finish earliest (`optimal_shares`), one at least where there are as many as
-    replicas, as one without any could not take part in a step. They are dealt by smooth weighted
-    round robin: every turn credits each replica with its count, the one with most credit (ties: the
-    first) takes the micro-batch and pays the sum of the counts. None is ever a whole micro-batch
-    ahead of its share, and after `micro_batches` turns every credit is spent. Raises ValueError for
-    weights that are not positive and finite, or when there are none.
+    `weights` are the replicas' speeds (positive, any common unit). The numbers of micro-batches
+    minimise the finish of the slowest replica (`optimal_shares`). Each replica owns at least one if
+    there are enough, since a replica without any could not take part in a step.
+
+    Micro-batches are dealt by smooth weighted round robin: every turn credits each replica with its
+    number, and the replica with the most credit (ties: the first) takes the micro-batch and pays
+    the sum of the numbers. No replica is ever a whole micro-batch ahead of its share, and after
+    `micro_batches` turns every credit is spent. Raises ValueError for weights that are not positive
+    and finite, and for no weights.
     """
     return _dealt(tuple(weights), micro_batches)
 
@@ -93,7 +95,7 @@ def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
     counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), minimum)
     if counts is None or not counts:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {len(weights)}")
-    if len(set(counts)) == 1:  # in turns: each replica has most credit once a round
+    if len(set(counts)) == 1:  # in turns: each replica has the most credit once a round
         return tuple(range(len(counts))) * counts[0]
     credits = [0] * len(counts)
     dealt = []

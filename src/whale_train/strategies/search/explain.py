@@ -22,12 +22,12 @@ from whale_train.strategies.stages.analysis import ModelAnalysis
 class Family:
     """Summary of the candidates of one family, filled while a search runs.
 
-    estimate_s: least estimated seconds of a step (infinite: none is estimated).
-    best_s: seconds of the shortest step simulated (infinite: none is simulated).
-    simulated: number of steps simulated that had an estimate.
-    error: least ratio of a simulated step to its estimate.
-    short_bytes: least bytes that a candidate is short of (infinite: none is short).
-    fault: reason for which a candidate was refused, if one was.
+    estimate_s: smallest estimated seconds of a step (infinite: none is estimated).
+    best_s: seconds of the shortest simulated step (infinite: none is simulated).
+    simulated: number of simulated steps that had an estimate.
+    error: smallest ratio of a simulated step to its estimate.
+    short_bytes: smallest memory shortfall of a candidate, in bytes (infinite: none has one).
+    fault: reason why a candidate was refused, if one was.
     """
 
     estimate_s: float = inf
@@ -39,7 +39,7 @@ class Family:
 
     @property
     def is_known(self) -> bool:
-        """Return whether a candidate was estimated, simulated, short of memory or refused."""
+        """Return True if a candidate was estimated, simulated, short of memory or refused."""
         smallest = min(self.estimate_s, self.best_s, self.short_bytes)
         return smallest < inf or self.fault is not None
 
@@ -70,13 +70,13 @@ def decisions(
 ) -> Iterator[Decision]:
     """Yield the decisions that explain a search: one for `chosen`, one against every other family.
 
-    A family without candidates is explained by the reason for which `space` leaves it out. One more
+    A family without candidates is explained by the reason why `space` leaves it out. One more
     decision names the numbers of processes that could not be compared.
 
-    chosen: the candidate chosen, whose step takes `seconds`.
-    families: summary of every family that had candidates, by its name.
+    chosen: the chosen candidate, whose step takes `seconds`.
+    families: summary of every family that had candidates, by name.
     counts: numbers of candidates simulated and estimated.
-    floor_s: seconds in which the devices would compute a step at their full speed.
+    floor_s: seconds of a step if the devices computed at full speed.
     """
     simulated, estimated = counts
     within = f" in {asked.time_limit_s:g} s" if asked.time_limit_s else ""
@@ -107,12 +107,10 @@ def decisions(
 
 def _not_measured(space: Space, training: Training, chosen: int) -> Iterator[Decision]:
     """Yield the decision that says why fewer processes, with more threads each, were not tried.
-
-    `chosen` is the number of devices that the chosen strategy uses.
-    """
+    `chosen` is the number of devices that the chosen strategy uses."""
     numbers = space.not_comparable()
     if numbers:
-        # With all of them, one alone is measured as well.
+        # Calibrating all processes also measures a single one.
         missing = numbers[-1] if is_measured(space.cluster, training.precision) else space.available
         reason = "times of processes with other threads, as so few would have, are "
         reason += "not measured where those of all are, or the other way round: "
@@ -121,7 +119,7 @@ def _not_measured(space: Space, training: Training, chosen: int) -> Iterator[Dec
 
 
 def _why_not(family: Family, best_s: float) -> str:
-    """Return the reason against a family, where the step of the chosen strategy takes `best_s`
+    """Return the reason against a family. `best_s` is the step of the chosen strategy, in
     seconds."""
     if family.best_s < inf:
         slower = f"{100 * (family.best_s / best_s - 1):.0f}% slower"
@@ -138,8 +136,8 @@ def nothing_fits(
 ) -> Fault:
     """Return the fault of a search that finds no strategy.
 
-    The fault says how many bytes of memory the nearest family is short of. Where none is short, it
-    repeats the fault of a candidate that was resolved. Where none was resolved, it blames the size
+    The fault says how many bytes of memory the nearest family is short of. If no family is short,
+    it repeats the fault of a candidate that was resolved. If none was resolved, it blames the size
     of the global batch.
     """
     key, value = "strategy", asked.name

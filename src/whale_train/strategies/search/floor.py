@@ -10,9 +10,9 @@ from whale_train.strategies.plan.training import Training
 def floor_s(costs: BlockCosts, cluster: Cluster, training: Training) -> float:
     """Return a lower bound, in seconds, on the step time of every strategy on `cluster`.
 
-    The devices compute the samples of a step together, each as fast as it is with a whole batch.
-    Nothing waits, is sent or is updated. Devices that share fewer processors are slower in
-    proportion.
+    The devices compute the samples of a step together, each at the speed that it reaches with a
+    whole batch. Waiting, transfers and updates take no time. Devices that share fewer processors
+    are slower in proportion.
     """
     batch, devices = training.global_batch, _kinds(cluster)
     rate = 0.0
@@ -25,8 +25,7 @@ def floor_s(costs: BlockCosts, cluster: Cluster, training: Training) -> float:
 
 
 def _kinds(cluster: Cluster) -> Mapping[int, tuple[Device, int]]:
-    """Return every distinct device of `cluster` and the number of ranks that have it, by its
-    `id`."""
+    """Return every distinct device of `cluster` with its number of ranks, by the device's `id`."""
     kinds: dict[int, tuple[Device, int]] = {}
     for device in cluster.devices:
         _, count = kinds.get(id(device), (device, 0))

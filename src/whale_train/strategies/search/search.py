@@ -1,10 +1,10 @@
-"""Search the strategy of `graph: auto`: estimate many candidates, simulate the best of them.
+"""Search for the strategy of `graph: auto`: estimate many candidates, simulate the best of them.
 
-Every candidate of the space is estimated by formulas (`shortlist.py`). Those that come first are
-resolved and simulated by the resolver itself, family by family, until a number of tasks have been
-simulated. The boundaries of the fastest pipelines' stages are moved. The fastest candidate is the
-answer (docs/adr/035). Unless the user limits the seconds, the budget counts work and not time, so
-that the answer is the same on every machine.
+Every candidate of the space is estimated by formulas (`shortlist.py`). The best ones are resolved
+and simulated by the resolver itself, family by family, until the budget of simulated tasks is
+spent. The stage boundaries of the fastest pipelines are then moved. The fastest candidate is the
+result (docs/adr/035). Unless the user limits the seconds, the budget counts work and not time, so
+that the result is the same on every machine.
 """
 
 import gc
@@ -35,19 +35,19 @@ from whale_train.strategies.search.written import to_strategy_file, with_cut
 from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 from whale_train.strategies.stages.analysis import ModelAnalysis
 
-MOST_KINDS = 32  # kinds of devices that a search takes at most
+MOST_KINDS = 32  # limit on the kinds of devices in a search
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _REFUSED = 4_000  # tasks that a refused candidate counts as
 _REFUSALS = 2  # refusals after which no other similar candidate is resolved
 _BUDGET = 100_000  # tasks simulated, and ranks laid out, where a search has no time limit
 _SHIPPED_BUDGET = 500_000  # tasks after which no shipped strategy is simulated
-_FEW = 128  # promising candidates that are all simulated, near or not
+_FEW = 128  # up to so many waiting candidates, all are simulated, near or not
 _FAR = 1.3  # times the fastest: estimates err by less, and slower candidates are not simulated
 _NEAR = 1.1  # times the fastest: the same limit, once the error of a family is known
 _MOVED = 3  # fastest pipelines whose boundaries are moved,
 _MOVABLE = 1.05  # if they take at most this many times the fastest
 _SHORT = 6  # pipelines whose boundaries are moved where nothing fits,
-_LITTLE = 0.2  # if they are short of at most this part of a device's memory
+_LITTLE = 0.2  # if they are short of at most this fraction of a device's memory
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class SearchResult:
     """Outcome of a search.
 
     strategy: the fastest strategy simulated.
-    written: the content of the strategy file that says the same.
+    written: the content of its strategy file.
     considered: the strategy, resolved as far as its step.
     decisions: reasons for the strategy and against the others.
-    floor_s: seconds that a step takes at least, by the devices' own speed.
+    floor_s: lower bound on the seconds of a step, by the devices' own speed.
     resolved: number of candidates simulated.
     estimated: number of estimates made, of which one pipeline can have several.
     """
@@ -86,8 +86,8 @@ def search(
 
     asked: the request. With a `time_limit_s` above 0, candidates are simulated until that many
         seconds of `clock` have passed.
-    can_offload: whether copies may keep their optimizer's state on the host.
-    use_all: whether every device must be used; else some may stay idle.
+    can_offload: True if replicas may offload their optimizer's state to the host.
+    use_all: True if every device must be used; else some may stay idle.
     clock: function that returns the time in seconds.
 
     Raises PlanError where nothing fits, or where the devices cannot be searched (see `_able`).
@@ -95,7 +95,7 @@ def search(
     devices, idle = _able(asked, cluster, training.precision, use_all)
     space = space_of(cluster, devices, findings, training, can_offload, use_all)
     spaces = [space]
-    if space.exported:  # a shard group leaves its node where nothing else has room
+    if space.exported:  # shard groups span nodes only where nothing else fits
         spaces.append(replace(space, wide_splits=True))
     with _uncollected():
         for candidate_space in spaces:
@@ -109,17 +109,18 @@ def search(
 def _able(
     asked: Strategy, cluster: Cluster, precision: str, use_all: bool
 ) -> tuple[Devices, Sequence[Decision]]:
-    """Return the usable devices, as sorted pairs (kind, count), and why others stay idle.
+    """Return the usable devices, as sorted pairs (kind, count), and the reasons why others stay
+    idle.
 
-    A device is usable if it computes `precision`. Raises PlanError where no device is usable, where
+    A device is usable if it supports `precision`. Raises PlanError where no device is usable, where
     one is not but `use_all` is set, and where there are more than `MOST_KINDS` kinds.
     """
     faults: list[Fault] = []
-    there = cluster.chosen(asked.devices)
-    refuse_precision(precision, there, faults)
+    allowed = cluster.chosen(asked.devices)
+    refuse_precision(precision, allowed, faults)
     able = {
-        device.name: there.kinds[device.name]
-        for device in there.devices
+        device.name: allowed.kinds[device.name]
+        for device in allowed.devices
         if precision in device.flops
     }
     if faults and (use_all or not able):
@@ -131,7 +132,7 @@ def _able(
     idle = []
     if faults:
         reason = f"train.precision={precision} {faults[0].rule}"
-        count = len(there.devices)
+        count = len(allowed.devices)
         idle.append(Decision("strategy.devices", str(sum(able.values())), str(count), reason))
     return tuple(sorted(able.items())), idle
 
@@ -140,8 +141,8 @@ def _able(
 def _uncollected() -> Iterator[None]:
     """Pause Python's cyclic garbage collector while a search runs.
 
-    The millions of instructions and tasks of a search form no reference cycles, and looking for
-    some takes a fifth of a search.
+    The millions of instructions and tasks of a search form no reference cycles, and the collector
+    takes a fifth of a search to look for some.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -152,14 +153,14 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-_Likes = tuple[str, Devices, int, bool, int, bool]  # candidates whose estimates err alike
+_Likes = tuple[str, Devices, int, bool, int, bool]  # candidates with similar errors of estimates
 
 
 def _likes(candidate: Candidate) -> _Likes:
-    """Return the key that is equal for candidates whose estimates err alike.
+    """Return a key that is equal for candidates whose estimates have similar errors.
 
-    The key is (family, devices, number of copies, whether some stage has several copies, number of
-    devices that experts are spread over, whether stages are interleaved).
+    The key is (family, devices, number of replicas, whether some stage has several copies, number
+    of devices that experts are spread over, whether stages are interleaved).
     """
     mesh, interleaved = candidate.mesh, candidate.schedule == "interleaved_1f1b"
     copied = mesh.widest > 1
@@ -187,7 +188,7 @@ class _Search:
         self.shipped: list[tuple[Promise, Mapping[str, Any]]] = []
         self.simulated: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
         self.short: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
-        self.is_whole: dict[Devices, bool] = {}  # whether devices are all, in the inventory's order
+        self.is_whole: dict[Devices, bool] = {}  # True: all devices, in the inventory's order
         self.best_s, self.estimated, self.work, self.resolved = inf, 0, 0, 0
         self.floor_s = inf
 
@@ -206,9 +207,7 @@ class _Search:
 
     def estimate(self) -> None:
         """Estimate the candidates on every set of devices whose lower bound is below the best step.
-
-        Sets are taken in the order of their lower bounds (`floor_s`).
-        """
+        Sets are taken in the order of their lower bounds (`floor_s`)."""
         sets = []
         for devices in self.space.sets():
             cluster = self.cluster_of(devices)
@@ -219,10 +218,10 @@ class _Search:
                 self.estimate_on(devices, cluster)
 
     def estimate_on(self, devices: Devices, cluster: Cluster) -> None:
-        """Add the promising candidates on a set of devices to those that wait for a simulation.
+        """Queue the promising candidates on a set of devices for simulation.
 
-        The first candidate is simulated at once where it is estimated to come near the fastest
-        step so far, as its step is a bound that other sets must beat.
+        The first candidate is simulated at once if its estimate is near the fastest step so far:
+        its step is then a bound that other sets must beat.
         """
         estimator = Estimator(
             CandidateCosts(self.costs, cluster, self.training, self.asked.balance)
@@ -258,7 +257,7 @@ class _Search:
         return self.cluster.of_kinds(dict(devices))
 
     def family(self, name: str) -> Family:
-        """Return the summary of the family `name`, which is empty at first."""
+        """Return the summary of the family `name`, which starts empty."""
         return self.families.setdefault(name, Family())
 
     # --- Simulations ---
@@ -266,12 +265,12 @@ class _Search:
     def simulate(self, end: float, most: float) -> None:
         """Simulate waiting candidates until none is near the fastest, or the budget is spent.
 
-        The first candidate of each family comes first. Then comes the one whose estimate, corrected
-        by the error of similar candidates, is least. At least one candidate is simulated. Up to
-        `_FEW` candidates are all near.
+        The first candidate of each family comes first, then the one with the smallest estimate,
+        corrected by the error of similar candidates. At least one candidate is simulated. If at
+        most `_FEW` candidates wait, all count as near.
 
         end: time of `clock`, in seconds, after which no other candidate is simulated.
-        most: number of tasks simulated, and of ranks laid out, after which none is either.
+        most: budget of simulated tasks and laid-out ranks.
         """
         far = _FAR if most == inf else _NEAR
         few = sum(map(len, self.waiting.values())) <= _FEW
@@ -295,7 +294,7 @@ class _Search:
             self.resolve(promise.candidate, promise.estimate)
 
     def simulate_shipped(self) -> None:
-        """Simulate the shipped strategies that are estimated to come near the fastest."""
+        """Simulate the shipped strategies whose estimates are near the fastest step."""
         for promise, mapping in sorted(self.shipped, key=lambda entry: entry[0].seconds):
             family = self.family(promise.candidate.family)
             known = {entry[1] for entry in self.simulated}
@@ -311,10 +310,10 @@ class _Search:
         estimate: Estimate,
         mapping: Mapping[str, Any] | None = None,
     ) -> None:
-        """Resolve and simulate a candidate, cut as it was estimated.
+        """Resolve and simulate a candidate, with the cut of its estimate.
 
         `mapping` is the candidate's strategy file (None: it is written here). A refused candidate
-        leaves its fault in its family; a pipeline that is short of little memory is kept in
+        leaves its fault in its family; a pipeline with a small memory shortfall is added to
         `short`.
         """
         family, even = self.family(candidate.family), self.asked.balance == "even"
@@ -347,8 +346,8 @@ class _Search:
     def move_boundaries(self, end: float) -> None:
         """Move the stage boundaries of the fastest pipelines and simulate them again.
 
-        Where nothing fits, the pipelines that are short of least memory are moved instead. No other
-        fast pipeline is moved once `clock` has passed `end`, in seconds.
+        Where nothing fits, the pipelines with the smallest memory shortfall are moved instead.
+        After the first one, no fast pipeline is moved once `clock` has passed `end`, in seconds.
         """
         trials = sorted(self.simulated, key=lambda trial: trial[:2])
         near = (trial for trial in trials if trial[0] < self.best_s * _MOVABLE)
@@ -371,7 +370,7 @@ class _Search:
     # --- The answer ---
 
     def found(self) -> SearchResult:
-        """Return the fastest strategy, with a file that resolves to it, and the reasons for it."""
+        """Return the fastest strategy, a file that resolves to it, and the reasons for it."""
         fastest_first = sorted(self.simulated, key=lambda trial: (trial[0] * _SAME, trial[1]))
         best = fastest_first[0]
         _, candidate, mapping, places = best
@@ -380,7 +379,7 @@ class _Search:
             mapping = self.fastest([mapping] if named is None else [named, mapping])
         considered = self.consider(mapping, moving=True)
         seconds = considered.step.spans.seconds
-        said = decisions(
+        explained = decisions(
             candidate, seconds, self.families, self.space, self.asked, self.training, self.findings,
             counts=(self.resolved, self.estimated), floor_s=self.floor_s,
         )  # fmt: skip
@@ -388,17 +387,15 @@ class _Search:
             self.read(mapping),
             mapping,
             considered,
-            tuple(said),
+            tuple(explained),
             self.floor_s,
             self.resolved,
             self.estimated,
         )
 
     def fastest(self, mappings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the strategy file whose step is the shortest, and of equal ones the first.
-
-        A file whose step is as short as the best step simulated is returned at once.
-        """
+        """Return the strategy file with the shortest step, the first of equal ones. A file whose
+        step is as short as the best simulated step is returned at once."""
         best, chosen = inf, mappings[0]
         for mapping in mappings:
             seconds = self.consider(mapping, moving=True).step.spans.seconds
@@ -409,7 +406,7 @@ class _Search:
         return chosen
 
     def read(self, mapping: Mapping[str, Any]) -> Strategy:
-        """Return the strategy that `mapping` says, under the name of the request."""
+        """Return the strategy of a strategy file, under the name of the request."""
         faults: list[Fault] = []
         strategy = read_strategy(mapping, self.asked.name, faults)
         assert strategy is not None, faults
@@ -420,10 +417,8 @@ class _Search:
         return to_strategy_file(candidate, self.devices_of(candidate), self.asked.balance)
 
     def devices_of(self, candidate: Candidate) -> Mapping[str, Any]:
-        """Return the `devices` entry of a candidate's strategy file, or nothing if it needs none.
-
-        No entry is needed for all devices in the inventory's order.
-        """
+        """Return the `devices` entry of a candidate's strategy file; an empty mapping for all
+        devices in the inventory's order, which need none."""
         if self.space.use_all:
             return {"devices": self.asked.devices} if self.asked.devices is not None else {}
         devices = candidate.mesh.devices

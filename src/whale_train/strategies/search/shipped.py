@@ -1,8 +1,8 @@
-"""Read the strategy files that ship, as candidates of a search.
+"""Read the shipped strategy files as candidates of a search.
 
-A search must not be slower than a file that comes with it: each file that fits the devices is
-estimated, and simulated where it comes near the fastest. Owns reading the files, and finding the
-mesh of each.
+A search must not be slower than a file that ships with it: each file that fits the devices is
+estimated, and simulated if its estimate is near the fastest step. Owns reading the files, and
+finding the mesh of each.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from whale_train.strategies.stages.placement import form_of, place_ranks
 class Shipped:
     """A shipped strategy file and its candidate.
 
-    name: name of the file, without its ending.
+    name: name of the file, without its extension.
     written: content of the file.
     candidate: the candidate whose estimate stands for the strategy.
     """
@@ -40,47 +40,43 @@ class Shipped:
 
 @cache
 def strategy_files() -> Mapping[str, Mapping[str, Any]]:
-    """Return the content of every shipped strategy file by name, but for those that ask for a
-    search."""
+    """Return the content of every shipped strategy file by name. Files that ask for a search are
+    left out."""
     folder = files("whale_train.conf") / "strategy"
     by_name = {}
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         if path.name.endswith(".yaml"):
-            written = yaml.safe_load(path.read_text(encoding="utf-8"))
-            if written.get("graph") != "auto":
-                by_name[path.name.removesuffix(".yaml")] = written
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if content.get("graph") != "auto":
+                by_name[path.name.removesuffix(".yaml")] = content
     return by_name
 
 
 def shipped(cluster: Cluster, training: Training, balance: str) -> Sequence[Shipped]:
     """Return the shipped strategies that fit all devices of `cluster` and share work by `balance`.
-
-    A file with a `devices` entry is left out: it is for that number of devices.
-    """
+    A file with a `devices` entry is left out, since it is for that number of devices."""
     fitting = []
-    for name, written in strategy_files().items():
+    for name, content in strategy_files().items():
         faults: list[Fault] = []
-        strategy = read_strategy(written, name, faults)
+        strategy = read_strategy(content, name, faults)
         if strategy is None or strategy.balance != balance or strategy.devices is not None:
             continue
         candidate = _candidate(strategy, cluster, training)
         if candidate is not None:
-            fitting.append(Shipped(name, written, candidate))
+            fitting.append(Shipped(name, content, candidate))
     return fitting
 
 
 def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Candidate | None:
-    """Return the candidate that is nearest to `strategy`, or None where it does not fit `cluster`.
-
-    None is returned as well for splits of dense parts beside copies, which a search does not know.
-    """
+    """Return the candidate nearest to `strategy`; None where `strategy` does not fit `cluster`, and
+    for splits of dense parts beside a replicated rest, which a search does not know."""
     count, devices = len(cluster.devices), tuple(cluster.kinds.items())
     faults: list[Fault] = []
     form = form_of(strategy, cluster, training, faults)
     if form is None or faults or form.members not in (1, count):
         return None
     if any(stage.body and "tensor" in (x.dim for x in stage.splits) for stage in form.stages):
-        return None  # the search knows none with dense parts beside copies
+        return None  # the search knows no dense parts beside a replicated rest
     if not needs_graph(strategy) or form.members > 1:
         mesh = Mesh(devices, count, (Part("", 1, 1, 1),))
         has_experts = any(s.split is not None and s.split.dim == "experts" for s in form.stages)
@@ -123,7 +119,7 @@ def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Cand
 
 
 def _kept(candidate: Candidate, keeper: Replicate | None) -> Candidate:
-    """Return `candidate` with the ZeRO stage and the offload of `keeper` (None: as it is)."""
+    """Return `candidate` with the ZeRO stage and offload of `keeper` (None: unchanged)."""
     if keeper is None:
         return candidate
     offload = "all" if keeper.offload_parameters == "cpu" else keeper.offload_optimizer

@@ -1,9 +1,9 @@
 """Choose by estimates which candidates on a set of devices are worth a simulation.
 
-Pipelines are estimated three times, each time fewer of them: roughly, in whatever order of their
-parts; as if the model could be cut anywhere; and cut by the dynamic programme. Each kind of
-pipeline has a list of its own, so that an estimate that errs in one kind leaves the others theirs.
-A kind is a family, a number of copies, and whether some stage has several copies.
+Pipelines are estimated three times, fewer of them each time: roughly, for any order of their parts;
+as if the model could be cut anywhere; and cut by the dynamic program. Each kind of pipeline has a
+list of its own, so that a wrong estimate of one kind does not displace the others. A kind is a
+family, a number of replicas, and whether some stage has several copies.
 """
 
 from collections import defaultdict
@@ -18,9 +18,9 @@ from whale_train.strategies.estimate.estimate import Estimator
 from whale_train.strategies.search.space import Devices, Space
 
 _ROUGHLY = 14  # pipelines of a kind that are estimated as if they could be cut anywhere;
-_CUT = 10  # of these, pipelines that are cut at most;
+_CUT = 10  # pipelines among these that are cut at most;
 _KEPT = 3  # pipelines of a kind that fit, after which no other is cut
-_FAR = 1.7  # times the least rough estimate: kinds with only slower pipelines are passed over
+_FAR = 1.7  # times the smallest rough estimate: kinds with only slower pipelines are skipped
 
 
 @dataclass(order=True)
@@ -38,7 +38,7 @@ class Shortlist:
 
     promises: the most promising candidates of each family that fit.
     estimated: number of estimates made.
-    short: by family, the least bytes that a candidate is short of, and that candidate.
+    short: smallest memory shortfall in bytes and its candidate, by family.
     """
 
     promises: list[Promise] = field(default_factory=list)
@@ -46,8 +46,7 @@ class Shortlist:
     short: dict[str, tuple[float, Candidate]] = field(default_factory=dict)
 
     def note(self, candidate: Candidate, estimate: Estimate) -> bool:
-        """Record a candidate that fits, or the bytes that it is short of; return whether it
-        fits."""
+        """Record a candidate that fits, or its memory shortfall. Return True if it fits."""
         if estimate.seconds < inf:
             self.promises.append(Promise(estimate.seconds, candidate, estimate))
         elif estimate.short_bytes > 0:
@@ -97,21 +96,21 @@ def _keep_best(
 ) -> None:
     """Estimate pipelines with their best cut, the most promising first, and note those that fit.
 
-    A variant with ZeRO is estimated where no earlier variant of its pipeline fits, and for the
-    first pipeline that fits. The work ends once `_KEPT` pipelines fit.
+    A variant with ZeRO is estimated only if no earlier variant of its pipeline fits, or if no
+    pipeline before it fits. The work ends once `_KEPT` pipelines fit.
 
-    uncut: pipelines with their estimated seconds if they could be cut anywhere, in ascending order.
+    uncut: pipelines with their estimated seconds as if they could be cut anywhere, ascending.
     """
     fitting = 0
     for _, candidate in uncut:
         if fitting == _KEPT:
             return
         fits = False
-        for kept in space.variants(candidate.mesh, candidate.micro_batches, candidate.dim):
-            whole = kept.zero == 0
-            if whole or not fits or not fitting:
+        for variant in space.variants(candidate.mesh, candidate.micro_batches, candidate.dim):
+            without_zero = variant.zero == 0
+            if without_zero or not fits or not fitting:
                 shortlisted.estimated += 1
-                fits = shortlisted.note(kept, estimator.of(kept)) or fits
+                fits = shortlisted.note(variant, estimator.of(variant)) or fits
         fitting += fits
 
 

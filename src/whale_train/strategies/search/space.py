@@ -1,8 +1,9 @@
-"""Enumerate the candidates of a search: sets of devices, meshes, and all else a strategy says.
+"""Enumerate the candidates of a search: sets of devices, meshes, and all other settings of a
+strategy.
 
-Devices are chosen by kind, and those of a kind are interchangeable: neither which of them are used
-nor their order depends on the inventory's. Owns the choices that exist, and the reasons why others
-do not; `search.py` chooses.
+Devices are chosen by kind, and devices of a kind are interchangeable: neither the choice nor the
+order depends on the inventory's order. Owns the choices that exist, and the reasons why others do
+not; `search.py` chooses.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,11 @@ from whale_train.strategies.stages.placement import VIRTUAL_STAGES
 
 Devices = tuple[tuple[str, int], ...]  # kinds of devices, and the number of each
 
-# Beyond this many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
+# With more micro-batches for each stage, a pipeline's bubble is under a ninth of its step.
 _MOST_PER_STAGE = 8
-_FEW = 8  # most shard groups that form stages of unlike widths
-_SETS = 64  # most sets of devices for which every number of each kind is tried
-_COMBINED = 8  # most kinds of devices that are combined in every way
+_FEW = 8  # limit on shard groups that form stages of unequal widths
+_SETS = 64  # limit on sets of devices for which every number of each kind is tried
+_COMBINED = 8  # limit on kinds of devices that are combined in every way
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ class Space:
     devices: the kinds of devices that may be used, and the number of each.
     places: number of parts of the model that have parameters of their own.
     global_batch: samples of a step.
-    exported: whether the model can be cut: its graph is known, and train.accumulate is 1.
-    shared: whether copies, and micro-batches, may share a batch.
-    zero: whether optimizers may be partitioned.
-    offload: whether optimizers may be offloaded.
-    split_head: whether the model has an output projection to split.
+    exported: True if the model can be cut: its graph is known, and train.accumulate is 1.
+    shared: True if replicas, and micro-batches, may divide a batch.
+    zero: True if optimizers may be partitioned.
+    offload: True if optimizers may be offloaded.
+    split_head: True if the model has an output projection to split.
     experts: most devices that the experts of a mixture may be spread over (0: no experts).
-    sole_micro_batch: whether a copy must take its samples in one micro-batch.
-    splits: whether parameters may be split.
-    use_all: whether no device may stay idle.
-    wide_splits: whether shard groups may leave a node.
+    sole_micro_batch: True if a replica must take its samples in one micro-batch.
+    splits: True if parameters may be split.
+    use_all: True if no device may stay idle.
+    wide_splits: True if shard groups may span nodes.
     unlike: numbers of CPU processes whose times cannot be compared with those of all processes.
     """
 
@@ -75,9 +76,9 @@ class Space:
     def sets(self) -> Sequence[Devices]:
         """Return the sets of devices to try, the largest first.
 
-        Few devices have every set. Many devices have those with all devices of some kinds, and
-        those with a power of two of one kind. CPU processes have one set for each number of
-        processes to try.
+        For few devices, these are all sets. For many devices, they are the sets with all devices of
+        some kinds, and those with a power of two of one kind. For CPU processes, they are one set
+        for each number of processes to try.
         """
         if self.use_all:
             return [self.devices]
@@ -98,8 +99,8 @@ class Space:
     def _of_whole_kinds(self) -> Iterator[Devices]:
         """Yield the sets that have all devices of some kinds.
 
-        Up to `_COMBINED` kinds are combined in every way. Of more kinds, each is a set alone, and
-        the fastest n kinds are a set for every n.
+        Up to `_COMBINED` kinds are combined in every way. With more kinds, each kind is a set
+        alone, and so are the fastest n kinds for every n.
         """
         kinds = len(self.devices)
         if kinds <= _COMBINED:
@@ -113,29 +114,27 @@ class Space:
             yield tuple(sorted(fastest[: number + 1]))
 
     def _set(self, numbers: Sequence[int]) -> Devices:
-        """Return the set of devices with these numbers of each kind, without kinds that have
-        none."""
+        """Return the set of devices with these numbers of each kind. Kinds with none are left
+        out."""
         pairs = zip(self.devices, numbers, strict=True)
         return tuple((kind, number) for (kind, _), number in pairs if number)
 
     def numbers_of_processes(self) -> Sequence[int]:
         """Return the numbers of CPU processes to try, the largest first.
 
-        With fewer processes, each has more processors. Numbers are left out whose times cannot be
-        compared with those of all processes.
+        With fewer processes, each has more processors. Numbers whose times cannot be compared with
+        those of all processes are left out.
         """
         return sorted(self._worth_trying() - self.unlike, reverse=True)
 
     def not_comparable(self) -> Sequence[int]:
-        """Return the numbers of CPU processes left out because only some processes were measured.
-
-        They were measured where all processes together were not, or the other way round.
-        """
+        """Return the numbers of CPU processes that are left out because their times cannot be
+        compared: they were measured and all processes together were not, or the other way round."""
         return sorted(self._worth_trying() & self.unlike)
 
     def _worth_trying(self) -> set[int]:
-        """Return the numbers of CPU processes that may be fast; none for other devices or
-        `use_all`."""
+        """Return the numbers of CPU processes that may be fast; an empty set for other devices and
+        for `use_all`."""
         if self.use_all or self.cluster.processors == inf:
             return set()
         count = self.available
@@ -146,10 +145,8 @@ class Space:
     # --- Meshes ---
 
     def meshes(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
-        """Yield the meshes on `devices`, which are all devices of `cluster`.
-
-        Meshes whose stages name kinds of devices come with their parts in one order.
-        """
+        """Yield the meshes on `devices`, which are all devices of `cluster`. Meshes whose stages
+        name kinds of devices come with their parts in one order."""
         yield from dict.fromkeys(self._alike(devices, cluster))
         if len(devices) == 1 and self.exported:
             yield from dict.fromkeys(self._of_copied_stages(devices, cluster))
@@ -165,7 +162,7 @@ class Space:
         """Return the sizes of shard groups to try.
 
         Each size divides every node's number of devices of a kind, so that groups stay inside
-        nodes. With `wide_splits`, multiples of the greatest such size that divide all devices are
+        nodes. With `wide_splits`, multiples of the largest such size that divide all devices are
         added.
         """
         if not (self.exported and self.splits):
@@ -185,7 +182,7 @@ class Space:
         return group_sizes
 
     def _alike(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
-        """Yield meshes whose copies follow each other, each copy on one kind of device."""
+        """Yield meshes of consecutive replicas, each on one kind of device."""
         names = [device.name for device in cluster.devices]
         runs = 1 + sum(a != b for a, b in pairwise(names))
         count = len(names)
@@ -202,8 +199,8 @@ class Space:
                     yield Mesh(devices, copies, (Part("", stages, 1, shards),))
 
     def _of_copied_stages(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
-        """Yield meshes of pipelines with several copies of a stage, on whichever devices come
-        next."""
+        """Yield meshes of pipelines with several copies of a stage, on the next devices of any
+        kind."""
         count = len(cluster.devices)
         for copies, shards in product(divisors(count), self._shard_numbers(cluster)):
             groups, left = divmod(count // copies, shards)
@@ -218,7 +215,7 @@ class Space:
     def _copied_stages(self, groups: int, shards: int) -> Iterator[tuple[Part, ...]]:
         """Yield the ways in which `groups` shard groups form stages of which some have copies.
 
-        All stages have as many copies; or, for at most `_FEW` groups, the first stages have one
+        All stages have equally many copies or, for at most `_FEW` groups, the first stages have one
         number of copies and the others another.
         """
         for stages in divisors(groups)[1:-1]:
@@ -256,15 +253,14 @@ class Space:
             if stages < self.places and stage_copies <= self.global_batch // copies:
                 yield Part(kind, stages, stage_copies, shards)
 
-    # --- What else a strategy says ---
+    # --- Other settings of a strategy ---
 
     def numbers_of_micro_batches(self, mesh: Mesh) -> Sequence[int]:
-        """Return the numbers of micro-batches to try for the samples of a copy (0: no pipeline).
+        """Return the numbers of micro-batches to try for the samples of a replica (0: no pipeline).
 
-        They are powers of two, and their multiples by the copies of the widest stage. None is
-        greater than the samples of a copy, or than `_MOST_PER_STAGE` a stage (4 a copy of the
-        widest stage, where that is more). None is greater than 1 where a batch may not be taken in
-        pieces.
+        They are powers of two, and these times the copies of the widest stage. None exceeds the
+        samples of a replica, or `_MOST_PER_STAGE` for each stage (or 4 for each copy of the widest
+        stage, if that is more). None exceeds 1 where a batch must not be divided.
         """
         widest, numbers = mesh.widest, list[int]()
         if mesh.stages == widest == 1:
@@ -278,20 +274,18 @@ class Space:
         )
         powers = [2**power for power in range(most.bit_length())]
         several = sorted({n for p in powers for n in (p, p * widest) if widest <= n <= most})
-        # Copies that take their samples at once are no pipeline of one stage, and run as they are.
-        whole = mesh.stages == widest == 1
-        return [*numbers, *(n for n in several if n > 1 or not whole)]
+        # Replicas that take all samples at once need no pipeline: the module runs as it is.
+        is_unpipelined = mesh.stages == widest == 1
+        return [*numbers, *(n for n in several if n > 1 or not is_unpipelined)]
 
     def dims(self, mesh: Mesh) -> Sequence[str]:
         """Return the values of `dim` to try for the splits of a mesh."""
         return ("auto", "sequence") if mesh.shards > 1 else ("auto",)
 
     def variants(self, mesh: Mesh, micro_batches: int, dim: str) -> Iterator[Candidate]:
-        """Yield the candidates with one mesh, number of micro-batches and `dim`.
-
-        They differ in schedule, ZeRO stage and offload, and without micro-batches also in a split
-        head or spread experts.
-        """
+        """Yield the candidates with one mesh, number of micro-batches and `dim`. They differ in
+        schedule, ZeRO stage and offload and, without micro-batches, in a split head or spread
+        experts."""
         several = mesh.copies * min(part.copies for part in mesh.parts) > 1
         if not micro_batches:
             for zero, offload in self._keepings(several, 3):
@@ -311,13 +305,13 @@ class Space:
 
     def _expert_groups(self, mesh: Mesh) -> Sequence[int]:
         """Return the numbers of devices to spread experts over, each a divisor of the mesh's
-        copies."""
+        replicas."""
         if not self.experts or mesh.shards > 1 or mesh.copies == 1:
             return ()
         return [n for n in divisors(mesh.copies) if 1 < n <= self.experts]
 
     def keeps(self, candidate: Candidate) -> bool:
-        """Return whether the optimizer allows what `candidate` partitions, splits and offloads."""
+        """Return True if the optimizer allows the partitions, splits and offload of `candidate`."""
         split = candidate.mesh.shards > 1 or candidate.split_head or candidate.experts > 0
         return (
             (self.zero or not candidate.zero)
@@ -326,11 +320,8 @@ class Space:
         )
 
     def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
-        """Yield the pairs (ZeRO stage, offload) that copies may use.
-
-        ZeRO stages go up to `highest`. `several` says whether there are several copies to partition
-        over; one copy has no ZeRO.
-        """
+        """Yield the pairs (ZeRO stage, offload) that replicas may use. ZeRO stages go up to
+        `highest`, and are 0 unless there are `several` replicas to partition over."""
         yield 0, "none"
         for zero in range(1, highest + 1) if several and self.zero else ():
             yield zero, "none"
@@ -358,8 +349,8 @@ def space_of(
     exported = profile.graph is not None
     normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
     exchanges = bool(findings.samples.sums) and not training.samples_are_independent
-    whole = training.unlike_in_parts
-    splits = exported and whole is None
+    unsplittable = training.unlike_in_parts
+    splits = exported and unsplittable is None
     refused: list[Fault] = []
     refuse_shared_batch(findings, training, 1, refused)
     measured = is_measured(cluster, training.precision)
@@ -375,22 +366,20 @@ def space_of(
         global_batch=training.global_batch,
         exported=exported and training.accumulate == 1,
         shared=not refused,
-        zero=training.optimizer != "lamb" and whole is None and not profile.perhaps_unused,
+        zero=training.optimizer != "lamb" and unsplittable is None and not profile.perhaps_unused,
         offload=can_offload and not training.optimizers,
         split_head=splits and bool(findings.heads),
         experts=min(findings.experts.sharded.axes.values()) if splits and findings.experts else 0,
         sole_micro_batch=normed or exchanges,
-        splits=whole is None,
+        splits=unsplittable is None,
         use_all=use_all,
         unlike=unlike,
     )
 
 
 def left_out(space: Space, findings: ModelAnalysis, training: Training) -> Mapping[str, str]:
-    """Return the families of which `space` has no candidate, whatever the devices, and the reasons.
-
-    The reason is the one for which the resolver would refuse each family.
-    """
+    """Return the families of which `space` has no candidate on any devices, with the reason for
+    which the resolver would refuse each."""
     profile, reasons = findings.profile, dict[str, str]()
     pipelines = ["pipeline", "split", "split by sequence", "pipeline of splits"]
     if len(space.devices) > 1:
@@ -421,6 +410,5 @@ def left_out(space: Space, findings: ModelAnalysis, training: Training) -> Mappi
 
 
 def _stages_at_most(findings: ModelAnalysis) -> int:
-    """Return the most parts into which the model can be cut so that each has a parameter to
-    train."""
+    """Return the largest number of stages that each have a parameter to train."""
     return sum(before < after for before, after in pairwise(findings.order.weights))

@@ -1,4 +1,4 @@
-"""Write a candidate as a strategy file, which is read back and resolved like any other."""
+"""Write a candidate as a strategy file, which is read and resolved like any other."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,10 +11,8 @@ from whale_train.strategies.partition.pipeline_partition import Sequenced, is_in
 def to_strategy_file(
     candidate: Candidate, devices: Mapping[str, Any], balance: str
 ) -> Mapping[str, Any]:
-    """Return the content of the strategy file of a candidate.
-
-    `devices` is the file's `devices` key with its value, or nothing.
-    """
+    """Return the content of the strategy file of a candidate. `devices` is the file's `devices`
+    entry, or empty."""
     balanced = {} if balance == "hardware" else {"balance": balance}
     return {**devices, **balanced, "graph": candidate.graph()}
 
@@ -22,10 +20,11 @@ def to_strategy_file(
 def with_cut(
     mapping: Mapping[str, Any], cut: Sequence[int], order: Sequenced
 ) -> Mapping[str, Any] | None:
-    """Return a strategy file whose stages name the blocks with which they begin and end.
+    """Return a strategy file whose stages name their first and last blocks, so that the pipeline is
+    cut at the places `cut` of `order`.
 
-    By these names its pipeline is cut at the places `cut` of `order`. Returns None where the names
-    of blocks cannot say the cut, and where the file does not list one node for each stage.
+    Returns None where names of blocks cannot express the cut, and where the file does not list one
+    node for each stage.
     """
     names = [_ends(order, *interval) for interval in pairwise(cut)]
     if not all(names):

@@ -1,4 +1,4 @@
-"""A timeline of ranks, for chrome://tracing and ui.perfetto.dev, measured or simulated.
+"""A timeline of ranks, measured or simulated, for chrome://tracing and ui.perfetto.dev.
 
 The Trace Event Format: complete events ("ph": "X"), microseconds, one process per rank.
 """
@@ -35,18 +35,18 @@ def event(rank: int, what: Instruction | str, started_us: float, took_us: float)
 
 
 def _goes_on(first: Event, second: Event) -> bool:
-    """Return whether two events are consecutive pieces of one backward, whose gradients are ready
-    in pieces."""
+    """Return True if two events are consecutive pieces of one backward, which makes its gradients
+    ready piece by piece."""
     same = all(first[key] == second[key] for key in ("name", "tid", "args"))
     return same and abs(first["ts"] + first["dur"] - second["ts"]) < 1e-3
 
 
 def events_of(spans: Spans, stands: Mapping[int, int], devices: Mapping[int, str]) -> list[Event]:
-    """Return the events of a simulated step.
+    """Return the events of a simulated step. Transfers that overlap with computation are in a
+    second row.
 
-    stands: maps every rank that is shown to the simulated rank whose events it has. Transfers that
-        overlap with computation are in a second row.
-    devices: the name of the device of every rank that is shown.
+    stands: the simulated rank of every shown rank, which has its events.
+    devices: the name of the device of every shown rank.
     """
     events = [named(rank, device) for rank, device in devices.items()]
     by_rank: dict[int, list[Event]] = {}
@@ -54,9 +54,9 @@ def events_of(spans: Spans, stands: Mapping[int, int], devices: Mapping[int, str
     for task, start, end in zip(spans.tasks, spans.starts, spans.ends, strict=True):
         if end == start:
             continue
-        what: Instruction | str = task.instruction or task.name
+        label: Instruction | str = task.instruction or task.name
         for rank in simulated.intersection(task.ranks):
-            made = event(rank, what, start * 1e6, (end - start) * 1e6)
+            made = event(rank, label, start * 1e6, (end - start) * 1e6)
             made["tid"] = 0 if task.lane is Lane.COMPUTE else 1
             rank_events = by_rank.setdefault(rank, [])
             if rank_events and _goes_on(rank_events[-1], made):

@@ -1,4 +1,4 @@
-"""The time of one step: its tasks simulated, the parts that make it up, and its timeline."""
+"""The time of one step: its simulated tasks, its breakdown, and its timeline."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from whale_train.strategies.simulate.tasks import Step, floor_s, tasks_of
 class Simulated:
     """A simulated step.
 
-    spans: the tasks, with their begins and ends.
-    stands: from every rank to the simulated rank that stands for it.
+    spans: the tasks, with their start and end times.
+    stands: the simulated rank that stands for every rank.
     global_batch: the samples of the step.
-    floor_s: a lower bound, in seconds, of the step from computation alone.
+    floor_s: a lower bound on the step from computation alone, in seconds.
     """
 
     spans: Spans
@@ -26,8 +26,8 @@ class Simulated:
     floor_s: float
 
     def prediction(self) -> Prediction:
-        """Return the step's time, and the parts of it on the busiest rank, whose computation and
-        update take longest."""
+        """Return the step's time and its breakdown on the busiest rank: the one whose computation
+        and update take longest."""
         seconds = self.spans.seconds
         assert seconds >= self.floor_s * (1 - 1e-9), (seconds, self.floor_s)
         busiest = _busiest(rank_times(self.spans))
@@ -41,9 +41,9 @@ class Simulated:
         )
 
     def events(self, devices: Mapping[int, str]) -> list[Event]:
-        """Return the timeline of the step, in the form of a run's trace.
+        """Return the timeline of the step, in the format of a run's trace.
 
-        devices: the name of the device of every rank that is shown.
+        devices: the name of the device of every shown rank.
         """
         stands = {rank: self.stands[rank] for rank in devices}
         return events_of(self.spans, stands, devices)
@@ -55,7 +55,7 @@ def simulated(
     """Return `step`, simulated on the devices of `cluster`.
 
     `stands` maps every rank to a simulated one. Where all ranks share processors, the simulated
-    ranks get the part of them that is theirs by number.
+    ranks get a part of them in proportion to their number.
     """
     part = len(set(stands.values())) / len(stands)
     spans = simulate(tasks_of(step), cluster.processors * part)

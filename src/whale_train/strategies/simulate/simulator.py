@@ -1,8 +1,8 @@
 """The simulator of a step: tasks run on the lanes of ranks as soon as their dependencies are done.
 
-A rank has two lanes: one computes, the other transfers meanwhile. Tasks of a lane run in the order
-of the list; a task of several ranks (a collective) holds the lanes of all of them from one start to
-one end. Owns the clock; `tasks.py` owns the tasks of a plan.
+A rank has two lanes: one computes while the other transfers. Tasks of a lane run in the order of
+the list. A task of several ranks (a collective) occupies the lanes of all of them, from a common
+start to a common end. Owns the clock; `tasks.py` owns the tasks of a plan.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from whale_train.strategies.schedule.instructions import Instruction
 
-UPDATE = "update"  # the name of the tasks of the optimizer's update
+UPDATE = "update"  # name of the tasks of the optimizer's update
 
 
 class Lane(Enum):
@@ -26,14 +26,14 @@ class Lane(Enum):
 class Task(NamedTuple):
     """Work that ranks do together.
 
-    ranks: the ranks that do it.
-    lane: the lane of each rank that it occupies.
-    seconds: the seconds it takes.
-    after: the tasks it waits for, as numbers in the list.
-    transfer_s: seconds of a computing rank's task that are spent in collectives.
-    name: the part of the step that the task is, where it has no `instruction`.
+    ranks: the ranks.
+    lane: the lane of each rank that the task occupies.
+    seconds: duration of the task.
+    after: the tasks that it waits for, as positions in the list.
+    transfer_s: seconds of a compute task that are spent in collectives.
+    name: the part of the step that the task is, if it has no `instruction`.
     instruction: the instruction that the task is.
-    busy: the part of a transfer's time for which it occupies a processor of each of `ranks`.
+    busy: the fraction of a transfer's time for which it occupies a processor of each of `ranks`.
     """
 
     ranks: tuple[int, ...]
@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans:
-    """Begin and end of each task of a list, in seconds from the start of the step."""
+    """Start and end of each task of a list, in seconds from the start of the step."""
 
     tasks: tuple[Task, ...]
     starts: tuple[float, ...]
@@ -66,7 +66,7 @@ class Spans:
 
 
 def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
-    """Return the begin and the end of each task. In the list, a task comes after those it waits
+    """Return the start and the end of each task. In the list, a task comes after those it waits
     for.
 
     Where ranks need more than `processors` at once, for computations or transfers, they share them
@@ -101,10 +101,10 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
 
 
 def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
-    """Return the begin and the end of each task where ranks share `processors`.
+    """Return the start and the end of each task where ranks share `processors`.
 
-    The clock goes from one end of a task to the next. Only the part of a task that needs a
-    processor is slowed by others.
+    The clock advances from one end of a task to the next. Others slow only the fraction of a task
+    that needs a processor.
     """
     waits = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
@@ -175,7 +175,7 @@ class RankTime:
 
 def rank_times(spans: Spans) -> dict[int, RankTime]:
     """Return the seconds of every rank, by use. A gap before a task counts as communication while
-    the transfers that the task waits for go on."""
+    transfers that the task waits for are in progress."""
     lists: dict[int, list[int]] = {}
     for number, task in enumerate(spans.tasks):
         if task.lane is Lane.COMPUTE:

@@ -1,7 +1,8 @@
-"""A step as tasks: the ranks' computations, messages and sums, in the runtime's order.
+"""A step as tasks: the ranks' computations, messages and gradient reductions, in the runtime's
+order.
 
-Actors are ranks that act as one (a copy of the model, or a shard group at a position of a pipeline)
-and run the schedule's instructions. Owns the order; the caller gives the costs.
+An actor is a set of ranks that act as one (a replica of the model, or a shard group at a position
+of a pipeline) and run the schedule's instructions. Owns the order; the caller gives the costs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +20,12 @@ from whale_train.strategies.schedule.instructions import (
 )
 from whale_train.strategies.simulate.simulator import UPDATE, Lane, Task
 
-PIECES = 8  # the most pieces in which a backward makes gradients ready for their sums
+PIECES = 8  # limit on the pieces in which a backward makes gradients ready to be reduced
 
 
 def sum_pieces(elements: float) -> int:
-    """Return the number of pieces in which the gradients of `elements` parameters are summed, as a
-    last backward makes them ready."""
+    """Return the number of pieces in which `elements` gradients are reduced, as the last backward
+    makes them ready."""
     return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
 
 
@@ -32,9 +33,9 @@ def sum_pieces(elements: float) -> int:
 class Cost:
     """Cost of an instruction.
 
-    seconds: the seconds it takes.
+    seconds: duration of the instruction.
     transfer_s: seconds of these that are spent in collectives.
-    busy: the part of a send's seconds for which it occupies a processor.
+    busy: the fraction of a send's time for which it occupies a processor.
     """
 
     seconds: float
@@ -47,9 +48,9 @@ class Actor:
     """Ranks that act as one in a step.
 
     ranks: the ranks.
-    copy: the number of their pipeline.
+    copy: number of their replica of the pipeline.
     instructions: the instructions they run, in order.
-    cost: gives the cost of a computation, or of a send until it has arrived.
+    cost: function that returns the cost of a computation, or of a send until it has arrived.
     update_s: seconds of the optimizer's update.
     """
 
@@ -62,15 +63,14 @@ class Actor:
 
 @dataclass(frozen=True)
 class Sync:
-    """A sum of gradients over actors, for the chunks they hold.
+    """A reduction of gradients over actors, for the chunks they hold.
 
-    members: the actors, by number.
+    members: numbers of the actors.
     seconds: seconds of transfers.
-    pieces: the number of pieces in which the gradients become ready, each summed then.
-    overlapped: whether the sum of the pieces overlaps with the last backward; if not, there is one
-        piece.
-    busy: the part of the transfers' time by which they slow computation, as they occupy a rank's
-        processor.
+    pieces: number of pieces in which the gradients become ready; each piece is then reduced.
+    overlapped: True if the reduction overlaps with the last backward; if not, it has one piece.
+    busy: the fraction of the transfers' time for which they occupy a rank's processor, which slows
+        computation.
     gathers_s: seconds of all-gathering parameters after the update (ZeRO).
     """
 
@@ -84,10 +84,10 @@ class Sync:
 
 @dataclass(frozen=True)
 class Step:
-    """All of a step.
+    """All work of a step.
 
     actors: the actors.
-    syncs: the sums of gradients.
+    syncs: the gradient reductions.
     norm_s: seconds of the gradient norm's all-reduce over all ranks.
     """
 
@@ -97,7 +97,7 @@ class Step:
 
 
 def floor_s(step: Step) -> float:
-    """Return a lower bound, in seconds, of a step: the computation of the busiest actor."""
+    """Return a lower bound on a step, in seconds: the computation of the busiest actor."""
     costs_of = (
         [
             actor.cost(instruction)
@@ -115,6 +115,8 @@ def tasks_of(step: Step) -> list[Task]:
 
 
 class _Writer:
+    """Writer of the tasks of one step, in the runtime's order."""
+
     def __init__(self, step: Step) -> None:
         self.step = step
         self.tasks: list[Task] = []
@@ -123,8 +125,8 @@ class _Writer:
         self.ready: list[list[int]] = [[] for _ in step.actors]
         self.sent: dict[tuple[int, bool, int, int, int], int] = {}
         self.final = [_last_backwards(actor.instructions) for actor in step.actors]
-        # By actor: the pieces in which it makes gradients ready for their sums, and the seconds for
-        # which its processors carry the sum of one piece.
+        # By actor: the pieces in which it makes gradients ready, and the processor seconds that the
+        # reduction of one piece takes from it.
         self.pieces = [1] * len(step.actors)
         self.carried = [0.0] * len(step.actors)
         overlapped = [(sync, m) for sync in step.syncs if sync.overlapped for m in sync.members]
@@ -137,7 +139,7 @@ class _Writer:
                 self.carried[member] += beside * sync.busy / others
 
     def written(self) -> list[Task]:
-        """Return the tasks of the step: instructions, sums of gradients, the norm, updates and
+        """Return the tasks of the step: instructions, gradient reductions, the norm, updates and
         all-gathers."""
         self.run()
         summed = self.sums()
@@ -207,6 +209,8 @@ class _Writer:
         ), "the schedule waits for what nobody sends"
 
     def compute(self, number: int, place: int, arrived: Sequence[int]) -> None:
+        """Add the tasks of the computation at index `place` of actor `number`, split into pieces if
+        it is a last backward. The first one waits for the messages `arrived`."""
         actor, final = self.step.actors[number], self.final[number]
         instruction = actor.instructions[place]
         cost = actor.cost(instruction)
@@ -220,7 +224,7 @@ class _Writer:
             waits = (done,)
             if is_final:
                 self.ready[number].append(done)
-                # The sum of each piece but the last overlaps with the computation that follows.
+                # The reduction of each piece but the last overlaps with the next computation.
                 carried = self.carried[number]
                 if carried and (piece < pieces or place < max(final)):
                     beside = Task(actor.ranks, Lane.COMPUTE, carried, waits, carried, _SUM)
@@ -228,15 +232,15 @@ class _Writer:
                     waits = self.after(number)
 
     def send(self, number: int, instruction: Instruction) -> None:
+        """Add the task of a send of actor `number`."""
         actor = self.step.actors[number]
         cost, waits, sender = actor.cost(instruction), self.after(number), actor.ranks[:1]
-        # One member's link stands for all of the group's, which send their parts at once.
+        # The link of one member stands for those of the whole group, which send at the same time.
         task = Task(sender, Lane.LINK, cost.seconds, waits, 0.0, "", instruction, cost.busy)
         self.sent[_wire(actor.copy, instruction)] = self.add(task)
 
     def sums(self) -> list[list[int]]:
-        """Add the sums of gradients, and return, for each actor, those that its update waits
-        for."""
+        """Add the gradient reductions, and return those that each actor's update waits for."""
         by_actor: list[list[int]] = [[] for _ in self.step.actors]
         for sync in self.step.syncs:
             ranks = tuple(self.step.actors[member].ranks[0] for member in sync.members)
@@ -245,9 +249,9 @@ class _Writer:
                 waits = []
                 for member in sync.members:
                     ready = self.ready[member]
-                    # An actor with more pieces than this sum has several of them in one.
+                    # An actor with more pieces than this reduction has several of them in one.
                     waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
-                # Beside computation, the load of a sum is already in `carried`.
+                # The load of an overlapped reduction is already in `carried`.
                 beside = sync.overlapped and piece + 1 < pieces
                 busy = 0.0 if beside else sync.busy
                 seconds = sync.seconds / pieces
@@ -262,7 +266,7 @@ _SUM = "sum of gradients"
 
 
 def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int]:
-    """Return the key that a send and its receive have in common."""
+    """Return the key that a send and its receive share."""
     kind, chunk, m, peer = instruction
     if kind is Kind.SEND or kind is Kind.SEND_GRADIENT:
         return copy, kind is Kind.SEND_GRADIENT, chunk, peer, m
@@ -270,7 +274,7 @@ def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int
 
 
 def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
-    """Return the indices of the backwards that make the gradients of their chunk final."""
+    """Return the indices of the backwards after which the gradients of their chunk are complete."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(instructions):
         if instruction.kind in ENDS:

@@ -1,5 +1,5 @@
-"""The bytes of the parts that are split beside a rest (experts, above all), of a member of a shard
-group."""
+"""Peak bytes of a shard-group member that also holds split parts, such as experts. The other
+parameters of the member (the rest) are replicated."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,14 +20,13 @@ def with_beside(
     elements: Mapping[str, float],
     experts: Mapping[str, float],
 ) -> MemoryEstimate:
-    """Return the peak bytes of a member of `stage` with the parts that are split beside its rest.
+    """Return the peak bytes of a member of `stage`, its split parts included.
 
     job: the strategy on its devices.
     stage: number of the stage.
-    rest: peak bytes of the member without these parts.
-    elements: elements of the parameters of the rest, by path.
-    experts: elements of the parameters of the split parts (experts, a head, other modules), by
-        path.
+    rest: peak bytes of the member without the split parts.
+    elements: elements of the replicated parameters, by path.
+    experts: elements of the split parameters (experts, a head, other modules), by path.
     """
     keeper = job.keeper_beside(stage)
     streamed = keeper is not None and keeper.streams and not job.cluster.on_cpu
@@ -35,26 +34,26 @@ def with_beside(
         beside = added(rest, _a_stack(job, experts))
     else:
         beside = added(rest, _apart(job, stage, experts))
-    there = 0.0 if streamed else sum(experts.values())
-    updating = _at_update(job, stage, beside, sum(elements.values()), there)
+    resident = 0.0 if streamed else sum(experts.values())
+    updating = _at_update(job, stage, beside, sum(elements.values()), resident)
     return max(beside, updating, key=lambda need: need.total)
 
 
 def _a_stack(job: PlanningContext, experts: Mapping[str, float]) -> MemoryEstimate:
-    """Return the bytes of split parameters that are streamed: the largest one (a stack of experts),
-    and its gradient."""
+    """Return the bytes of split parameters that are streamed from the host: the largest parameter
+    (a stack of experts) and its gradient."""
     largest = max(experts, key=experts.__getitem__)
-    there = {largest: experts[largest]}
-    sizes = weights_bytes(there, job.profile, job.training.precision, 1, False)
+    largest_alone = {largest: experts[largest]}
+    sizes = weights_bytes(largest_alone, job.profile, job.training.precision, 1, False)
     read = sizes.weights + sizes.casts
     return MemoryEstimate(0.0, read, 0.0, 0.0, read)
 
 
 def _apart(job: PlanningContext, stage: int, experts: Mapping[str, float]) -> MemoryEstimate:
-    """Return the bytes of split parameters that are on the device.
+    """Return the bytes of split parameters that stay on the device.
 
-    Where copies partition the gradients of the rest (ZeRO 2 or 3), all gradients of the split
-    parameters are taken to be there together. Else they are counted as the backward makes them.
+    Under ZeRO 2 or 3 of the rest, the gradients of all split parameters count as alive at once.
+    Otherwise they count as the backward makes them.
     """
     elements, keeper = sum(experts.values()), job.keeper_beside(stage)
     zero = keeper.zero if keeper else 0
@@ -75,12 +74,12 @@ def _apart(job: PlanningContext, stage: int, experts: Mapping[str, float]) -> Me
 def _at_update(
     job: PlanningContext, stage: int, need: MemoryEstimate, rest: float, experts: float
 ) -> MemoryEstimate:
-    """Return the part of `need` that is there at the update of `rest` and `experts` elements: all
-    gradients, no values, and what ZeRO makes of gradients.
+    """Return the bytes of `need` at the optimizer's update of `rest` and `experts` elements: all
+    gradients, no activations, and ZeRO's communication buffers.
 
-    ZeRO 1 puts a bucket together, twice while it is summed; ZeRO 2 and 3 have no whole gradients of
-    the rest. Of experts whose copies partition their optimizer, there is a flat copy of the part
-    that is updated on this rank.
+    ZeRO 1 fills one bucket and reduces it through a second one. ZeRO 2 and 3 hold no full gradients
+    of the rest. Where ZeRO partitions the optimizer of split parameters, the part that this rank
+    updates has a flat copy.
     """
     copies, zero = len(job.data_parallel[stage][0]), job.zero
     rest = 0.0 if zero > 1 else rest

@@ -1,7 +1,7 @@
 """The peak bytes of a member of a shard group.
 
-A schedule is played instruction by instruction: forwards add saved tensors, backwards free them and
-leave gradients. The peak within any instruction is the memory that the member needs.
+The schedule is played instruction by instruction. A forward adds saved tensors; a backward frees
+them and leaves gradients. The member needs the peak over all instructions.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -43,18 +43,18 @@ from whale_train.strategies.stages.placement import (
 
 
 class MemberMemory:
-    """The bytes of one member of a shard group: parameters, and the liveness of forwards and
-    backwards.
+    """The memory of one member of a shard group: its parameters, and the liveness of its forwards
+    and backwards.
 
     job: the strategy on its devices.
-    chunks: chunks that the member holds, by their numbers.
+    chunks: the chunks that the member holds, by number.
     axes: intervals of the members of shard groups, by axis.
     member: index of the member in its shard group.
     again: True if blocks are recomputed in the backward.
     accumulates: True if weight gradients are accumulated in place or deferred.
-    gathered: samples of the group for each sample of the member; a part that is split beside copies
-        sees the rows of all of them.
-    one_backward: True if DistributedDataParallel sums gradients in the backward.
+    gathered: samples of the group for each sample of the member. A part that is split beside
+        replicas runs on the samples of all members.
+    one_backward: True if DistributedDataParallel reduces gradients during the backward.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MemberMemory:
         self._accumulates, self._again = accumulates, again
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # bytes of frozen weights
-        self._experts: dict[str, float] = {}  # elements of parameters split beside a rest
+        self._experts: dict[str, float] = {}  # elements of split parameters
         self._passing: dict[int, ActivationProfile] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
@@ -98,14 +98,15 @@ class MemberMemory:
 
     @property
     def _has_buckets(self) -> bool:
-        """Return True if the rest beside experts has all gradients from its first step on, as the
-        buckets of DistributedDataParallel."""
+        """Return True if the replicated parameters beside experts have DistributedDataParallel's
+        buckets, which hold all their gradients from the first step on."""
         job = self._job
         several = len(job.copies_of_rest[self._stage][0]) > 1
         return several and not (self._accumulates or job.zero or len(job.form.stages) > 1)
 
     def _view(self, chunk: StageChunk) -> View:
-        """Return the sizes of the values as ranks run `chunk`: as it is, or rewritten."""
+        """Return the sizes of the values of `chunk` in the graph that ranks run: the original or
+        the rewritten one."""
         job, view, on_cpu = self._job, self._job.findings.view, self._job.cluster.on_cpu
         if not job.as_is:
             return view.rewritten(rewrites_of(job, chunk, own_gradients=False))
@@ -120,8 +121,8 @@ class MemberMemory:
         local: Mapping[str, float],
         again: bool,
     ) -> ActivationProfile:
-        """Return the liveness of one forward and backward of `chunk`, with gradients of the
-        parameters `local` (elements by path) alone."""
+        """Return the liveness of one forward and one backward of `chunk`. Only the parameters in
+        `local` (elements by path) get gradients."""
         job, part = self._job, chunk.slice
         if job.profile.graph is None or not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
@@ -143,8 +144,8 @@ class MemberMemory:
 
     @cached_property
     def _made_in_order(self) -> tuple[str, ...]:
-        """Return the paths of the weights in the order in which a backward makes their gradients:
-        the reverse of the order in which the forward reads each weight last."""
+        """Return the paths of the weights in the order in which the backward makes their gradients:
+        the reverse of the order of each weight's last read in the forward."""
         job, known = self._job, dict[str, None]()
         if job.profile.graph is None:
             return ()
@@ -157,8 +158,9 @@ class MemberMemory:
 
     @cached_property
     def _largest_made(self) -> float:
-        """Return the bytes of the largest gradient that a backward makes apart from the sum to
-        which it is added. Gradients that are accumulated in place are left out."""
+        """Return the bytes of the largest gradient that a backward makes in a tensor of its own
+        before it is added to the accumulated gradient. Gradients that are accumulated in place are
+        left out."""
         chunks = self._chunks.values() if self._accumulates else ()
         in_place = {x for chunk in chunks for x in added_in_place(self._job, chunk)}
         made = (n for path, n in self._elements.items() if path not in in_place)
@@ -167,8 +169,8 @@ class MemberMemory:
     def _unmeasured(
         self, chunk: StageChunk, local: Mapping[str, float], again: bool
     ) -> ActivationProfile:
-        """Return the liveness of `chunk` where no operation's saved tensors were measured, from the
-        totals of its slice."""
+        """Return the liveness of `chunk` from the totals of its slice, where the saved tensors of
+        operations were not measured."""
         halved = precision_bytes(self._job.training.precision, self._job.zero).activations
         part, gradients = chunk.slice, 4.0 * sum(local.values())
         largest = 4.0 * max(local.values(), default=0.0)
@@ -179,7 +181,7 @@ class MemberMemory:
         return replace(once, kept=entering, forward=())
 
     def needs(self, order: Sequence[Instruction], own: int) -> MemoryEstimate:
-        """Return the bytes that a rank needs at its peak, by what holds them.
+        """Return the peak bytes of a rank, by use.
 
         order: instructions of the schedule that the rank runs.
         own: samples of a micro-batch that the rank takes itself.
@@ -194,8 +196,11 @@ class MemberMemory:
         return next(iter(self._chunks.values())).stage
 
     def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """Return the bytes that a rank needs at its peak for all but what is split beside copies,
-        in micro-batches of which it takes `samples` itself."""
+        """Return the peak bytes of a rank without the parts that are split beside replicas.
+
+        order: instructions of the schedule that the rank runs.
+        samples: samples of a micro-batch that the rank takes itself.
+        """
         job = self._job
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         copies = len(job.copies_of_rest[self._stage][0])
@@ -209,10 +214,11 @@ class MemberMemory:
             order=self._made_in_order if job.zero >= 2 else (),
         )
         casts, steps = self._casts(order, sizes), self._steps(order, engine)
-        # 16-bit copies that an only backward frees weight by weight count as values.
-        kept = casts if self._uses_up(order, engine) else 0.0
+        # 16-bit copies that a single backward frees one by one count as values.
+        casts_as_values = casts if self._uses_up(order, engine) else 0.0
         worst = engine.worst(
-            (come, added, values * samples + kept * left) for come, added, values, left in steps
+            (come, added, values * samples + casts_as_values * left)
+            for come, added, values, left in steps
         )
         frozen = sum(self._frozen.values())
         parameters = (sizes.weights + frozen) / (copies if job.zero == 3 else 1)
@@ -220,7 +226,7 @@ class MemberMemory:
             parameters = 0.0
         optimizer = job.training.state_bytes(self._elements) + sizes.master
         return MemoryEstimate(
-            parameters=parameters + (casts - kept) + float(job.profile.buffer_bytes),
+            parameters=parameters + (casts - casts_as_values) + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
             optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
             activations=worst.activations,
@@ -228,9 +234,12 @@ class MemberMemory:
         )
 
     def _on_their_way(self, order: Sequence[Instruction]) -> float:
-        """Return the bytes of a sample's values and gradients that are received ahead of their use
-        or have not left yet. They are those of one micro-batch at the end of a chunk that has most:
-        the values it takes, twice (their gradients as well), or the values it gives."""
+        """Return the bytes per sample of values and gradients in flight between stages: received
+        ahead of their use, or not yet sent.
+
+        They are the traffic of one micro-batch at the chunk that has most: the values it takes and
+        the gradients of these, or the values it gives.
+        """
         if not any(x.kind in (Kind.SEND, Kind.RECEIVE) for x in order):
             return 0.0
         size = self._job.findings.view.num_bytes
@@ -239,9 +248,11 @@ class MemberMemory:
         return most * self._gathered  # every member receives the values of all samples
 
     def _casts(self, order: Sequence[Instruction], sizes: Weights) -> float:
-        """Return the bytes of the 16-bit copies of weights. A step makes them once. Where blocks
-        are recomputed, the copies of one block are there at a time. Under ZeRO 3 each forward makes
-        its own copies, which are kept until its backward."""
+        """Return the bytes of the 16-bit copies of weights.
+
+        A step makes the copies once. With recomputation, only the copies of one block are alive at
+        a time. Under ZeRO 3, each forward makes its own copies, which are kept until its backward.
+        """
         if not sizes.casts:
             return 0.0
         if self._again:
@@ -255,17 +266,20 @@ class MemberMemory:
         return sizes.casts * in_flight(order) / len(self._chunks)
 
     def _uses_up(self, order: Sequence[Instruction], engine: Gradients) -> bool:
-        """Return True if the backward frees the 16-bit copies of weights one by one, as the
-        backward of an only micro-batch does where gradients have no buckets that last."""
+        """Return True if the backward frees the 16-bit copies of weights one by one. It does so
+        with a single micro-batch, where gradients have no persistent buckets."""
         buckets = engine.are_buckets and self._one_backward
         return _has_one_forward(order) and not (buckets or self._again or self._job.zero)
 
     def _steps(
         self, order: Sequence[Instruction], engine: Gradients
     ) -> Iterator[tuple[float, float, float, float]]:
-        """Yield the moments on every instruction's Pareto front as tuples of four: bytes of
-        gradients, bytes of gradients about to be added to them, bytes of a sample's values, and the
-        fraction of the weights that are still read."""
+        """Yield the memory points on the Pareto front of every instruction.
+
+        A point is a tuple of four: bytes of accumulated gradients, bytes of gradients about to be
+        added to them, bytes of values per sample, and the fraction of the weights that is still to
+        be read.
+        """
         last = {x.chunk: x for x in order if x.kind in ENDS}
         values = self._on_their_way(order)
         # DistributedDataParallel keeps its buckets from the first step on.
@@ -277,10 +291,10 @@ class MemberMemory:
         for instruction in order:
             kind, number, _, _ = instruction
             run = self._passing[number]
-            # The last of several backwards sums gradients over the copies, and fills a bucket.
+            # The last of several backwards reduces gradients over the replicas, and fills a bucket.
             summed = not self._one_backward and last[number] is instruction
             bucket = engine.summed if summed else 0.0
-            if bucket and engine.fits_a_bucket:  # all are summed at the end, when no value is left
+            if bucket and engine.fits_a_bucket:  # reduced at the end, when no value is left
                 yield come, bucket, max(values - run.kept, 0.0), 0.0
                 bucket = 0.0
             match kind:
@@ -321,9 +335,11 @@ def _is_weight(operation: Operation) -> bool:
 def _part_of(
     chunk: StageChunk, axes: AxisIntervals, member: int, gathered: float
 ) -> Callable[[str], float]:
-    """Return the function from a value's name to the fraction of the value that a member of the
-    chunk's shard group has, relative to its own samples. Values inside a split part are of all
-    samples of the group, which has `gathered` times as many."""
+    """Return a function from the name of a value to the fraction of the value that a member of the
+    chunk's shard group holds, relative to the member's own samples.
+
+    Values inside a split part cover the samples of the whole group, `gathered` times as many.
+    """
     if chunk.sharded is None:
         return whole_value
     layouts, beside = chunk.sharded.assignment.layouts, chunk.beside
@@ -341,9 +357,11 @@ def _read_as(
     trained: Container[str],
     gathered: float,
 ) -> dict[tuple[str, str], float]:
-    """Return the fractions of values that operations read after a cast that changes their size
-    (puts shards together, or cuts), by (operation, value). Values without a gradient, which nobody
-    keeps, are left out."""
+    """Return the fractions of values that operations read through a cast that changes their size (a
+    gather or a slice), by (operation, value).
+
+    Values without a gradient are left out: autograd does not save them.
+    """
     if chunk.sharded is None:
         return {}
     return {

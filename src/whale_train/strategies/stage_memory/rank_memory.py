@@ -1,4 +1,4 @@
-"""The peak bytes of a strategy's ranks, and the most samples and split units they have room for.
+"""The peak bytes of a strategy's ranks, and the most samples and split units that fit.
 
 `member_memory.py` owns the bytes of one member of a shard group for its chunks.
 """
@@ -19,12 +19,12 @@ from whale_train.strategies.stages.placement import (
 
 
 class RankMemory:
-    """The bytes that every rank needs at its peak, by the samples that it takes at a time.
+    """The peak bytes of every rank, as a function of its samples per micro-batch.
 
     job: the strategy on its devices.
     chunks: all chunks, in the order they run.
     axes: intervals of the members of shard groups, by axis.
-    orders: instructions, by copy and position.
+    orders: instructions, by replica and position.
     recomputed: stages that recompute their blocks in the backward.
     """
 
@@ -51,8 +51,9 @@ class RankMemory:
         self._most_units: dict[object, int] = {}
 
     def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
-        """Return the bytes that `rank` needs for micro-batches of `samples`, of which it takes
-        `own` itself (fewer than all only beside copies that share them)."""
+        """Return the peak bytes of `rank` for micro-batches of `samples`, of which the rank takes
+        `own` itself. `own` is smaller than `samples` only where the members of a shard group share
+        a micro-batch."""
         copy, position = self._job.place_of(rank)
         stage = self._job.seats.stage_of[position]
         index = self._job.seats.positions[copy][position].index(rank)
@@ -65,13 +66,15 @@ class RankMemory:
         return self._estimates[key]
 
     def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
-        """Return the bytes that every rank needs for its largest micro-batch of `batches`."""
+        """Return the peak bytes of every rank for its largest micro-batch of `batches`."""
         return {rank: self.of(rank, *self._sizes(batches, rank)) for rank in self._ranks}
 
     def most(self, rank: int, batches: Batches) -> int:
-        """Return the most samples that `rank` has room for at a time, up to the whole batch; -1
-        where not even its weights fit. Where members share samples, the group's samples are those
-        of `batches`."""
+        """Return the most samples per micro-batch that fit the memory of `rank`, up to the global
+        batch; -1 where not even the weights fit.
+
+        Where the members of a shard group share a micro-batch, its size is taken from `batches`.
+        """
         room, gathered = self._job.cluster.devices[rank].room_bytes, self._sizes(batches, rank)[0]
         beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
 
@@ -81,9 +84,13 @@ class RankMemory:
         return largest_fitting(need, self._job.training.global_batch, room)
 
     def most_units(self, rank: int, batches: Batches, own: int | None = None) -> int:
-        """Return the most units of what is split beside copies (classes, experts, shards) that
-        `rank` has room for beside the rest and `own` samples (None: its samples of `batches`). The
-        number is at most that of all units, and 0 where not even the rest fits."""
+        """Return the most units (classes, experts, shards) of a split part that fit the memory of
+        `rank`.
+
+        The units come on top of the replicated rest and of `own` samples (None: the rank's samples
+        of `batches`). The result is at most the number of all units, and 0 where not even the rest
+        fits.
+        """
         stage, order = self._stage_and_order(rank)
         sizes, room = self._sizes(batches, rank), self._job.cluster.devices[rank].room_bytes
         if own is not None:
@@ -94,12 +101,12 @@ class RankMemory:
         return self._most_units[key]
 
     def units(self, stage: int) -> int:
-        """Return the number of units, over all members, along the finest axis of what a stage
-        splits beside copies."""
+        """Return the number of units of the split parts of a stage, over all members, along the
+        finest axis."""
         return max(self._axes[axis][-1][1] for axis in self._axes_beside(stage))
 
     def unit_bytes(self, rank: int, batches: Batches) -> float:
-        """Return the bytes that `rank` needs for every unit of what is split beside copies."""
+        """Return the bytes that `rank` needs for each unit of a split part."""
         stage, order = self._stage_and_order(rank)
         need = partial(self._with_units, stage, order, (self._sizes(batches, rank)[0], 1))
         units = self.units(stage)
@@ -108,8 +115,8 @@ class RankMemory:
     def _units_within(
         self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], room: float
     ) -> int:
-        """Return the most units of what a stage splits beside copies that fit `room` bytes, for
-        `sizes` as `_sizes` returns them; all units for a rank that takes no samples."""
+        """Return the most units of a stage's split parts that fit `room` bytes; all units for a
+        rank that takes no samples. `sizes` is a result of `_sizes`."""
         count = self.units(stage)
         if not sizes[1]:
             return count
@@ -118,35 +125,38 @@ class RankMemory:
     def _with_units(
         self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], units: int
     ) -> float:
-        """Return the bytes that a member of a stage needs with `units` along the finest axis of
-        what is split, and as large a part along the other axes."""
+        """Return the peak bytes of a member of a stage that holds `units` along the finest axis of
+        the split parts, and the same fraction of every other axis."""
         (samples, own), axes, finest = sizes, dict(self._axes), self.units(stage)
         for axis in self._axes_beside(stage):
-            whole = axes[axis][-1][1]
-            axes[axis] = ((0, units * whole // finest), (units * whole // finest, whole))
+            axis_units = axes[axis][-1][1]
+            axes[axis] = (
+                (0, units * axis_units // finest),
+                (units * axis_units // finest, axis_units),
+            )
         held = self._holding(stage, axes, 0, order, samples / own)
         return held.needs(order, own).total
 
     def _stage_and_order(self, rank: int) -> tuple[int, Sequence[Instruction]]:
-        """Return the stage that `rank` holds, and the instructions of its position in order."""
+        """Return the stage of `rank`, and the instructions of its position in order."""
         copy, position = self._job.place_of(rank)
         return self._job.seats.stage_of[position], self._orders[copy][position]
 
     def _axes_beside(self, stage: int) -> Sequence[str]:
-        """Return the axes along which a stage cuts what it splits beside copies."""
+        """Return the axes along which a stage cuts the parts that are split beside replicas."""
         chunks = (self._chunks[number] for number in self._held_by[stage])
         return [axis for chunk in chunks if chunk.shares_samples for axis in chunk.axes]
 
     def for_one(self, rank: int, batches: Batches) -> float:
-        """Return the bytes that `rank` needs for one sample at a time, and one unit of what is
-        split beside copies (a class, an expert), which sees all samples of `batches`."""
+        """Return the fewest bytes with which `rank` can run: one sample per micro-batch and one
+        unit (a class, an expert) of a split part, which runs on all samples of `batches`."""
         stage, order = self._stage_and_order(rank)
         if self._job.form.stages[stage].body is None:
             return self.of(rank, 1, 1).total
         return self._with_units(stage, order, (self._sizes(batches, rank)[0], 1), 1)
 
     def sample_bytes(self, rank: int, batches: Batches) -> float:
-        """Return the bytes that `rank` needs for every further sample at a time."""
+        """Return the bytes that `rank` needs for each further sample of a micro-batch."""
         stage = self._job.stage_of_rank(rank)
         if self._job.form.stages[stage].body is None:
             return self.of(rank, 2, 2).total - self.of(rank, 1, 1).total
@@ -154,7 +164,7 @@ class RankMemory:
         return self.of(rank, gathered, 2).total - self.of(rank, gathered, 1).total
 
     def alike(self, rank: int, batches: Batches) -> tuple[object, ...]:
-        """Return the key of a rank's needs: ranks of equal keys need the same bytes."""
+        """Return a key of the memory needs of `rank`: ranks with equal keys need the same bytes."""
         copy, position = self._job.place_of(rank)
         stage = self._job.seats.stage_of[position]
         index = self._job.seats.positions[copy][position].index(rank)
@@ -167,8 +177,8 @@ class RankMemory:
         return [rank for copy in self._job.seats.positions for ranks in copy for rank in ranks]
 
     def _sizes(self, batches: Batches, rank: int) -> tuple[int, int]:
-        """Return the samples of the largest micro-batch of a rank's copy, and the most of a
-        micro-batch that the rank itself takes."""
+        """Return two numbers of samples: the largest micro-batch of the replica of `rank`, and the
+        largest part of a micro-batch that `rank` takes itself."""
         copy, position = self._job.place_of(rank)
         samples = batches.largest(copy)
         stage = self._job.seats.stage_of[position]
@@ -180,8 +190,8 @@ class RankMemory:
     def _member(
         self, stage: int, member: int, order: Sequence[Instruction], gathered: float = 1.0
     ) -> MemberMemory:
-        """Return the bytes of a member of a stage's shard groups, kept for orders that accumulate
-        alike."""
+        """Return the memory of a member of a stage's shard groups. It is cached for all orders that
+        accumulate gradients alike."""
         joins = self._job.accumulates(order)
         if all(self._chunks[number].beside is None for number in self._held_by[stage]):
             gathered = 1.0
@@ -198,7 +208,7 @@ class RankMemory:
         order: Sequence[Instruction],
         gathered: float,
     ) -> MemberMemory:
-        """Return the bytes of a member of a stage's shard groups with its shards along `axes`."""
+        """Return the memory of a member of a stage's shard groups with its shards along `axes`."""
         chunks = {number: self._chunks[number] for number in self._held_by[stage]}
         joins, again = self._job.accumulates(order), stage in self._recomputed
         return MemberMemory(
@@ -207,13 +217,13 @@ class RankMemory:
 
 
 def largest_fitting(need: Callable[[int], float], limit: int, room: float) -> int:
-    """Return the largest number up to `limit` for which `need`, an ascending function to bytes, is
-    within `room` bytes; -1 where even 0 is not.
+    """Return the largest number from 0 to `limit` whose `need` is at most `room` bytes; -1 where
+    even 0 needs more. `need` gives bytes, and must not decrease.
 
-    Needs are nearly linear. The search tries the number that a line between the bounds found so far
-    gives and, in every other turn, the middle.
+    The search interpolates between its bounds, since needs are nearly linear, and bisects in every
+    other turn.
     """
-    low, high = -1, limit + 1  # `low` is within `room`, `high` is not
+    low, high = -1, limit + 1  # `low` fits `room`, `high` does not
     at_low = at_high = 0.0
     guess = 0
     halve = False
@@ -234,8 +244,8 @@ def largest_fitting(need: Callable[[int], float], limit: int, room: float) -> in
 
 
 def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[int, int]:
-    """Return a number for every order, by its id: the same for orders that differ only in the
-    numbers of their micro-batches, which ascend for each chunk in all of them."""
+    """Return a class number for every order, by the `id` of the order. Orders of one class differ
+    only in the numbers of their micro-batches, which ascend for each chunk."""
     by_id: dict[int, int] = {}
     numbers: dict[object, int] = {}
     for order in (order for of_copy in orders for order in of_copy):

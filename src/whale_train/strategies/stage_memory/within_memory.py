@@ -1,5 +1,5 @@
-"""The samples, classes and experts that fit the memory of every device, and the refusal where none
-do.
+"""The samples, classes and experts that fit the memory of every device, and the error where none
+fit.
 
 `rank_memory.py` owns the bytes of each rank; this file owns the limits that follow from them.
 """
@@ -25,8 +25,8 @@ from whale_train.strategies.stages.placement import PlanningContext, StageChunk,
 class ShortOfMemoryError(PlanError):
     """A plan in which some rank needs more bytes than its device has.
 
-    short_bytes: the largest excess of a rank's need over its device's memory.
-    work: simulated tasks and laid-out ranks that were spent on the plan.
+    short_bytes: the largest shortfall of any rank, in bytes.
+    work: the simulated tasks and laid-out ranks that were spent on the plan.
     """
 
     def __init__(self, fault: Fault, short_bytes: float, work: int) -> None:
@@ -36,12 +36,12 @@ class ShortOfMemoryError(PlanError):
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory that the ranks of a strategy have, and the memory they need.
+    """The memory that the ranks of a strategy need, against the memory of their devices.
 
     job: the strategy on its devices.
     cut: the model in chunks.
-    memory: bytes that each rank needs.
-    batches: micro-batches for which they are needed.
+    memory: the peak bytes of each rank.
+    batches: the micro-batches for which the ranks need these bytes.
     """
 
     job: PlanningContext
@@ -51,15 +51,15 @@ class MemoryBudget:
 
     @cached_property
     def short_bytes(self) -> float:
-        """Return the largest excess of a rank's need over its device's memory, in bytes; not
-        positive where all fit."""
+        """Return the largest shortfall of any rank, in bytes: its need minus its device's memory.
+        It is zero or negative where all ranks fit."""
         needs = self.memory.of_batches(self.batches)
         devices = self.job.cluster.devices
         return max(need.total - devices[rank].room_bytes for rank, need in needs.items())
 
     def samples(self) -> tuple[int, ...]:
-        """Return the most samples that each rank has room for at a time; 0 or less for a rank that
-        has no room for one."""
+        """Return the most samples per micro-batch that each rank has room for; 0 or less for a rank
+        that has no room for one."""
         by_key: dict[object, int] = {}
         samples = []
         for rank, device in enumerate(self.job.cluster.devices):
@@ -70,17 +70,17 @@ class MemoryBudget:
         return tuple(samples)
 
     def caps(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
-        """Return the most units of what is split beside copies (classes, experts, shards) that each
-        member of a shard group has room for in every copy, by stage. Stages without such a part are
-        left out.
+        """Return the most units (classes, experts, shards) that each member of a shard group has
+        room for in every replica, by stage. Stages without a split part are left out.
 
-        The units are beside the rest and `own` samples (None: the samples that the rank takes).
+        The units come on top of the replicated rest and of `own` samples (None: the samples that
+        the rank takes).
         """
         return self._caps_of([x for x in self.cut.chunks if x.shares_samples], own)
 
     def caps_of_unlike(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
-        """Return the caps of stages whose members could give each other units. Stages whose members
-        all have as much memory and as many units are left out."""
+        """Return the caps of the stages whose members differ in memory or in units, and so could
+        give each other units. `own` is as in `caps`."""
         beside = [chunk for chunk in self.cut.chunks if chunk.shares_samples]
         alike = {chunk.stage for chunk in beside if self._are_alike(chunk)}
         return self._caps_of([chunk for chunk in beside if chunk.stage not in alike], own)
@@ -88,7 +88,7 @@ class MemoryBudget:
     def _caps_of(
         self, chunks: Sequence[StageChunk], own: int | None
     ) -> Mapping[int, tuple[int, ...]]:
-        """Return the caps of the stages of `chunks`, as `caps` has them."""
+        """Return the caps of the stages of `chunks`. `own` is as in `caps`."""
         return {
             stage: tuple(
                 min(self.memory.most_units(rank, self.batches, own) for rank in ranks)
@@ -98,8 +98,8 @@ class MemoryBudget:
         }
 
     def _are_alike(self, chunk: StageChunk) -> bool:
-        """Return True if all members of a chunk's shard groups have as much memory, and as many
-        units to within one."""
+        """Return True if all members of the chunk's shard groups have the same memory, and the same
+        number of units to within one."""
         devices, axes = self.job.cluster.devices, [self.cut.axes[x] for x in chunk.axes]
         ranks = (rank for group in self.job.replicas[chunk.stage] for rank in group)
         held = [[b - a for a, b in intervals] for intervals in axes]
@@ -108,13 +108,13 @@ class MemoryBudget:
 
 
 def refuse_memory(room: MemoryBudget, times: ChunkTimes, micro_batches: int, work: int) -> None:
-    """Raise ShortOfMemoryError where some rank of `room` needs more than its device has. The error
-    says by how much, and what helps.
+    """Raise ShortOfMemoryError if some rank of `room` needs more than its device has. The error
+    says by how much, and names a remedy.
 
-    room: memory that the ranks have and need.
+    room: the memory that the ranks need and have.
     times: seconds of the chunks.
-    micro_batches: number of micro-batches of a copy.
-    work: work that was spent on the plan, for the error.
+    micro_batches: number of micro-batches of a replica.
+    work: the work spent on the plan, which the error carries.
     """
     short = room.short_bytes
     if short <= 0:
@@ -137,7 +137,7 @@ def refuse_memory(room: MemoryBudget, times: ChunkTimes, micro_batches: int, wor
 
 
 def _no_room(room: MemoryBudget) -> Fault:
-    """Return the fault of the rank whose need exceeds its device's memory most."""
+    """Return the fault of the rank with the largest shortfall."""
     devices = room.job.cluster.devices
     needs = room.memory.of_batches(room.batches)
     over = {rank: need.total - devices[rank].room_bytes for rank, need in needs.items()}
@@ -155,8 +155,8 @@ def _no_room(room: MemoryBudget) -> Fault:
 
 
 def _no_room_for_one(room: MemoryBudget) -> Fault | None:
-    """Return the fault of the device with the least memory, where it cannot even hold its copy, one
-    sample and one class of a split head, or one expert; None where it can."""
+    """Return the fault of the device with the least memory, if it has no room for its replica, one
+    sample and one unit of a split part (a class, an expert); None if it has."""
     job, devices = room.job, room.job.cluster.devices
     tight = min(range(len(devices)), key=lambda rank: devices[rank].room_bytes)
     need, has = room.memory.for_one(tight, room.batches), devices[tight].room_bytes
@@ -174,8 +174,7 @@ def _no_room_for_one(room: MemoryBudget) -> Fault | None:
 
 
 def _what(room: MemoryBudget, stage: int) -> str:
-    """Return the word for the units of what is split beside the copies of a stage: classes, experts
-    or shards."""
+    """Return the word for the units of a stage's split parts: `classes`, `experts` or `shards`."""
     chunks = [chunk for chunk in room.cut.chunks if chunk.stage == stage]
     if any(chunk.head for chunk in chunks):
         return "classes"
@@ -183,15 +182,15 @@ def _what(room: MemoryBudget, stage: int) -> str:
 
 
 def _no_room_beside(room: MemoryBudget, stage: int, most: int) -> Fault:
-    """Return the fault of the classes, experts or shards for which the members of a stage have no
-    room; they have room for `most`."""
-    job, what, count = room.job, _what(room, stage), room.memory.units(stage)
+    """Return the fault of a stage whose members have room for only `most` of its classes, experts
+    or shards."""
+    job, units, count = room.job, _what(room, stage), room.memory.units(stage)
     short = (count - most) * room.memory.unit_bytes(job.replicas[stage][0][0], room.batches)
     rule = (
-        f"has {count} {what}, {count - most} more than the devices of hardware={job.cluster.name} "
+        f"has {count} {units}, {count - most} more than the devices of hardware={job.cluster.name} "
         f"have memory for ({in_bytes(short)} short)"
     )
-    remedy = f"use more devices, a smaller train.global_batch, or at most {most} {what}"
+    remedy = f"use more devices, a smaller train.global_batch, or at most {most} {units}"
     split = job.form.stages[stage].split
     assert split is not None
     return Fault(f"{split.path}.modules", ", ".join(split.modules), rule, remedy)
@@ -210,8 +209,8 @@ def _no_room_for_batch(room: MemoryBudget, most: int) -> Fault:
 
 
 def _fitting_zero(job: PlanningContext) -> str:
-    """Return a remedy: the lowest ZeRO stage of the whole model that fits one sample on every
-    device."""
+    """Return the remedy that names the lowest ZeRO stage at which one sample of the whole model
+    fits every device."""
     cluster, profile = job.cluster, job.profile
     for name, zero, offload in (
         ("zero1", 1, "none"),
@@ -228,7 +227,7 @@ def _fitting_zero(job: PlanningContext) -> str:
 
 def _bytes_for_one(strategy: Strategy, job: PlanningContext, cluster: Cluster) -> float | None:
     """Return the bytes that each device of `cluster` needs for one sample under `strategy`, which
-    copies the whole model; None where the strategy has no form there, or some device has less
+    replicates the whole model; None where the strategy cannot run there, or some device has less
     memory."""
     enough = replace(job.training, global_batch=len(cluster.devices), accumulate=1)
     form = form_of(strategy, cluster, enough, [])
@@ -244,8 +243,9 @@ def _bytes_for_one(strategy: Strategy, job: PlanningContext, cluster: Cluster) -
 
 
 def recomputed_stages(job: PlanningContext, memory: Mapping[int, MemoryEstimate]) -> set[int]:
-    """Return the stages that recompute their blocks: all with `recompute: full`, and those with
-    `auto` of which some rank does not fit its device by `memory` (bytes by rank)."""
+    """Return the stages that recompute their blocks: all with `recompute: full`, and each with
+    `recompute: auto` that has a rank which does not fit its device. `memory` holds the needs, by
+    rank."""
     recomputed = set()
     for stage, form in enumerate(job.form.stages):
         ranks = [rank for group in job.replicas[stage] for rank in group]

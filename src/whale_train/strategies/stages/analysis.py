@@ -1,7 +1,7 @@
 """The cache of everything derived from a model, shared by all strategies that a search considers.
 
-Pipeline cuts, weight shardings and prices of slices are computed once: neighbours in a search need
-the same ones.
+Pipeline cuts, weight shardings and prices of slices are computed once: neighbouring candidates of a
+search need the same ones.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,16 +38,20 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class ModelAnalysis:
-    """The analysis cache of `profile`, trained at `precision`."""
+    """The analysis cache of a model.
+
+    profile: the model.
+    precision: `train.precision` of the training.
+    """
 
     profile: ModelProfile
     precision: str
     _results: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], _Result]) -> _Result:
-        """Return the result of `compute`, called only for the first use of `key`. A PlanError that
-        `compute` raises is raised at every use. `key` must name everything that the result depends
-        on."""
+        """Return the result of `compute`, which is called only for the first use of `key`. A
+        PlanError of `compute` is cached too, and raised at every use. `key` must name everything
+        that the result depends on."""
         if key not in self._results:
             try:
                 self._results[key] = compute()
@@ -59,8 +63,8 @@ class ModelAnalysis:
         return result
 
     def sharded(self, key: Hashable, members: int, choose: Callable[[], Sharded]) -> Sharded:
-        """Return the layouts that `choose` finds for a group of `members`. Layouts that are known
-        of a group of another size are returned instead where both sizes have the same ones
+        """Return the layouts for a shard group of `members`, chosen by `choose` or cached. Layouts
+        cached for another group size are returned where they hold for both sizes
         (`Sharded.groups`). `key` names everything else that the layouts depend on."""
         known: list[Sharded] = self._results.setdefault(("sharded", key), [])
         chosen = next((patterns for patterns in known if members in patterns.groups), None)
@@ -76,9 +80,9 @@ class ModelAnalysis:
 
     @cached_property
     def samples(self) -> LossReduction:
-        """Return the judgement of the loss of a batch by the model's graph: a mean or a sum over
-        the samples, a value in which samples meet, or unknown, where there is no graph or no rule
-        for an operation."""
+        """Return the class of the loss of a batch: a mean or a sum over the samples, a value in
+        which samples meet, or unknown. It is unknown where the model has no graph or an operation
+        has no rule."""
         profile = self.profile
         if profile.unequal_parts:
             return LossReduction("meets", because=profile.unequal_parts)
@@ -88,18 +92,19 @@ class ModelAnalysis:
 
     @cached_property
     def sample_states(self) -> Mapping[str, State]:
-        """Return the way in which every value of the graph depends on the samples of a batch, by
-        name."""
+        """Return the dependence of each value of the graph on the samples of a batch, by the name
+        of the value."""
         return states_of(self.graph, self.profile.batch_norm_modules)
 
     @cached_property
     def prices(self) -> Prices:
-        """Return the cache of the seconds of operations at the precision of training."""
+        """Return the cache of operation times, in seconds, at the precision of training."""
         return Prices(self.graph, self.precision)
 
     @cached_property
     def likeness(self) -> CanonicalSlices:
-        """Return the cache that numbers slices of the model which are equal but for names."""
+        """Return the cache of numbers for slices of the model: slices that are equal but for names
+        have the same number."""
         return CanonicalSlices(self.profile, self.prices.works)
 
     @cached_property
@@ -109,18 +114,19 @@ class ModelAnalysis:
 
     @cached_property
     def grouped_keys(self) -> Sequence[Rewrite]:
-        """Return the attentions of the model whose queries share keys and values."""
+        """Return the attentions of the model in which queries share keys and values (grouped-query
+        attention)."""
         return tuple(RewriteScope.whole(self.graph).grouped_keys())
 
     def weights_to_cut(self, members: int) -> tuple[int, ...]:
-        """Return the number of weights read before each place of `order` that can be sharded over a
-        group of `members`."""
+        """Return the cumulative number of weights that can be sharded over a group of `members`,
+        before each place of `order`."""
         return self.once(("to cut", members), lambda: self._weights_to_cut(members))
 
     @cached_property
     def tied(self) -> frozenset[str]:
-        """Return the paths of parameters that several blocks read. A stage that holds such a
-        parameter has it whole, and its gradients are summed over all stages that do."""
+        """Return the paths of the parameters that several blocks read. A stage that holds such a
+        parameter holds all of it, and the gradients are summed over all stages that hold it."""
         readers: dict[str, set[str]] = {}
         for name in self.order.operations:
             for read in (self.graph[x] for x in self.graph[name].inputs):
@@ -148,28 +154,28 @@ class ModelAnalysis:
         return float(self.profile.parameter_elements - sum(p.elements for p in unused))
 
     def copied_elements(self, split_head: bool) -> float:
-        """Return the number of trained elements that every copy holds: all, or with `split_head`
+        """Return the number of trained elements that every replica holds: all, or with `split_head`
         all but the head's weight."""
         return self.trained_elements - (self.head_elements if split_head else 0)
 
     @cached_property
     def head_elements(self) -> int:
-        """Return the number of elements of the largest output projection's weight; 0 where none is
-        known."""
+        """Return the number of elements of the weight of the largest output projection; 0 where the
+        model has no known one."""
         weight = self.head_weight
         return 0 if weight is None else self.profile.parameter_by_path[weight].elements
 
     @cached_property
     def head_weight(self) -> str | None:
-        """Return the path of the weight of the largest output projection; None where none is
-        known."""
+        """Return the path of the weight of the largest output projection; None where the model has
+        no known one."""
         heads = self.heads if self.profile.graph else ()
         by_path = self.profile.parameter_by_path
         paths = [by_path[head.weight].path for head in heads]
         return max(paths, key=lambda path: by_path[path].elements, default=None)
 
     def weight_width(self, zero: int) -> float:
-        """Return the mean bytes of an element of the model's parameters as ranks hold them under
+        """Return the mean bytes per element of the model's parameters, as ranks hold them under
         ZeRO stage `zero`."""
         return self.once(("width", zero), lambda: weight_width(self.profile, self.precision, zero))
 
@@ -181,19 +187,19 @@ class ModelAnalysis:
     @cached_property
     def mixtures(self) -> Mapping[str, int]:
         """Return the number of experts of every mixture, by the name of the value that holds the
-        ends of the experts' rows. Empty without a graph."""
+        end offsets of the experts' rows. The mapping is empty without a graph."""
         return mixtures_of(self.graph) if self.profile.graph is not None else {}
 
     @cached_property
     def router_biases(self) -> Mapping[str, str]:
-        """Return the paths of the buffers by which the routers of mixtures choose experts, by the
-        names of the mixtures in `mixtures`."""
+        """Return the path of the buffer by which the router of a mixture chooses experts, by the
+        mixture's name in `mixtures`."""
         return router_biases_of(self.graph, self.mixtures) if self.mixtures else {}
 
     @cached_property
     def experts(self) -> SplitParts | None:
-        """Return the experts of the model's mixtures, laid over a group of any size; None where
-        there are none to which rows can be sent."""
+        """Return the experts of the model's mixtures, laid out over a group of any size; None where
+        the model has no experts to which rows can be sent."""
         graph = self.profile.graph
         if graph is None:
             return None
@@ -205,13 +211,13 @@ class ModelAnalysis:
 
     @cached_property
     def expert_elements(self) -> float:
-        """Return the number of elements of the experts that are trained."""
+        """Return the number of trained elements of the experts."""
         weights = self.experts.sharded.weights if self.experts else ()
         by_path = self.profile.parameter_by_path
         return float(sum(by_path[path].elements for path in weights if path in by_path))
 
     @cached_property
     def order(self) -> Sequenced:
-        """Return the operations that a pipeline deals out to stages, and the places where it may be
+        """Return the operations that a pipeline assigns to stages, and the places where it may
         cut."""
         return sequenced(self.graph)

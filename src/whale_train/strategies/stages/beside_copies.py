@@ -1,5 +1,5 @@
-"""The parts that a stage splits beside copies of its rest, found in its slice of the model: experts
-of a mixture, spread over the devices that share the samples, other modules, or an output head."""
+"""The parts of a stage that are split while the rest of the stage is replicated: the experts of a
+mixture, other modules, or an output head. They are found in the stage's slice of the model."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -27,10 +27,10 @@ from whale_train.strategies.stages.split_names import is_named, names_of, neares
 
 @dataclass(frozen=True)
 class BesideCopies:
-    """The parts that a stage splits beside copies of its rest.
+    """The parts of a stage that are split while the rest is replicated.
 
-    parts: the parts, joined into one.
-    head: the output projection, where it is the only part; else None.
+    parts: the split parts, joined into one.
+    head: the output projection, where it is the only split part; else None.
     """
 
     parts: SplitParts
@@ -40,22 +40,21 @@ class BesideCopies:
 def split_parts(
     job: PlanningContext, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> BesideCopies:
-    """Return the parts that the splits beside the copies of a stage's rest name, over the stage's
-    devices.
+    """Return the parts that the splits of a stage name, over the stage's devices.
 
     job: the strategy on its devices.
     stage: number of the stage.
     part: the stage's slice of the model.
     shared: stages of every weight that several stages hold, by path.
 
-    Raises PlanError where a split names nothing that can be split so, where two nodes name the same
+    Raises PlanError where a split names nothing that can be split, where two nodes name the same
     weight, and where a value that enters or leaves the stage does not have the batch first.
     """
     splits, all_parts = job.form.stages[stage].splits, list[SplitParts]()
     heads: list[Head] = []
     body = job.form.stages[stage].body
     assert body is not None
-    copied = frozenset[str]()  # weights named by the copies; weights nobody names are copied too
+    copied = frozenset[str]()  # weights that `body` names; unnamed weights are replicated too
     if body.modules != ("*",):
         copied = frozenset(_named(job, part, body.modules))
     for split in splits:
@@ -66,7 +65,7 @@ def split_parts(
                 rule = f"names weights alone that are tied to ones of {body.path}.modules"
                 key, value = f"{split.path}.modules", ", ".join(split.modules)
                 raise PlanError([Fault(key, value, rule, "name them in one node")])
-        named -= copied  # a tied weight that both name is a copy
+        named -= copied  # a tied weight that both name is replicated
         parts = _experts(job, stage, part, shared, split, named)
         if parts is not None and split.patterns:
             rule = "says how weights of modules are cut, and these are experts"
@@ -108,8 +107,8 @@ def _beside_head(
     split: Split,
     taken: Set[str],
 ) -> SplitParts | None:
-    """Return the part that a split names besides a head, in weights that are not `taken`: experts,
-    or other modules. Return None where it names nothing else that can be cut. Raises PlanError."""
+    """Return the part that a split names besides a head: experts, or other modules, in weights
+    outside `taken`. Return None where it names nothing else that can be cut. Raises PlanError."""
     modules = tuple(glob for glob in split.modules if glob not in ("head", "*"))
     if not modules:
         return None
@@ -131,8 +130,8 @@ class NothingToCutError(PlanError):
 
 
 def _refuse_copied_head(split: Split, body: Replicate, head: Head, copied: Set[str]) -> None:
-    """Raise PlanError where the weight of a head that a split names is named by the copies beside
-    it, perhaps by another name of a tied weight."""
+    """Raise PlanError if `body` names the weight of the head that a split names, perhaps by another
+    name of a tied weight."""
     if head.weight in copied:
         key, value = f"{split.path}.modules", ", ".join(split.modules)
         rule = f"is {head.module or 'the output'}, whose weight {body.path}.modules names as well"
@@ -142,8 +141,8 @@ def _refuse_copied_head(split: Split, body: Replicate, head: Head, copied: Set[s
 def _refuse_named_twice(
     job: PlanningContext, split: Split, body: Replicate, paths: Set[str]
 ) -> None:
-    """Raise PlanError where a weight of `paths` has a name that a split and the copies beside it
-    both name."""
+    """Raise PlanError if a weight of `paths` has a name that both `split` and `body`, the
+    replicated rest, name."""
     for path in sorted(paths):
         modules = [name.rpartition(".")[0] for name in names_of(job.profile, path)]
         for module in modules:
@@ -157,7 +156,7 @@ def named_weights(
     job: PlanningContext, part: Slice, shared: Mapping[str, tuple[int, ...]], split: Split
 ) -> frozenset[str]:
     """Return the paths of the weights of `part` that `split` names. Weights that several stages
-    hold (`shared`) are left out: they stay whole, so that their gradients can be added."""
+    hold (`shared`) are left out: they stay unsplit, so that their gradients can be summed."""
     return frozenset(path for path in _named(job, part, split.modules) if path not in shared)
 
 
@@ -170,8 +169,8 @@ def _named(job: PlanningContext, part: Slice, modules: Sequence[str]) -> Iterato
 
 
 def _is_head(job: PlanningContext, split: Split, body: Replicate) -> bool:
-    """Return True if a split beside copies names the head, and not experts (which are looked for
-    first)."""
+    """Return True if a split names the head of a stage. Experts, which are looked for first, are
+    not considered."""
     if split.dim == "tensor":
         return False
     if split.modules == ("*",):
@@ -184,6 +183,7 @@ def _head_parts(
 ) -> SplitParts:
     """Return the head over a stage's devices, cut by its classes unless the split says otherwise.
 
+    head: the output projection.
     free: paths of the head's weight and of the parameters that are cut with it (a bias).
 
     Raises PlanError.
@@ -210,8 +210,8 @@ def _is_table(job: PlanningContext, part: Slice, weight: str) -> bool:
 
 
 def _added_to_classes(job: PlanningContext, part: Slice, head: Head) -> Iterator[str]:
-    """Yield the paths of the parameters that only the head's product and operations after it read,
-    without the head's weight."""
+    """Yield the paths of the parameters that only the head's product and later operations read. The
+    head's weight is left out."""
     graph, after = job.graph, job.graph.descendants({head.operation})
     readers = after | {head.operation}
     for name, path in job.profile.weights_read(part.operations).items():
@@ -227,22 +227,30 @@ def _dense(
     named: Set[str],
     head: Head | None = None,
 ) -> SplitParts:
-    """Return the part whose weights are `named`, as layouts of these weights divide it over the
-    stage's devices. Where the split and the copies name everything, the head is left out, unless
-    the part is the `head` itself. Raises PlanError."""
+    """Return the part of the weights `named`, divided over the stage's devices by layouts of these
+    weights.
+
+    job, stage, part: as in `split_parts`.
+    split: the split that names the weights.
+    named: paths of the weights. Heads are left out where `split` and the replicated rest both name
+        everything, unless the part is `head` itself.
+    head: the output projection, where it is the part.
+
+    Raises PlanError.
+    """
     members = job.form.stages[stage].shards
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     body = job.form.stages[stage].body
     if body is not None and split.modules == body.modules == ("*",) and head is None:
         named = named - {head.weight for head in job.findings.heads}
     named = frozenset(named)
-    what = (part.operations, part.gives, named, split)
-    # Targets that nobody can count beforehand are those of one loss of all samples.
+    key_of_part = (part.operations, part.gives, named, split)
+    # A mean over targets that cannot be counted beforehand needs one loss over all samples.
     alone = len(job.form.stages[stage].splits) == 1
     together = job.findings.once("learned means", partial(learned_means, job.profile))
     together = together if alone else ()
     typed = job.findings.sharded(
-        ("dense", what), members, lambda: sharded(job, part, named, split, members)
+        ("dense", key_of_part), members, lambda: sharded(job, part, named, split, members)
     )
     typed = replace(typed, patterns={x: how for x, how in typed.patterns.items() if x in named})
     if not typed.weights:
@@ -251,7 +259,7 @@ def _dense(
         raise NothingToCutError([Fault(key, value, rule, remedy)])
     try:
         return job.findings.once(
-            ("dense parts", what, typed.groups),
+            ("dense parts", key_of_part, typed.groups),
             lambda: dense_parts(
                 job.graph, part.operations, part.gives, job.findings.sample_states, typed, together
             ),
@@ -273,8 +281,8 @@ def _experts(
     split: Split,
     named: frozenset[str],
 ) -> SplitParts | None:
-    """Return the experts among the weights `named`, spread over a stage's devices; None where there
-    are no experts and the split may mean something else. Raises PlanError."""
+    """Return the experts among the weights `named`, spread over a stage's devices. Return None
+    where there are no experts and the split may mean something else. Raises PlanError."""
     if split.dim not in ("auto", "experts") or "head" in split.modules:
         return None
     form = job.form.stages[stage]
@@ -304,8 +312,8 @@ def _routed(
     job: PlanningContext, part: Slice, named: Mapping[str, str], members: int, axis: str
 ) -> SplitParts | None:
     """Return the experts of `part` among the parameters `named`, spread over `members`; None where
-    there are none. The answer is the same, and kept, for every group with experts enough for each
-    member. Raises SplitRefused."""
+    there are none. One cached result serves every group size at which each member gets an expert.
+    Raises SplitRefused."""
     everywhere = job.findings.experts
     if everywhere is not None and members <= min(everywhere.sharded.axes.values()):
         members = 2
@@ -316,9 +324,9 @@ def _routed(
 
 
 def _not_by_sample(job: PlanningContext, names: Sequence[str]) -> str:
-    """Return the first of the values `names` that does not have the batch as its first dimension,
-    with as many rows of each sample next to each other; "" where all have. The loss crosses to no
-    other stage, and is allowed."""
+    """Return the first of the values `names` whose first dimension is not the batch, with equally
+    many adjacent rows for each sample; "" where all qualify. The loss is allowed, since no other
+    stage takes it."""
     states, loss = job.findings.sample_states, job.graph.operations[-1].inputs[0]
 
     def is_by_sample(name: str) -> bool:
@@ -336,9 +344,11 @@ def _head_of(
     split: Split,
     profile: ModelProfile,
 ) -> Head:
-    """Return the head that a split beside copies names, in a slice with its `profile`. Raises
-    PlanError where there is none, where another stage holds its weight as well, and where a value
-    that enters the stage does not have the batch first."""
+    """Return the head that a split names, in a slice with its `profile`.
+
+    Raises PlanError where the slice has no head, where another stage holds the head's weight as
+    well, and where a value that enters the stage does not have the batch first.
+    """
     gives_loss = job.graph.operations[-1].inputs[0] in part.operations
     all_heads = find_heads(profile) if gives_loss else ()
     heads = matching(all_heads, split.modules)
@@ -365,14 +375,14 @@ def _head_of(
 
 
 def _instead_of_head(job: PlanningContext) -> str:
-    """Return the remedy where a head cannot be split beside copies."""
+    """Return the remedy for a head that cannot be split while the rest is replicated."""
     if job.chunk_count == 1:
         return "use strategy=dp or a zero strategy"
     return "use another stage for it, or a split of the whole stage"
 
 
 def _profile_of(job: PlanningContext, part: Slice) -> ModelProfile:
-    """Return the profile of one slice of the model. The values that the slice takes are its
+    """Return the profile of one slice of the model, with the values that the slice takes as
     inputs."""
     inside = set(part.operations)
     taken = [

@@ -28,14 +28,14 @@ from whale_train.strategies.stages.placement import (
 
 
 class ChunkTimes:
-    """The seconds of a strategy's chunks on the positions that hold them.
+    """The seconds of a strategy's chunks at the positions that hold them.
 
     job: the strategy on its devices.
     chunks: all chunks, in the order they run.
     axes: intervals of the members of shard groups, by axis.
     recomputed: stages that recompute their blocks in the backward.
-    limits: the most samples that each rank takes at a time, which bound the shares of members that
-        share the samples of a micro-batch (empty: no limit).
+    limits: the most samples per micro-batch of each rank, which bound the shares of members that
+        divide a micro-batch (empty: no limit).
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class ChunkTimes:
         self._parts = [_parts(chunk) if chunk.shares_samples else () for chunk in chunks]
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
-        """Return the seconds of a micro-batch of `samples` in chunk `number`, and the part of them
-        that is transfers."""
+        """Return the times, in seconds, of a micro-batch of `samples` in chunk `number`: all of
+        them, and the part that is communication."""
         ranks = self.job.seats.positions[copy][position]
         link = group_link(self.job.cluster, ranks, by_memory=True)
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
@@ -76,11 +76,11 @@ class ChunkTimes:
         )
 
     def member_shares(self, number: int, ranks: Sequence[int], samples: int) -> tuple[int, ...]:
-        """Return the number of samples that each of `ranks`, the members of a shard group, takes of
-        a micro-batch of `samples` in chunk `number`, whose samples members share.
+        """Return the samples that each of `ranks`, the members of a shard group, takes of a
+        micro-batch of `samples` in chunk `number`, which the members divide among them.
 
-        The limits of the ranks hold unless they leave no room for all samples: the search for
-        shares also prices what does not fit.
+        The limits of the ranks are ignored where they leave no room for all samples: the search for
+        shares also prices micro-batches that do not fit.
         """
         limits = [self.limits[rank] if self.limits else samples for rank in ranks]
         room = most_shared(self.job.strategy.balance, limits)
@@ -102,8 +102,7 @@ class ChunkTimes:
         return shares
 
     def _rest_s(self, number: int, device: Device, samples: int) -> float:
-        """Return the seconds of `samples` in the part of chunk `number` of which every member has a
-        copy."""
+        """Return the seconds of `samples` in the replicated part of chunk `number`."""
         chunk = self.chunks[number]
         return sum(
             self.job.findings.prices.times(
@@ -117,8 +116,8 @@ class ChunkTimes:
     def durations(
         self, copy: int, samples: int
     ) -> dict[tuple[int, int], tuple[float, float, float]]:
-        """Return the seconds of (forward, input gradient, weight gradient) of a micro-batch of
-        `samples` of a copy, by chunk and the position that holds it."""
+        """Return the seconds of (forward, input gradient, weight gradient) for a micro-batch of
+        `samples` of a replica, by chunk and the position that holds it."""
         durations: dict[tuple[int, int], tuple[float, float, float]] = {}
         for number, chunk in enumerate(self.chunks):
             for position in self.job.seats.of_stage(chunk.stage):
@@ -131,8 +130,8 @@ class ChunkTimes:
     def _priced(
         self, number: int, ranks: Sequence[int], samples: int, shares: Sequence[int], link: Link
     ) -> tuple[Times, Times]:
-        """Return two sums of times: those of the group's slowest member, for which the others wait,
-        with its collectives, and those of the collectives alone."""
+        """Return two times. The first is that of the shard group's slowest member, for which the
+        others wait, with its collectives; the second is that of the collectives alone."""
         chunk = self.chunks[number]
         if chunk.shares_samples:
             members = [self._beside(number, i, rank, shares) for i, rank in enumerate(ranks)]
@@ -162,8 +161,9 @@ class ChunkTimes:
         )  # fmt: skip
 
     def _beside(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
-        """Return the times of a member of a group that shares samples: its shard of the split part
-        for all samples of the group, and its copy of the rest for its own share."""
+        """Return the times of a member of a shard group that divides its samples: the member's
+        shard of the split part runs on all samples of the group, and its replica of the rest on its
+        own share."""
         chunk, total = self.chunks[number], Times()
         axes = {**self.axes, BATCH: tile(sum(shares), shares)}
         device = self.job.cluster.devices[rank]
@@ -182,12 +182,12 @@ class ChunkTimes:
     def _under_products(
         self, chunk: StageChunk, ranks: Sequence[int], samples: int, shares: Sequence[int]
     ) -> Times:
-        """Return the times, negative or 0, that a step saves because rows come back from experts
-        while all of `ranks` have products to run."""
+        """Return the times, negative or 0, that a step saves because rows return from experts while
+        all of `ranks` run products (overlap of communication with computation)."""
         job, hidden = self.job, Times()
         nodes = {job.cluster.node_of[rank] for rank in ranks}
         by_memory = job.cluster.shared_memory is not None and len(nodes) == 1
-        # A copy through shared memory occupies the processors that would run the products.
+        # A transfer through shared memory occupies the processors that would run the products.
         if chunk.sharded is None or not chunk.expert_axes or by_memory:
             return hidden
         for rewrite in job.findings.once(
@@ -223,8 +223,8 @@ class ChunkTimes:
 
 
 def _parts(chunk: StageChunk) -> Sequence[Segment]:
-    """Return two segments of a chunk whose samples are shared: the rest, of which there are copies,
-    and the part that is split."""
+    """Return the two segments of a chunk whose members divide the samples: the replicated rest, and
+    the split part."""
     assert chunk.sharded is not None
     assert chunk.beside is not None
     operations, beside = chunk.slice.operations, chunk.beside

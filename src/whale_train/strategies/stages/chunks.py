@@ -1,7 +1,7 @@
 """The chunks of a strategy: where the model is cut, and the layouts of each chunk's tensors.
 
-A chunk is the part of the model that a stage runs at a time. Where nothing cuts the model, all of
-it is one chunk. `placement.py` owns which devices hold a chunk, `schedule/orders.py` when it runs.
+A chunk is a part of the model that a stage runs without interruption. A model that nothing cuts is
+one chunk. `placement.py` owns which devices hold a chunk, `schedule/orders.py` when it runs.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -40,10 +40,10 @@ class Chunked:
     places: indices into `Sequenced.places` at which chunks begin and the last one ends; empty where
         the model runs as it is.
     chunks: the chunks, in the order they run.
-    edges: pairs of chunks of which the first sends to the second; True if a gradient comes back.
+    edges: pairs (sender, receiver) of chunks; the value is True if a gradient comes back.
     axes: intervals of the members of shard groups, by axis.
     shared: stages of every trained parameter that several stages hold, by path.
-    decisions: choices that nobody asked for, with reasons.
+    decisions: choices that the request leaves open, with reasons.
     """
 
     places: tuple[int, ...]
@@ -55,17 +55,21 @@ class Chunked:
 
 
 Caps = tuple[tuple[int, tuple[int, ...]], ...]
-"""(stage, the most units of what it splits beside copies that each member may have) of stages."""
+"""Pairs of a stage and the most units of its split parts that each member may hold."""
 
 
 def chunked(
     job: PlanningContext, places: tuple[int, ...] | None = None, caps: Caps = ()
 ) -> Chunked:
-    """Return the model of `job` in chunks, cut at `places` (indices into `Sequenced.places`), or by
-    default so that the slowest stage takes the fewest seconds.
+    """Return the model of `job` in chunks.
 
-    `caps` limit the units of what a stage splits beside copies that each of its members gets.
-    Stages that are not in `caps` have no limit. Raises PlanError.
+    job: the strategy on its devices.
+    places: indices into `Sequenced.places` to cut at; None for the cut whose slowest stage takes
+        the fewest seconds.
+    caps: the most units of a stage's split parts that each member may hold. Stages outside `caps`
+        have no limit.
+
+    Raises PlanError.
     """
     if job.as_is:
         return Chunked((), (StageChunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
@@ -83,7 +87,8 @@ def chunked(
 
 
 def _whole(profile: ModelProfile) -> Slice:
-    """Return the slice that is the whole model, without operations where it has no graph."""
+    """Return the slice that is the whole model; it has no operations where the model has no
+    graph."""
     return Slice(
         operations=tuple(profile.graph.by_name) if profile.graph else (),
         takes=(),
@@ -105,7 +110,7 @@ def _chunked(
     caps: Caps,
 ) -> Chunked:
     """Return the model of `job` in chunks, cut at the places `moved` (None: balanced by `speeds`).
-    The other parameters are as in `chunked`. Raises PlanError."""
+    `caps` are as in `chunked`. Raises PlanError."""
     findings, stages = job.findings, len(job.form.stages)
     places = moved or _balanced(job, speeds)
     decisions = list(_explained(job, places, moved is not None))
@@ -126,8 +131,8 @@ def _chunked(
 
 
 def _refuse_torn_state(job: PlanningContext, slices: Sequence[Slice]) -> None:
-    """Raise PlanError for a cut between an operation that reads a buffer and one that changes
-    it."""
+    """Raise PlanError for a cut between an operation that reads a buffer and one that changes the
+    buffer."""
     torn = torn_buffer(job.graph, [part.operations for part in slices]) if len(slices) > 1 else ""
     if torn:
         rule = f"cuts between operations that read the buffer {torn}, which the forward changes"
@@ -137,8 +142,8 @@ def _refuse_torn_state(job: PlanningContext, slices: Sequence[Slice]) -> None:
 
 
 def _speeds(job: PlanningContext) -> tuple[float, ...]:
-    """Return the speed of every chunk's stage in the copy where the stage is slowest, in the units
-    of `PlanningContext.stage_speeds`."""
+    """Return the speed of every chunk's stage in the replica where that stage is slowest, in the
+    units of `PlanningContext.stage_speeds`."""
     by_copy = [job.stage_speeds(copy) for copy in range(job.form.copies)]
     slowest = [min(speeds) for speeds in zip(*by_copy, strict=True)]
     return tuple(slowest * (job.chunk_count // len(slowest)))
@@ -174,7 +179,8 @@ def _balanced(job: PlanningContext, speeds: tuple[float, ...]) -> tuple[int, ...
 
 
 def _explained(job: PlanningContext, places: tuple[int, ...], moved: bool) -> Iterator[Decision]:
-    """Yield the decision that explains each chunk: its modules, its share of the work, and why."""
+    """Yield a decision for each chunk: its modules, its share of the work, and the reason for the
+    cut."""
     order, stages, count = job.findings.order, job.form.stages, job.chunk_count
     why = "the simulated step is shortest" if moved else "the slowest stage is done first"
     for chunk, (first, last) in enumerate(pairwise(places) if count > 1 else ()):
@@ -199,11 +205,11 @@ def cut_by_speed(
     fewest seconds; None where there are too few places.
 
     findings: analysis of the model.
-    speeds: speed of each chunk's stage; only their proportions count.
+    speeds: speed of each chunk's stage; only the ratios matter.
     members: size of each chunk's shard group.
     fixed: stage that must hold an operation, by position in `order.operations` (see `balanced`).
 
-    Each chunk has something to train and, where possible, something to shard.
+    Each chunk gets something to train and, where possible, something to shard.
     """
     order = findings.order
 
@@ -225,8 +231,8 @@ def cut_by_speed(
 
 
 def _edges(job: PlanningContext, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
-    """Return the pairs of chunks of which the first sends to the second. The value is True if a
-    gradient comes back, as it does for a floating-point value made from a parameter."""
+    """Return the pairs (sender, receiver) of chunks. The value is True if a gradient comes back, as
+    for a floating-point value made from a parameter."""
     graph = job.graph
     maker = {name: chunk for chunk, part in enumerate(slices) for name in part.gives}
     edges: dict[tuple[int, int], bool] = {}
@@ -247,9 +253,11 @@ def _chunk(
 ) -> StageChunk:
     """Return the chunk of slice `part` on `stage`, with its layouts where the stage is a split.
 
-    `interval` has the positions in `Sequenced.operations` at which the slice begins and ends,
-    `shared` the stages of every weight that several stages hold. Layouts are computed once for
-    slices that are equal but for names. Raises PlanError where nothing can be sharded.
+    interval: positions in `Sequenced.operations` at which the slice begins and ends.
+    shared: stages of every weight that several stages hold, by path.
+
+    Layouts are computed once for slices that are equal but for names. Raises PlanError where
+    nothing can be sharded.
     """
     form, findings = job.form.stages[stage], job.findings
     held_elsewhere = tuple(path for path in part.weights if path in shared)
@@ -266,18 +274,18 @@ def _chunk(
         beside = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
         parts = beside.parts
         return StageChunk(stage, part, key, parts.sharded, parts.operations, beside.head)
-    what: tuple[Hashable, ...] = (alike, split.dim)
+    layout_key: tuple[Hashable, ...] = (alike, split.dim)
     # Equal slices differ in names, so layouts chosen by names hold for one slice alone.
     if split.patterns or split.modules != ("*",):
-        what = (*what, interval, split)
-    key = (what, form.shards)
+        layout_key = (*layout_key, interval, split)
+    key = (layout_key, form.shards)
     typed = findings.sharded(
-        what,
+        layout_key,
         form.shards,
         lambda: sharded(job, part, named_weights(job, part, shared, split), split, form.shards),
     )
-    # The slice for which the layouts were found.
-    like = findings.once(("like", what, typed.groups), lambda: part)
+    # The slice for which the layouts were chosen.
+    like = findings.once(("like", layout_key, typed.groups), lambda: part)
     if not typed.weights:
         _refuse_whole(job, stage, part, shared)
     owner = stage if job.chunk_count > 1 else None
@@ -290,8 +298,8 @@ def _chunk(
 
 def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:
     """Return a stage's own names for the axes that are not named after weights, by their names in
-    `typed`. Groups of other stages cut their tokens at other places. Empty where `stage` is None,
-    the only one."""
+    `typed`: shard groups of other stages cut their tokens at other places. The mapping is empty
+    where `stage` is None, the only one."""
     if stage is None:
         return {}
     return {axis: f"stage_{stage}.{axis}" for axis in typed.axes if axis.startswith(SEQUENCE)}
@@ -315,9 +323,9 @@ def _axes(
 ) -> AxisIntervals:
     """Return the intervals of every axis over its shard group.
 
-    Intervals are in proportion to the speed of the members, summed over all copies, so that copies
-    hold the same shards. Intervals of what is split beside copies are within the caps of their
-    stage, where `caps_of` has some. Raises PlanError where a member would get nothing.
+    Intervals are proportional to the speed of the members, summed over all replicas, so that
+    replicas hold the same shards. Intervals of split parts stay within the caps of their stage, if
+    `caps_of` has any. Raises PlanError where a member would get nothing.
     """
     axes: dict[str, tuple[tuple[int, int], ...]] = {}
     for chunk in chunks:
@@ -340,13 +348,12 @@ def _axes(
 
 
 def _check_shapes(job: PlanningContext, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
-    """Raise PlanError for a split whose local shapes do not agree on some member of the shard
-    group."""
+    """Raise PlanError for a split whose local shapes disagree on some member of the shard group."""
     for chunk in chunks:
         if chunk.sharded is None:
             continue
         assignment, cut = chunk.sharded.assignment, tuple(axes[axis] for axis in chunk.axes)
-        if routed := chunk.expert_axes:  # the router decides how many rows these have
+        if routed := chunk.expert_axes:  # the router decides the number of their rows
             laid = assignment.layouts.items()
             dense = {x: to for x, to in laid if getattr(to, "axis", "") not in routed}
             assignment = replace(assignment, layouts=dense)
@@ -363,8 +370,8 @@ def _check_shapes(job: PlanningContext, chunks: Sequence[StageChunk], axes: Axis
 
 
 def _refuse_sums_in_parts(job: PlanningContext, chunks: Sequence[StageChunk]) -> None:
-    """Raise PlanError where a sum over the batch that copies exchange is cut over the members of a
-    shard group."""
+    """Raise PlanError for a sum over the batch that replicas exchange but a split cuts over the
+    members of a shard group."""
     for chunk in chunks:
         form = job.form.stages[chunk.stage]
         layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}

@@ -1,7 +1,8 @@
-"""The engines of a strategy's stages: what each holds, and which ranks sum its gradients.
+"""The engines of a strategy's stages: the parameters of each, and the ranks that reduce its
+gradients.
 
-A stage has one engine, or two where a part (a head, experts, other modules) is split beside copies
-of the rest: every member of the shard group then holds the whole rest, and a shard of that part.
+A stage has one engine, or two where a part (a head, experts, other modules) is split and the rest
+replicated. Every member of the shard group then holds all of the rest, and a shard of that part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,10 @@ from whale_train.strategies.stages.placement import (
 class StageEngine:
     """One engine of a stage.
 
-    elements: number of elements of the parameters that each member of a shard group holds.
+    elements: elements of the parameters that each member of a shard group holds.
     groups: groups of ranks that hold the same parameters and sum their gradients.
-    keeper: ZeRO and offload settings of these groups (None: every rank has all).
+    keeper: ZeRO and offload settings of these groups; None where every rank holds all state on its
+        device.
     """
 
     elements: tuple[float, ...]
@@ -34,15 +36,15 @@ class StageEngine:
 
     @property
     def streams(self) -> bool:
-        """Return True if the weights come from the host when they are read."""
+        """Return True if the weights are streamed from the host when they are read."""
         return self.keeper is not None and self.keeper.streams
 
 
 def engines_of_stages(
     job: PlanningContext, chunks: Sequence[StageChunk], axes: AxisIntervals
 ) -> Sequence[Sequence[StageEngine]]:
-    """Return the engines of every stage: the first is of the rest, or of the whole stage, and the
-    second, if any, of the part that is split beside it."""
+    """Return the engines of every stage: the first holds the whole stage or the replicated rest,
+    the second, if any, the split part."""
     engines_by_stage = []
     for stage, form in enumerate(job.form.stages):
         stage_chunks = [chunk for chunk in chunks if chunk.stage == stage]
@@ -71,34 +73,34 @@ def engines_of_stages(
 def held_elements(
     job: PlanningContext, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
-    """Return the number of elements of each of a chunk's parameters that one member of its shard
-    group holds, by path."""
+    """Return the elements of each of a chunk's parameters that one member of the shard group holds,
+    by path."""
     paths, by_path = chunk.slice.parameters, job.profile.parameter_by_path
-    whole = job.findings.once(
+    full_elements = job.findings.once(
         ("elements", paths), lambda: {path: float(by_path[path].elements) for path in paths}
     )
     cut = {
-        path: whole[path] * fraction(layout, axes, member)
+        path: full_elements[path] * fraction(layout, axes, member)
         for path, layout in chunk.shards.items()
-        if path in whole
+        if path in full_elements
     }
-    return whole | cut
+    return full_elements | cut
 
 
 def frozen_of_member(
     job: PlanningContext, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
-    """Return the bytes of each of a chunk's frozen weights that one member of its shard group
+    """Return the bytes of each of a chunk's frozen weights that one member of the shard group
     holds, by path."""
-    whole = job.findings.once("frozen bytes", partial(frozen_bytes, job.profile, job.training))
+    full_bytes = job.findings.once("frozen bytes", partial(frozen_bytes, job.profile, job.training))
     return {
-        path: whole[path] * fraction(chunk.shards.get(path), axes, member)
+        path: full_bytes[path] * fraction(chunk.shards.get(path), axes, member)
         for path in chunk.slice.frozen
     }
 
 
 def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
-    """Return the fraction of a tensor of `layout` that member `index` of a shard group has; 1.0
+    """Return the fraction of a tensor of `layout` that member `index` of a shard group holds; 1.0
     where the tensor is not cut along one of `axes`."""
     if not isinstance(layout, Shard) or layout.axis not in axes:
         return 1.0

@@ -1,6 +1,7 @@
-"""Gradient accumulation fusion: weights whose gradients no backward makes apart from their sum.
+"""Gradient accumulation fusion: weights whose gradients are added to the accumulated ones directly,
+without a tensor of their own.
 
-In a step of several backwards, products and lookups add to their weights' gradients in place
+In a step of several backwards, products and lookups accumulate their weights' gradients in place
 (`own_gradients` of strategies/graph/rewrites.py). Autograd sums the gradients of all other
 parameters.
 """
@@ -18,8 +19,8 @@ from whale_train.strategies.stages.placement import (
 
 def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[str]]:
     """Return the parameters of `chunk` whose gradients are accumulated in place, by path, with the
-    targets of the operations that read them. Empty for a model that runs as it is, whose gradients
-    autograd sums."""
+    targets of the operations that read them. The mapping is empty for a model that runs as it is:
+    autograd sums its gradients."""
     if job.as_is:
         return {}
     key = ("readers", *named_key(job, chunk))
@@ -30,7 +31,7 @@ def added_in_place(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[
 
 
 def named_in_place(job: PlanningContext, chunk: StageChunk) -> Set[str]:
-    """Return the names in the graph of the parameters of `chunk` that `added_in_place` returns."""
+    """Return the parameters of `added_in_place` by their names in the graph."""
     if job.as_is:
         return frozenset()
     graph, canonical = job.graph, job.profile.parameter_by_path
@@ -43,8 +44,8 @@ def named_in_place(job: PlanningContext, chunk: StageChunk) -> Set[str]:
 
 
 def _readers(job: PlanningContext, chunk: StageChunk) -> Mapping[str, Set[str]]:
-    """Return the targets of the operations of `chunk` that read each parameter, by path, where all
-    of them make the parameter's gradient themselves."""
+    """Return the targets of the operations of `chunk` that read each parameter, by path. A
+    parameter is left out unless all its readers compute its gradient themselves."""
     graph, canonical = job.graph, job.profile.parameter_by_path
     own = own_gradients_of(job, chunk)
     targets: dict[str, set[str]] = {}

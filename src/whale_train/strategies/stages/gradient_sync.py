@@ -1,7 +1,8 @@
-"""The all-reduces of a strategy's gradients: those of every stage over its copies, and those of
-tied weights over the stages that hold them.
+"""The all-reduces of a strategy's gradients: for every stage over its replicas, and for tied
+weights over the stages that hold them.
 
-Owns what is summed, over which ranks and for how long; `simulate/tasks.py` owns when.
+Owns the elements, the ranks and the seconds of each reduction; `simulate/tasks.py` owns its place
+in the step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,14 +27,15 @@ def gradient_sums(
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> list[Sync]:
-    """Return all sums of gradients of a step, in their order.
+    """Return all gradient reductions of a step, in the order they run.
 
     job: the strategy on its devices.
     engines: engines of each stage.
     shared: stages of each tied weight, by path.
     crowd: number of groups whose transfers leave each node.
-    actors: numbers of the simulated actors, by copy and position.
-    one_backward: True if a step runs one backward; copies on one host then sum in shared memory.
+    actors: numbers of the simulated actors, by replica and position.
+    one_backward: True if a step runs one backward; replicas on one host then reduce in shared
+        memory.
 
     Torch's engine sums tied weights over all their holders after everything else has started.
     DeepSpeed waits for these sums before it reduces its partitions, which contain the tied weights
@@ -57,8 +59,8 @@ def _of_tied(
     crowd: NicContention,
     actors: Mapping[tuple[int, int], int],
 ) -> Iterator[Sync]:
-    """Yield the sum of each tied weight's gradients over all ranks that hold it, each of which has
-    it whole (docs/adr/009). It is due after their last backwards."""
+    """Yield the reduction of each tied weight's gradients over all ranks that hold it, each of
+    which holds it in full (docs/adr/009). It starts after the last backward of these ranks."""
     for path, stages in shared.items():
         holders = sorted(rank for s in stages for ranks in job.replicas[s] for rank in ranks)
         seconds = sum_time_s(job.cluster, holders, 4 * _elements(job, path), crowd)
@@ -74,9 +76,8 @@ def _of_stages(
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> Iterator[Sync]:
-    """Yield the sum of each engine's gradients over its copies, without the `tied_elements` of the
-    stage, which are summed separately. No tied weight belongs to a part that is split beside
-    copies."""
+    """Yield the reduction of each engine's gradients over its replicas. The `tied_elements` of each
+    stage are left out, since they are summed separately; no tied weight belongs to a split part."""
     for stage, of_stage in enumerate(engines):
         for number, engine in enumerate(of_stage):
             elements = max(engine.elements) - (0.0 if number else tied_elements[stage])
@@ -99,8 +100,8 @@ def _of_engine(
     zero: int,
     in_memory: bool,
 ) -> Sync:
-    """Return the sum of `elements` gradients over `group`, one of the groups that sum at the same
-    time."""
+    """Return the reduction of `elements` gradients over `group`, one of the groups that reduce at
+    the same time."""
     link = group_link(job.cluster, group, crowd, by_memory=in_memory)
     num_bytes = job.training.sent_width * elements
     members = _members(job, (stage,), actors)
@@ -116,8 +117,7 @@ def _of_engine(
 
 
 def is_replicate(job: PlanningContext, stage: int) -> bool:
-    """Return True if a stage's copies are of the whole model as it is, or of all but a part that is
-    split beside them."""
+    """Return True if a stage replicates the whole model as it is, or all but a split part."""
     return job.as_is or job.form.stages[stage].body is not None
 
 

@@ -1,8 +1,10 @@
-"""Micro-batches: how a copy of a pipeline cuts its samples, and which positions own which.
+"""Micro-batches: how a replica of a pipeline cuts its samples, and which position owns each
+micro-batch.
 
-Copies share the global batch so that all finish at once, by the seconds of their slowest stage.
-Copies of a stage share micro-batches in the same way, and members beside a split part share
-samples. Where `limits` are known, no rank takes more samples at a time than fit its memory.
+Replicas divide the global batch so that all finish at once, by the seconds of their slowest stage.
+Copies of a stage divide micro-batches in the same way, and members of a shard group whose rest is
+replicated divide samples. Where `limits` are known, no rank takes more samples at a time than fit
+its memory.
 """
 
 from collections.abc import Sequence
@@ -28,12 +30,12 @@ Intervals = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Batches:
-    """The micro-batches of every copy of the pipeline. Intervals are [start, stop).
+    """The micro-batches of every replica of the pipeline. Intervals are [start, stop).
 
-    samples: intervals of the global batch, by copy and micro-batch.
-    owners: position that owns each micro-batch, by copy, chunk and micro-batch.
-    members: interval of a micro-batch that each member of a shard group takes, by copy, stage and
-        micro-batch; empty where no members share samples.
+    samples: intervals of the global batch, by replica and micro-batch.
+    owners: position that owns each micro-batch, by replica, chunk and micro-batch.
+    members: interval of a micro-batch that each member of a shard group takes, by replica, stage
+        and micro-batch; empty where no members divide samples.
     """
 
     samples: tuple[Intervals, ...]
@@ -41,7 +43,7 @@ class Batches:
     members: tuple[tuple[tuple[Intervals, ...], ...], ...] = ()
 
     def largest(self, copy: int) -> int:
-        """Return the number of samples of the largest micro-batch of a copy."""
+        """Return the number of samples of the largest micro-batch of a replica."""
         return self._largest[copy]
 
     @cached_property
@@ -50,14 +52,15 @@ class Batches:
 
 
 class BatchTooLargeError(Exception):
-    """The limits of all devices leave room for only `most` samples of the global batch."""
+    """The global batch does not fit the limits of all devices, which have room for only `most`
+    samples."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
         self.most = most
 
 
-MOST_PARTS = 1_000_000  # micro-batches of a step, of all stages of all copies
+MOST_PARTS = 1_000_000  # micro-batches of a step, over all stages of all replicas
 
 
 def share_batch(
@@ -67,11 +70,11 @@ def share_batch(
 
     job: the strategy on its devices.
     times: seconds of the chunks of `job`.
-    micro_batches: number of micro-batches of every copy.
-    limits: the most samples that each rank takes at a time (empty: no limit).
+    micro_batches: number of micro-batches of every replica.
+    limits: the most samples per micro-batch of each rank (empty: no limit).
 
-    Raises PlanError where a copy would be left without samples, BatchTooLargeError where the limits
-    are too low.
+    Raises PlanError where a replica would be left without samples, and BatchTooLargeError where the
+    limits are too low.
     """
     samples: list[Intervals] = []
     owned: list[tuple[tuple[int, ...], ...]] = []
@@ -88,9 +91,9 @@ def share_batch(
 
 
 def count_micro_batches(job: PlanningContext, times: ChunkTimes, decisions: list[Decision]) -> int:
-    """Return the number of micro-batches of a copy: the number that the strategy asks for, or
-    enough for a small bubble. A number that was not asked for is added to `decisions`. Raises
-    PlanError where a step would have more than MOST_PARTS parts."""
+    """Return the number of micro-batches of a replica: the number that the strategy asks for, or
+    enough for a small pipeline bubble. A number that was not asked for is added to `decisions`.
+    Raises PlanError where a step would have more than MOST_PARTS parts."""
     form, pipeline = job.form, job.form.pipeline
     if pipeline is None:
         key, asked = "train.accumulate", job.training.accumulate
@@ -122,9 +125,12 @@ def count_micro_batches(job: PlanningContext, times: ChunkTimes, decisions: list
 def copy_shares(
     job: PlanningContext, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the number of samples of each copy of the pipeline. Every share is enough for
-    `micro_batches` that leave no copy of a stage, and no member beside a split part, without a
-    sample. Raises PlanError and BatchTooLargeError as `share_batch` does."""
+    """Return the number of samples of each replica of the pipeline.
+
+    Every share is large enough to give each copy of a stage, and each member that divides samples,
+    at least one sample in `micro_batches`. Raises PlanError and BatchTooLargeError as `share_batch`
+    does.
+    """
     form, total = job.form, job.training.global_batch
     minimum = form.members * max(micro_batches, *(stage.copies for stage in form.stages))
     copies = range(form.copies)
@@ -145,8 +151,7 @@ def copy_shares(
 
 
 def _most_of_copy(job: PlanningContext, copy: int, limits: Sequence[int]) -> int:
-    """Return the number of samples of the largest micro-batch for which all ranks of a copy have
-    room."""
+    """Return the size in samples of the largest micro-batch that fits all ranks of a replica."""
     most = []
     for position, ranks in enumerate(job.seats.positions[copy]):
         stage = job.form.stages[job.seats.stage_of[position]]
@@ -159,7 +164,7 @@ def _most_of_copy(job: PlanningContext, copy: int, limits: Sequence[int]) -> int
 def _step_s(
     job: PlanningContext, times: ChunkTimes, copy: int, micro_batches: int, share: int
 ) -> float:
-    """Return the seconds of the slowest stage of a copy that takes `share` samples a step, in
+    """Return the seconds of the slowest stage of a replica that takes `share` samples a step, in
     micro-batches as equal as whole samples allow."""
     size, larger = divmod(max(share, micro_batches), micro_batches)
     sizes = {size: micro_batches - larger, size + 1: larger}
@@ -176,7 +181,7 @@ def _step_s(
 
 
 def _rate(job: PlanningContext, times: ChunkTimes, copy: int, position: int, size: int) -> float:
-    """Return the samples a second of one position, in micro-batches of `size`."""
+    """Return the samples per second of one position, in micro-batches of `size`."""
     seconds = times.stage_s(job.seats.stage_of[position], copy, position, size)
     return size / max(seconds, 1e-30)
 
@@ -184,8 +189,8 @@ def _rate(job: PlanningContext, times: ChunkTimes, copy: int, position: int, siz
 def _shared_by_equals(
     job: PlanningContext, seconds: Sequence["partial[float]"]
 ) -> list["partial[float]"]:
-    """Return for every copy the function of the first copy on equal devices, so that
-    `apportion_by_time` calls it once for all of them."""
+    """Return one function for each replica. Replicas on equal devices have the same function
+    object, so that `apportion_by_time` calls it once for all of them."""
     first: dict[tuple[int, ...], partial[float]] = {}
     return [
         first.setdefault(
@@ -212,8 +217,8 @@ def _owners(
 def _members(
     job: PlanningContext, times: ChunkTimes, copy: int, sizes: Sequence[int]
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """Return the interval of every micro-batch that each member of a shard group takes, by stage.
-    The entry of a stage whose members do not share samples is empty."""
+    """Return the interval that each member of a shard group takes of every micro-batch, by stage.
+    The entry is empty for a stage whose members do not divide samples."""
     by_stage: list[tuple[Intervals, ...]] = [()] * len(job.form.stages)
     for number, chunk in enumerate(times.chunks):
         if chunk.shares_samples and not by_stage[chunk.stage]:
@@ -226,7 +231,8 @@ def _members(
 
 
 def refuse_batch_norm(job: PlanningContext, micro_batches: int) -> None:
-    """Raise PlanError where every micro-batch would have BatchNorm statistics of its own."""
+    """Raise PlanError where BatchNorm would take its statistics over each micro-batch instead of
+    the whole batch."""
     norms = job.profile.batch_norm_modules
     if not norms or not job.training.sync_batchnorm or micro_batches == 1:
         return

@@ -22,14 +22,14 @@ class P2PCosts:
         self._bytes: dict[tuple[int, int, int], float] = {}
 
     def link(self, copy: int, positions: tuple[int, int]) -> Link:
-        """Return the link between two positions of a copy."""
+        """Return the link between two positions of a replica."""
         seats = self._job.seats.positions[copy]
         ends = [seats[position][0] for position in positions]
         return group_link(self._job.cluster, ends, self._senders, by_memory=True)
 
     def num_bytes(self, sender: int, receiver: int, samples: int) -> float:
         """Return the bytes that one chunk sends to another for a micro-batch of `samples`: values
-        to a later chunk, and their gradients to an earlier one."""
+        to a later chunk, or their gradients to an earlier one."""
         key = (sender, receiver, samples)
         if key not in self._bytes:
             maker, taker = sorted((sender, receiver))
@@ -45,9 +45,12 @@ class P2PCosts:
     def transits(
         self, copy: int, batches: Batches, edges: Mapping[tuple[int, int], bool]
     ) -> dict[tuple[int, int], float]:
-        """Return the seconds of sending a copy's largest micro-batch from chunk to chunk: forward
-        along `edges`, and back along those with a gradient. Each is over the slowest link between
-        the positions involved. Edges within a position are left out."""
+        """Return the seconds of sending a replica's largest micro-batch, by (sender, receiver)
+        chunk: forward along `edges`, and back along those with a gradient.
+
+        Each transfer is over the slowest link between the positions involved. Edges within a
+        position are left out.
+        """
         samples = batches.largest(copy)
         owners, seconds = batches.owners[copy], dict[tuple[int, int], float]()
         for (first, last), gradient in edges.items():

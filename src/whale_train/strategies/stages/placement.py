@@ -1,7 +1,7 @@
-"""The placement of a strategy: which rank holds which shard of which stage of which copy.
+"""The placement of a strategy: which rank holds which shard of which stage of which replica.
 
-Ranks are numbered by copy of the pipeline, then by stage, by copy of the stage and by shard. Where
-stages name the kind of device that holds them, each takes the next ranks of its kind in this order.
+Ranks are numbered by replica of the pipeline, then by stage, copy of the stage, and shard. Where
+stages name a kind of device, each takes the next ranks of that kind in this order.
 """
 
 from collections import Counter
@@ -38,8 +38,8 @@ AxisIntervals = Mapping[
 class RankGrid:
     """The ranks at each position of a strategy's pipelines.
 
-    positions: ranks of the shard group at position p of a copy, as `positions[copy][p]`.
-    stage_of: number of the stage that position p holds, as `stage_of[p]`; equal in all copies.
+    positions: ranks of the shard group at position p of a replica, as `positions[replica][p]`.
+    stage_of: number of the stage that position p holds, as `stage_of[p]`; equal in all replicas.
     """
 
     positions: tuple[tuple[tuple[int, ...], ...], ...]
@@ -60,10 +60,12 @@ class RankGrid:
 def place_ranks(
     stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
 ) -> RankGrid:
-    """Return the ranks of `copies` of a pipeline of `stages` on `devices`, which are in rank order.
+    """Return the ranks of `copies` replicas of a pipeline of `stages`.
 
-    Each stage is (kind of device or None for any, copies of the stage, shards of a copy). Copy by
-    copy and stage by stage, each takes the next ranks of its kind.
+    stages: (kind of device or None for any, copies of the stage, shards of a copy) of each stage.
+    devices: the devices, in rank order.
+
+    Replica by replica and stage by stage, each stage takes the next ranks of its kind.
     """
     unseated: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
     for kind in {kind for kind, _, _ in stages} - {None}:
@@ -87,13 +89,13 @@ class StageChunk:
 
     stage: number of the stage.
     slice: operations, values and weights of the chunk.
-    key: cache key of what is derived from the chunk.
+    key: cache key of everything derived from the chunk.
     sharded: layouts of the chunk's values over its shard group; None where the stage is no split.
-        Beside copies, it lays out only the operations `beside`, shards of weights, and values that
-        are made of such shards alone.
-    beside: operations that run on rows of other members as well, where a part is split beside
-        copies of the rest; None where the stage has no such part.
-    head: the output projection, where it alone is what is split beside copies.
+        Where the rest is replicated, they cover only the operations `beside`, shards of weights,
+        and values made of such shards alone.
+    beside: operations of the split part, which run on rows of other members as well, where the rest
+        is replicated; None where the stage has no such part.
+    head: the output projection, where it is the only such part.
     """
 
     stage: int
@@ -109,7 +111,7 @@ class StageChunk:
         return self.beside is not None
 
     def has_own_losses(self, loss: str) -> bool:
-        """Return True if members that share samples each compute a `loss` of their own."""
+        """Return True if members that take different samples each compute a `loss` of their own."""
         return self.beside is not None and loss not in self.beside
 
     @property
@@ -119,7 +121,8 @@ class StageChunk:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Return the axes along which experts are spread beside copies."""
+        """Return the axes along which experts are spread while the rest is replicated (expert
+        parallelism)."""
         if self.sharded is None or self.beside is None:
             return ()
         patterns = self.sharded.patterns
@@ -133,8 +136,8 @@ class StageChunk:
 
 
 def equivalent_ranks(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
-    """Return the first member whose intervals along the axes `named` have the same sizes, for each
-    member of a shard group; an empty list where none of these axes is in `axes`."""
+    """Return, for each member of a shard group, the first member whose intervals along the axes
+    `named` have the same sizes. The list is empty where none of these axes is in `axes`."""
     sharded = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
     first: dict[tuple[int, ...], int] = {}
     sizes = [
@@ -149,10 +152,10 @@ class PlanningContext:
     for.
 
     strategy: the request's strategy.
-    cluster: the devices it uses, one for each rank.
+    cluster: the devices that the strategy uses, one for each rank.
     findings: the analysis cache of the model.
     training: batch, precision and optimizer.
-    form: copies, stages and shards, as `form_of` returns them.
+    form: replicas, stages and shards, as returned by `form_of`.
     """
 
     strategy: Strategy
@@ -163,7 +166,7 @@ class PlanningContext:
 
     @cached_property
     def seats(self) -> RankGrid:
-        """Return the ranks at every position of every copy."""
+        """Return the ranks at every position of every replica."""
         stages = [(stage.device, stage.copies, stage.shards) for stage in self.form.stages]
         return place_ranks(stages, self.form.copies, self.cluster.devices)
 
@@ -184,9 +187,9 @@ class PlanningContext:
 
     @cached_property
     def batch_sums(self) -> Mapping[str, int]:
-        """Return the sums over the batch that copies exchange, by name of the value, with their
-        degrees (see `independence/states.py`). Empty for one copy, and where the request vouches
-        that samples are independent."""
+        """Return the degree of each sum over the batch that replicas exchange, by the value's name
+        (see `independence/states.py`). The mapping is empty for one replica, and where the request
+        vouches that samples are independent."""
         copies = self.form.copies * self.form.members
         if copies == 1 or self.training.samples_are_independent:
             return {}
@@ -194,7 +197,7 @@ class PlanningContext:
 
     @property
     def zero(self) -> int:
-        """Return the ZeRO stage of the copies; 0 where they partition nothing."""
+        """Return the ZeRO stage of the replicas; 0 where they partition nothing."""
         return self.form.keeper.zero if self.form.keeper else 0
 
     @property
@@ -206,8 +209,8 @@ class PlanningContext:
 
     @cached_property
     def task_graphs(self) -> tuple[tuple[int, ...], ...]:
-        """Return the numbers of every stage's TaskGraphs: one, or two where a part is split beside
-        copies of the rest, of which the first is the rest."""
+        """Return the numbers of every stage's TaskGraphs: one, or two where a part is split and the
+        rest replicated. The first of two is the rest."""
         numbers, start = [], 0
         for stage in self.form.stages:
             stop = start + (2 if stage.body else 1)
@@ -216,7 +219,7 @@ class PlanningContext:
         return tuple(numbers)
 
     def member_speeds(self, stage: int) -> list[float]:
-        """Return the FLOP/s of each member of the stage's shard groups, summed over the copies of
+        """Return the FLOP/s of each member of the stage's shard groups, summed over all replicas of
         the stage."""
         speeds = [0.0] * self.form.stages[stage].shards
         for group in self.replicas[stage]:
@@ -226,7 +229,7 @@ class PlanningContext:
         return speeds
 
     def stage_speeds(self, copy: int) -> list[float]:
-        """Return the speed of every stage of a copy: FLOP/s, or the number of devices where the
+        """Return the speed of every stage of a replica: FLOP/s, or the number of devices where the
         strategy balances evenly."""
         precision = self.training.precision
         even = self.strategy.balance == "even"
@@ -258,9 +261,11 @@ class PlanningContext:
 
     @cached_property
     def copies_of_rest(self) -> Sequence[tuple[tuple[int, ...], ...]]:
-        """Return the groups of ranks that hold the same parameters outside of what is split beside
-        copies, by stage. Where a stage has such a part, this is one group of all its ranks: every
-        member of every shard group holds the whole rest."""
+        """Return the groups of ranks that hold the same replicated parameters, by stage.
+
+        A stage with a split part beside a replicated rest has one group of all its ranks, since
+        every member of every shard group holds all of the rest.
+        """
         return [
             of_shards if stage.body is None else (tuple(sorted(chain.from_iterable(groups))),)
             for stage, of_shards, groups in zip(
@@ -269,10 +274,11 @@ class PlanningContext:
         ]
 
     def has_one_backward(self, orders: Sequence[Sequence[Sequence[Instruction]]]) -> bool:
-        """Return whether DistributedDataParallel sums the gradients of copies in a backward.
+        """Return True if DistributedDataParallel reduces the gradients of replicas during the
+        backward.
 
         It does where the model runs as it is, and where every position runs one backward of the
-        only chunk. `orders` are the instructions, by copy and position.
+        only chunk. `orders` are the instructions, by replica and position.
         """
         forwards = (
             [x.chunk for x in order if x.kind is Kind.FORWARD]
@@ -282,15 +288,15 @@ class PlanningContext:
         return self.as_is or all(chunks == [0] for chunks in forwards)
 
     def accumulates(self, order: Sequence[Instruction]) -> bool:
-        """Return whether the gradients of weights are added in place or deferred by the rank that
-        runs `order`: where some chunk has several backwards, or one in two parts."""
+        """Return True if the rank that runs `order` accumulates weight gradients in place or defers
+        them. It does where some chunk has several backwards, or one in two parts."""
         chunks = {x.chunk for x in order}
         several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
         several = several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)
         return several and not self.as_is
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return the (copy, position) of a rank."""
+        """Return the (replica, position) of a rank."""
         return self._places[rank]
 
     def stage_of_rank(self, rank: int) -> int:
@@ -298,14 +304,14 @@ class PlanningContext:
         return self.seats.stage_of[self._places[rank][1]]
 
     def keeper_beside(self, stage: int) -> Replicate | None:
-        """Return the ZeRO and offload settings of the parts that are split beside a stage's rest
-        (experts, a head, other modules), which have an engine of their own; None where each rank
-        keeps its part whole.
+        """Return the ZeRO and offload settings of a stage's split parts (experts, a head, other
+        modules), which have an engine of their own; None where each rank holds its part and the
+        state in full.
 
-        The settings are those of the rest, but with ZeRO 1 at most: the copies of a part partition
-        its optimizer, or offload it, and nothing else. Weights of which there is only one copy are
-        streamed (docs/adr/051) where those of the rest are on the hosts. A rest without ZeRO, and
-        an only copy without offload, give None.
+        The settings are those of the replicated rest, with ZeRO 1 at most: replicas of a split part
+        partition its optimizer, or offload it, and nothing else. A part with a single replica is
+        streamed (docs/adr/051) where the rest's weights are on the hosts. The result is None where
+        the rest has no ZeRO, and for a single replica without offload.
         """
         form, keeper = self.form.stages[stage], self.form.keeper
         if keeper is None or not keeper.zero:
@@ -328,7 +334,7 @@ class PlanningContext:
 
 
 def segment_of(job: PlanningContext, chunk: StageChunk) -> Segment:
-    """Return a chunk as the segment of the graph that its stage runs."""
+    """Return the segment of the graph that the stage of `chunk` runs."""
     number, part = job.task_graphs[chunk.stage][0], chunk.slice
     assignment = chunk.sharded.assignment if chunk.sharded else None
     sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
@@ -338,8 +344,8 @@ def segment_of(job: PlanningContext, chunk: StageChunk) -> Segment:
 def rewrites_of(
     job: PlanningContext, chunk: StageChunk, own_gradients: bool
 ) -> tuple[Rewrite, ...]:
-    """Return the rewrites of a chunk's operations, whose weights' gradients these make themselves
-    (`own_gradients`) or autograd makes."""
+    """Return the rewrites of a chunk's operations. With `own_gradients`, these operations compute
+    their weights' gradients themselves; otherwise autograd does."""
     defers = job.form.pipeline is not None and job.form.pipeline.schedule == "zero_bubble"
     on_cpu = job.cluster.on_cpu
 
@@ -351,7 +357,7 @@ def rewrites_of(
 
 
 def own_gradients_of(job: PlanningContext, chunk: StageChunk) -> Set[str]:
-    """Return the names of a chunk's operations that can make their weights' gradients
+    """Return the names of a chunk's operations that can compute their weights' gradients
     themselves."""
 
     def find() -> Set[str]:
@@ -361,8 +367,8 @@ def own_gradients_of(job: PlanningContext, chunk: StageChunk) -> Set[str]:
 
 
 def named_key(job: PlanningContext, chunk: StageChunk) -> tuple[Hashable, ...]:
-    """Return the key under which operations and weights of a chunk are cached by their names, which
-    chunks of one `key` do not share."""
+    """Return a cache key for results that name the operations and weights of a chunk. Such results
+    differ between chunks of one `key`."""
     names = chunk.slice.operations
     return chunk.key, names[0], names[-1], bool(job.batch_sums)
 
@@ -370,8 +376,8 @@ def named_key(job: PlanningContext, chunk: StageChunk) -> tuple[Hashable, ...]:
 def form_of(
     strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
 ) -> Form | None:
-    """Return the form of `strategy` on `cluster`. Return None after adding to `faults` every fault
-    that the strategy has with any model."""
+    """Return the form of `strategy` on `cluster`. If the strategy has faults with any model, add
+    all of them to `faults` and return None."""
     before = len(faults)
     sizes = {len(node.devices) for node in cluster.nodes}
     per_node = sizes.pop() if len(sizes) == 1 else 0

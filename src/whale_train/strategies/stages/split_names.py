@@ -1,7 +1,8 @@
 """The weights that splits name by globs: which of them a model and its stages have, and how they
 may be cut.
 
-A glob that names nothing, or whose pattern no weight gets, is a fault: it would change nothing.
+A glob that matches nothing is a fault, and so is a pattern that no weight gets: neither would have
+an effect.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,21 +18,21 @@ from whale_train.strategies.tensor_parallel.region import matches
 
 
 def names_of(profile: ModelProfile, path: str) -> tuple[str, ...]:
-    """Return the names of the weight `path`: several where it is tied."""
+    """Return all names of the weight at `path`: several where it is tied."""
     weight = profile.weight_by_path[path]
     return weight.path, *weight.aliases
 
 
 def is_named(profile: ModelProfile, path: str, modules: Sequence[str]) -> bool:
-    """Return True if the weight `path` lies inside a module that one of `modules` (paths or globs)
-    names."""
+    """Return True if the weight at `path` lies inside a module that one of `modules` (paths or
+    globs) names."""
     inside = (name.rpartition(".")[0] for name in names_of(profile, path))
     return any(is_inside(module, glob) for module in inside for glob in modules)
 
 
 def refuse_unknown_names(job: PlanningContext, faults: list[Fault]) -> None:
-    """Add a fault for every glob of a split, or of copies beside it, that names no weight of the
-    model."""
+    """Add a fault for every glob that names no weight of the model, in a split or in the replicate
+    beside it."""
     profile = job.profile
     paths = [p.path for p in (*profile.parameters, *profile.frozen)]
     stages = job.form.stages
@@ -55,8 +56,8 @@ def refuse_unknown_names(job: PlanningContext, faults: list[Fault]) -> None:
 
 
 def nearest_modules(weights: Sequence[str], mistyped: str) -> str:
-    """Return a remedy for the name `mistyped`: modules with weights, whose paths are `weights`,
-    that a split may name."""
+    """Return a remedy for the name `mistyped`: modules that a split may name, out of those with
+    `weights` (paths)."""
     modules = list(dict.fromkeys(path.rpartition(".")[0] for path in weights))
     near = closest(mistyped, [*modules, *(f"*.{x.rpartition('.')[2]}" for x in modules)])
     remedy = f"use head, or modules with weights, such as {listed(modules)}"
@@ -74,15 +75,15 @@ def _nearest_weights(profile: ModelProfile, mistyped: str) -> str:
 
 
 def _of_any_block(name: str) -> str:
-    """Return a glob of a weight's last two names. A name of fewer than three parts is returned
-    unchanged."""
+    """Return a glob for the last two parts of a weight's name, or the name itself if it has fewer
+    than three parts."""
     parts = name.split(".")
     return name if len(parts) < 3 else f"*.{parts[-2]}.{parts[-1]}"
 
 
 def refuse_idle_patterns(job: PlanningContext, chunks: Sequence[StageChunk]) -> None:
     """Raise PlanError for patterns that no weight of their stages gets, with the reason. Stages
-    whose patterns are equal have one list, of which each takes the entries for its weights."""
+    with equal patterns share one list, of which each uses the entries for its own weights."""
     held: dict[tuple[tuple[str, str], ...], list[tuple[Split, StageChunk]]] = {}
     for chunk in chunks:
         for split in job.form.stages[chunk.stage].splits:
@@ -103,7 +104,7 @@ def _matched(job: PlanningContext, chunk: StageChunk, glob: str) -> Iterator[str
 
 
 def _is_had(job: PlanningContext, chunk: StageChunk, glob: str, pattern: str) -> bool:
-    """Return True if some weight of a chunk that `glob` names is cut by the `pattern` asked for.
+    """Return True if some weight of a chunk that `glob` names is cut by the requested `pattern`.
     The columns of a product that a cross-entropy reads count as its vocabulary."""
     had: Mapping[str, str] = dict.fromkeys(chunk.shards, "vocabulary")
     if chunk.sharded is not None:
@@ -118,9 +119,11 @@ def _why_idle(
     before: Sequence[tuple[str, str]],
     glob: str,
 ) -> tuple[str, str]:
-    """Return the rule and the remedy of the fault where no weight gets the pattern asked of `glob`.
-    `users` are the splits that have the pattern, with their chunks; `before` are the (glob,
-    pattern) listed before it."""
+    """Return the rule and the remedy for a `glob` whose pattern no weight gets.
+
+    users: the splits that have the pattern, with their chunks.
+    before: the (glob, pattern) pairs listed before it.
+    """
     matched = [(split, path) for split, chunk in users for path in _matched(job, chunk, glob)]
     if not matched:
         return "names weights of other stages alone", "give it to a split of these, or leave it out"
@@ -148,16 +151,16 @@ def sharded(
     split: Split,
     members: int,
 ) -> Sharded:
-    """Return the layouts of a stage's slice over a group of `members`. The slice takes and gives
-    whole values.
+    """Return the layouts of a stage's slice over a group of `members`. Values that enter and leave
+    the slice are not sharded.
 
     job: the strategy on its devices.
     part: the slice.
-    named: paths of the weights that may be cut; all others stay whole.
-    split: dimension and patterns by which they are cut.
+    named: paths of the weights that may be cut; all others are replicated.
+    split: dimension and patterns by which the weights are cut.
     members: size of the shard group.
     """
-    whole = [(path, "replicate") for path in part.weights if path not in named]
+    replicated = [(path, "replicate") for path in part.weights if path not in named]
     return choose_patterns(
         job.graph,
         part.operations,
@@ -166,7 +169,7 @@ def sharded(
         group_size=members,
         given=dict.fromkeys(part.takes, R),
         wanted=dict.fromkeys(part.gives, R),
-        by_hand=(*whole, *split.patterns),
+        by_hand=(*replicated, *split.patterns),
         aliases={path: job.profile.weight_by_path[path].aliases for path in part.weights},
         dim=split.dim,
         key=split.path,

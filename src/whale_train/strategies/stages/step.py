@@ -1,6 +1,6 @@
-"""The step of a strategy: the schedule's instructions, sums over copies, the update.
+"""The step of a strategy: the schedule's instructions, gradient reductions, the update.
 
-Copies of a pipeline with equal devices and equal micro-batches do the same at the same time: only
+Replicas of a pipeline with equal devices and equal micro-batches do the same at the same time: only
 one of them is simulated.
 """
 
@@ -45,8 +45,8 @@ class StagedStep:
 
     job: the strategy on its devices.
     times: seconds of the chunks.
-    batches: micro-batches of every copy.
-    orders: instructions, by copy and position.
+    batches: micro-batches of every replica.
+    orders: instructions, by replica and position.
     shared: stages of every parameter that several stages hold, by path.
     """
 
@@ -70,8 +70,8 @@ class StagedStep:
         self._gradients: dict[tuple[int, ...], float] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
-        """Return the step of the simulated copies, and the simulated rank of every rank. Where
-        ranks share processors, every copy is simulated."""
+        """Return the step of the simulated replicas, and the simulated rank that stands for every
+        rank. Where ranks share processors, every replica is simulated."""
         first: dict[object, int] = {}
         stands: dict[int, int] = {}
         chosen: list[int] = []
@@ -95,7 +95,7 @@ class StagedStep:
         norm = all_reduce_time_s(
             4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
         )
-        # Copies on one host then sum gradients in shared memory (runtime/comms/process_groups.py).
+        # Replicas on one host then reduce in shared memory (runtime/comms/process_groups.py).
         one_backward = self.job.has_one_backward(self.orders)
         syncs = gradient_sums(
             self.job, self.engines, self.shared, self.crowd, numbers, one_backward
@@ -103,16 +103,16 @@ class StagedStep:
         return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """Yield the device (its `id`) and the node of every rank of a copy. Nodes are numbered in
-        the order in which the ranks of the copy are first on them."""
+        """Yield the device (its `id`) and the node of every rank of a replica. Nodes are numbered
+        in the order in which the replica's ranks first use them."""
         numbers: dict[int, int] = {}
         for rank in (rank for ranks in positions for rank in ranks):
             node = numbers.setdefault(self.cluster.node_of[rank], len(numbers))
             yield id(self.cluster.devices[rank]), node
 
     def _actor(self, copy: int, position: int) -> Actor:
-        """Return the actor at a position of a copy. Instructions of one kind and chunk, for as many
-        samples and between the same positions, cost the same."""
+        """Return the actor at a position of a replica. Instructions of one kind and chunk cost the
+        same for equally many samples and between the same positions."""
         ranks = self.job.seats.positions[copy][position]
         order, sizes = self.orders[copy][position], self._sizes[copy]
         owners = self.batches.owners[copy]
@@ -133,10 +133,10 @@ class StagedStep:
                         more = self._gradients_s(chunk, ranks, adds, alone)
                         costs[key] = replace(costs[key], seconds=costs[key].seconds + more)
                 return costs[key]
-            there = owners[peer][micro_batch]
-            edge = (kind, chunk, peer, there, samples)
+            peer_position = owners[peer][micro_batch]
+            edge = (kind, chunk, peer, peer_position, samples)
             if edge not in costs:
-                link = self.sends.link(copy, (position, there))
+                link = self.sends.link(copy, (position, peer_position))
                 sent = self.sends.num_bytes(chunk, peer, samples)
                 costs[edge] = Cost(send_time_s(sent, link), busy=link.busy)
             return costs[edge]
@@ -144,12 +144,13 @@ class StagedStep:
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
 
     def _gradients_s(self, number: int, ranks: Sequence[int], adds: bool, alone: bool) -> float:
-        """Return the seconds that a backward of chunk `number` takes beside making gradients, on
+        """Return the seconds that a backward of chunk `number` spends on accumulating gradients, on
         the slowest of `ranks`, its shard group.
 
-        A later backward `adds` its gradients to the sums, except those that are accumulated in
-        place. The first backward fills embedding gradients with zeros. It does not where it is not
-        `alone` (a later one follows) and other operations than lookups read the table.
+        A later backward `adds` its gradients to the accumulated ones, except those that are
+        accumulated in place. The first backward fills embedding gradients with zeros. It skips a
+        table that other operations than lookups read too if it is not `alone` (a later backward
+        follows).
         """
         devices = [self.cluster.devices[rank] for rank in ranks]
         key = (number, adds, alone, *map(id, devices))
@@ -175,12 +176,12 @@ class StagedStep:
 
     @cached_property
     def _sizes(self) -> Sequence[Sequence[int]]:
-        """Return the number of samples of every micro-batch, by copy."""
+        """Return the number of samples of every micro-batch, by replica."""
         return [[stop - start for start, stop in of_copy] for of_copy in self.batches.samples]
 
     def _cost(self, copy: int, position: int, instruction: Instruction, samples: int) -> Cost:
-        """Return the cost of a computation on a micro-batch of `samples`, with exchanges over the
-        batch and ZeRO 3's all-gathers."""
+        """Return the cost of a computation on a micro-batch of `samples`, including exchanges over
+        the batch and ZeRO 3's all-gathers."""
         times, moved = self.times.of(instruction.chunk, copy, position, samples)
         if self.synchronises or self.job.batch_sums:
             exchanged = self._exchanged(instruction.chunk)
@@ -222,7 +223,7 @@ class StagedStep:
         return sent + forward + streamed, sent + backward + 2 * streamed
 
     def _streamed_s(self, copy: int, position: int) -> float:
-        """Return the seconds in which the streamed weights of a stage come from the hosts, once."""
+        """Return the seconds to fetch the streamed weights of a stage from the hosts once."""
         width = self.job.findings.weight_width(1)
         devices = [self.cluster.devices[r] for r in self.job.seats.positions[copy][position]]
         return sum(
@@ -232,14 +233,14 @@ class StagedStep:
         )
 
     def _exchanged(self, number: int) -> Times:
-        """Return the times in which the copies of a chunk's stage exchange statistics of BatchNorm
-        and sums over the batch."""
+        """Return the times of exchanging BatchNorm statistics and sums over the batch between the
+        replicas of a chunk's stage."""
         if number not in self._over_batch:
             self._over_batch[number] = self._priced_exchange(number)
         return self._over_batch[number]
 
     def _priced_exchange(self, number: int) -> Times:
-        """Return the times of `_exchanged`, computed anew."""
+        """Compute the times that `_exchanged` caches."""
         chunk, job = self.times.chunks[number], self.job
         if job.profile.graph is None:
             return Times()

@@ -1,9 +1,9 @@
-"""Candidates for the cut of every weight, from which the search of `choose.py` chooses.
+"""Candidates for sharding every weight, from which the search of `choose.py` chooses.
 
 A weight is a parameter that a product, a convolution or a table lookup reads, perhaps through a
 transpose. Its candidates are its output and input dimensions, its experts or its rows. A fused
-weight (several projections in one) is recognised by looking ahead at the operations that take its
-result apart.
+weight (several projections in one) is recognised by looking ahead at the operations that split its
+result.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,15 +45,15 @@ from whale_train.strategies.layouts.types import (
 
 _CHAIN = (transpose, reverse, permute)
 _MOST_PIECES = 8  # projections fused into one weight; more are heads or experts, not projections
-_LOOK_AHEAD = 40  # operations; a fused result is taken apart a handful of operations on
+_LOOK_AHEAD = 40  # operations; a fused result is split within a handful of operations
 
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """A way to cut a weight.
+    """A way to shard a weight.
 
     pattern: the name of the pattern.
-    layout: the cut that it means, along an axis of the weight's own.
+    layout: the layout, along an axis of the weight's own.
     """
 
     pattern: str
@@ -62,13 +62,13 @@ class WeightSharding:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter with a choice.
+    """A parameter with a choice of patterns.
 
-    path: its path.
+    path: path of the parameter.
     reader: the operation that first reads it.
-    candidates: the ways to cut it, in the order of preference.
-    follows: whether the reader sees the layout of its other operand, and takes the weight in rows
-        where that is cut. A transpose does not.
+    candidates: the ways to shard it, in the order of preference.
+    follows: True if the reader can take the weight row-parallel where its other operand is sharded.
+        A transpose cannot.
     """
 
     path: str
@@ -82,8 +82,10 @@ def find_weights(
 ) -> dict[str, Weight]:
     """Return the parameters of `region` that a product, convolution or lookup reads there, by path.
 
-    `parameters` maps the names of parameter operations to paths. A cut with fewer units than
-    `fineness` allows is no candidate.
+    graph: the graph of the model.
+    region: names of the operations.
+    parameters: paths by the names of parameter operations.
+    fineness: the smallest number of units that a candidate may have.
     """
     weights: dict[str, Weight] = {}
     for operation in graph:
@@ -105,8 +107,7 @@ def find_weights(
 def cuts_of(
     graph: OperationGraph, operation: Operation, parameters: Mapping[str, str]
 ) -> Iterator[WeightSharding]:
-    """Yield the candidates of the weights that `operation` reads, whether they are worth having or
-    not."""
+    """Yield all candidates of the weights that `operation` reads, however few units they have."""
     for name in _weights_read(graph, operation):
         root, dims = _through_transposes(graph, name)
         if root in parameters:
@@ -130,7 +131,7 @@ _WEIGHT_POSITION = {
 
 
 def sees_otherwise(operation: Operation) -> bool:
-    """Return whether `operation` gives a weight itself, transposed, cast or copied."""
+    """Return True if `operation` gives the same values as its input, transposed, cast or copied."""
     copies = ("aten.to.dtype", "aten.contiguous.default", "aten.clone.default")
     return RULES.get(operation.target) in _CHAIN or operation.target in copies
 
@@ -141,8 +142,8 @@ def _first_reader(graph: OperationGraph, root: str, reader: str) -> str:
 
 
 def _through_transposes(graph: OperationGraph, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter that `name` is a transpose of, and, for each dimension of `name`, the
-    parameter's dimension that it is."""
+    """Return the parameter that `name` is a transpose of and, for each dimension of `name`, the
+    parameter's dimension."""
     operation = graph[name]
     dims = tuple(range(len(operation.shape or ())))
     while sees_otherwise(operation):
@@ -174,8 +175,8 @@ def _candidates(
     parameter: Operation,
     fineness: MinUnits,
 ) -> tuple[WeightSharding, ...]:
-    """Return the candidates of the weight `parameter`, read by `operation`. `dims` are the
-    parameter's dimensions as the operation sees them."""
+    """Return the candidates of the weight `parameter`, read by `operation`. `dims` holds the
+    parameter's dimension for each dimension that the operation sees."""
     rule = RULES[operation.target]
     shape = parameter.shape or ()
     cuts: list[tuple[str, int, tuple[int, ...]]] = []
@@ -217,11 +218,11 @@ def _candidates(
 
 
 def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tuple[int, ...]]:
-    """Return the lengths of the parts into which the users of `name` take its dimension `dim` of
-    `extent`: a list of one tuple, or an empty list where they do not take it apart."""
+    """Return the lengths of the parts into which the users of `name` split its dimension `dim` of
+    `extent`: a list of one tuple, or an empty list where they do not split it."""
     edges = {0, extent}
     seen: set[tuple[str, int, int]] = set()
-    stack = [(name, dim, 1)]  # a value, its dimension, and the elements that one index is
+    stack = [(name, dim, 1)]  # a value, its dimension, and the fused elements per index
     while stack and len(seen) < _LOOK_AHEAD:
         value, at, scale = stack.pop(0)
         if (value, at, scale) in seen:
@@ -241,8 +242,7 @@ def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tu
 
 
 def _edges(graph: OperationGraph, operation: Operation, value: str, at: int) -> tuple[int, ...]:
-    """Return the indices at which `operation` cuts dimension `at` of the value that it takes
-    apart."""
+    """Return the indices at which `operation` splits dimension `at` of `value`."""
     typed = RuleInput(operation, {}, graph)
     rule, shape = RULES.get(operation.target), graph[value].shape or ()
     kind = operation.target.removeprefix("aten.")
@@ -266,9 +266,8 @@ def _edges(graph: OperationGraph, operation: Operation, value: str, at: int) -> 
 def _onward(
     graph: OperationGraph, operation: Operation, value: str, at: int, scale: int, extent: int
 ) -> tuple[int, int] | None:
-    """Return the dimension of `operation`'s result that the fused dimension leads to, and its
-    scale; None where it leads to none. The scale is the number of fused elements that one index of
-    the dimension stands for."""
+    """Return the dimension of `operation`'s result that holds the fused dimension, and its scale;
+    None where no dimension does. The scale is the number of fused elements for each index."""
     rule, shape = RULES.get(operation.target), graph[value].shape or ()
     target = operation.shape or ()
     probe = Shard(at, "probe", 1, (extent // scale,))
@@ -277,7 +276,7 @@ def _onward(
         if view is None or view[0].outer != 1:
             return None
         length = sum(flat_pieces(view[0]) or ())
-        # It is no longer than the fused dimension, where a view moves in elements of others.
+        # The view may mix in elements of other dimensions, and then it is longer.
         fits = target[view[0].dim] == Size(length) and length and extent % length == 0
         return (view[0].dim, extent // length) if fits else None
     if rule is pointwise:
@@ -291,8 +290,8 @@ def _onward(
 
 
 def _feeds_cross_entropy(graph: OperationGraph, name: str) -> bool:
-    """Return whether the result of the operation `name` is the classes of a cross-entropy: no other
-    product comes between."""
+    """Return True if the result of the operation `name` holds the classes of a cross-entropy, with
+    no other product between."""
     stack, seen = [name], set[str]()
     while stack and len(seen) < _LOOK_AHEAD:
         value = stack.pop(0)

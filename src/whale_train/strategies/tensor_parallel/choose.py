@@ -25,14 +25,14 @@ from whale_train.strategies.tensor_parallel.viterbi import cheapest
 
 @dataclass(frozen=True)
 class Sharded:
-    """A region with the layouts of its values, its weights cut.
+    """A region with sharded weights, and the layouts of its values.
 
     assignment: the layouts of the values, and the casts.
-    weights: the cuts of the parameters that are cut, by canonical path, and of the buffers that are
-        cut with them (a batch norm's statistics).
-    axes: the units of every axis that they are cut along, to be dealt out to the group's members.
+    weights: layouts of the sharded parameters, by canonical path, and of the buffers that are
+        sharded with them (a batch norm's statistics).
+    axes: the units of every axis, to be divided among the group's members.
     patterns: the name of each weight's pattern.
-    groups: the sizes of groups for which all this is the same.
+    groups: the group sizes for which these results hold.
     """
 
     assignment: Assignment
@@ -43,7 +43,7 @@ class Sharded:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Return the paths of the modules that have weights which stayed replicated."""
+        """Return the paths of the modules with replicated weights."""
         left = (path for path, pattern in self.patterns.items() if pattern == "replicate")
         return tuple(dict.fromkeys(path.rpartition(".")[0] for path in left))
 
@@ -64,18 +64,18 @@ def choose_patterns(
 ) -> Sharded:
     """Return the layouts of the operations `region` of `graph` over a group of `group_size` ranks.
 
-    parameters: from the region's parameter operations to canonical paths (a tied parameter has
-        one).
-    held: from those paths to their elements.
+    parameters: canonical paths by the names of the region's parameter operations (a tied parameter
+        has one path).
+    held: elements of the parameters, by canonical path.
     given: the layouts of values from outside.
-    wanted: the layouts in which values are handed on.
-    by_hand: pairs of a glob over parameter or module paths, and a pattern. The first counts that
-        matches a weight and that the weight can have.
+    wanted: the layouts that values have to leave the region with.
+    by_hand: pairs of a glob over parameter or module paths, and a pattern. The first pair counts
+        whose glob matches a weight and whose pattern the weight can have.
     aliases: further paths of tied weights, by canonical path.
     dim: limits the choice. `auto`: no limit. `tensor`: no experts. `vocabulary`: tables and output
         classes only. `experts`: experts only. `sequence`: as `tensor`, and values between the
-        products (norms, dropout, residuals) are cut by tokens.
-    key: the key of the request below which faults are reported.
+        products (norms, dropout, residuals) are sharded by tokens.
+    key: the key of the request under which faults are reported.
 
     Raises PlanError for a pattern that a weight cannot have.
     """
@@ -99,8 +99,8 @@ def _by_hand(
     aliases: Mapping[str, Sequence[str]],
     key: str,
 ) -> dict[str, str]:
-    """Return the pattern of every weight that is given one by hand, by path. Raises PlanError for a
-    pattern that no matching weight can have."""
+    """Return the pattern of every weight that the request gives one, by path. Raises PlanError for
+    a pattern that no matching weight can have."""
     fixed: dict[str, str] = {}
     faults = []
     paths = sorted(set(region.parameters.values()))
@@ -126,8 +126,9 @@ def _by_hand(
 
 
 def _had(region: Region, path: str, pattern: str) -> str:
-    """Return the name among a weight's candidates of the pattern asked for; '' where the weight
-    cannot have it. The columns of a product that a cross-entropy reads are the vocabulary."""
+    """Return the name that the requested pattern has among a weight's candidates; '' where the
+    weight cannot have it. The columns of a product that a cross-entropy reads are its
+    vocabulary."""
     if pattern == "replicate":
         return pattern
     weight = region.weights.get(path)
@@ -141,7 +142,7 @@ def _had(region: Region, path: str, pattern: str) -> str:
 
 
 def _answer(region: Region, best: State) -> Sharded:
-    """Return the layouts of the best state, from its records."""
+    """Return the layouts of the best state, read off its records."""
     records = []
     record = best.record
     while record is not None:

@@ -16,22 +16,22 @@ from whale_train.strategies.layouts.propagation import (
 from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
 from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding, find_weights
 
-SEQUENCE = "sequence."  # prefix of the name of an axis of tokens; their number follows
-_SMALL = 100  # a weight of less than 1/100 of its block may stay whole without being counted
+SEQUENCE = "sequence."  # prefix of the name of an axis of tokens, before the number of tokens
+_SMALL = 100  # a weight of less than 1/100 of its block may be replicated at no cost
 
 
 @dataclass(frozen=True)
 class Region:
-    """Operations to be laid over a group of ranks.
+    """Operations to be sharded over a group of ranks.
 
     graph: the graph of the operations.
     operations: the operations, in order.
-    parameters: from the region's parameter operations to canonical paths (a tied parameter has
-        one).
-    held: from those paths to their elements.
-    fineness: decides whether an axis has units enough for the ranks.
+    parameters: canonical paths by the names of the region's parameter operations (a tied parameter
+        has one path).
+    held: elements of the parameters, by canonical path.
+    fineness: decides whether an axis has enough units for the ranks.
     given: the layouts of values from outside.
-    wanted: the layouts in which values are handed on.
+    wanted: the layouts that values have to leave the region with.
     dim: limits the choice, as `split.dim` does.
     """
 
@@ -46,7 +46,7 @@ class Region:
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        """Return the weights that have a choice, by path."""
+        """Return the weights with a choice of patterns, by path."""
         names = {operation.name for operation in self.operations}
         weights = find_weights(self.graph, names, self.parameters, self.fineness)
         return {path: _limited(weight, self.dim) for path, weight in weights.items()}
@@ -64,13 +64,13 @@ class Region:
 
     @cached_property
     def counted(self) -> dict[str, int]:
-        """Return the elements of each weight that count where it is left whole."""
+        """Return the elements of each weight that count as a cost if it is replicated."""
         return _counted_elements(self.weights, self.held)
 
     @cached_property
     def weight_of(self) -> dict[str, str]:
-        """Return the paths of the weights by the names of their operations, and by those of their
-        transposes and copies."""
+        """Return the paths of the weights, by the names of their operations and of their transposes
+        and copies."""
         paths = {name: path for name, path in self.parameters.items() if path in self.weights}
         for operation in self.graph:
             if len(operation.inputs) == 1 and operation.inputs[0] in paths:
@@ -87,8 +87,8 @@ class Region:
 
     @cached_property
     def statistics(self) -> dict[str, str]:
-        """Return the buffers that a batch norm updates in place, with their paths. They are cut
-        with its input, and never sliced from a whole copy."""
+        """Return the paths of the buffers that a batch norm updates in place, by name. They are
+        sharded with its input, and never sliced from a full copy."""
         buffers = {op.name: op.path for op in self.operations if op.target == "buffer"}
         return {
             name: buffers[name]
@@ -100,8 +100,8 @@ class Region:
 
     @cached_property
     def last_use(self) -> dict[str, int]:
-        """Return the position of each value's last reader. A parameter has that of the last reader
-        of all its aliases."""
+        """Return the position of each value's last reader; for a parameter, the last reader of any
+        of its aliases."""
         by_path: dict[str, int] = {}
         positions: dict[str, int] = {}
         for position, operation in enumerate(self.operations):
@@ -132,8 +132,8 @@ class Region:
 
 
 def by_token(operation: Operation) -> Shard | None:
-    """Return the cut by tokens of a value [batch, tokens, width], along an axis of all values with
-    as many tokens; None for a value of another shape."""
+    """Return the layout that shards a value [batch, tokens, width] by tokens, along an axis common
+    to all values with as many tokens; None for a value of another shape."""
     shape = operation.shape or ()
     if len(shape) != 3 or not shape[0].per_sample or shape[1].per_sample or shape[1].fixed < 2:
         return None
@@ -141,7 +141,7 @@ def by_token(operation: Operation) -> Shard | None:
 
 
 def matches(names: Iterable[str], glob: str) -> bool:
-    """Return whether `glob` matches one of a weight's `names`, or the module of one."""
+    """Return True if `glob` matches one of a weight's `names`, or the module of one."""
     return any(fnmatchcase(x, glob) or fnmatchcase(x.rpartition(".")[0], glob) for x in names)
 
 
@@ -155,16 +155,15 @@ def _limited(weight: Weight, dim: str) -> Weight:
         "vocabulary": lambda c: c.pattern == "vocabulary",
         "experts": lambda c: c.pattern == "experts",
     }[dim]
-    kept = tuple(c for c in weight.candidates if allowed(c))
+    candidates = tuple(c for c in weight.candidates if allowed(c))
     return replace(
-        weight, candidates=kept, follows=weight.follows and dim in ("tensor", "sequence")
+        weight, candidates=candidates, follows=weight.follows and dim in ("tensor", "sequence")
     )
 
 
 def _counted_elements(weights: Mapping[str, Weight], held: Mapping[str, int]) -> dict[str, int]:
-    """Return the elements of each weight that count where it is left whole. They are all its
-    elements, but 0 for a weight that is small beside the others of its block (the module path up to
-    its first number)."""
+    """Return the elements of each weight that count as a cost if it is replicated: all of them, but
+    0 for a weight that is small compared to its block (the module path up to its first number)."""
     blocks: dict[str, int] = {}
     for path in weights:
         blocks[block_of_parameter(path)] = blocks.get(block_of_parameter(path), 0) + held[path]
@@ -172,8 +171,8 @@ def _counted_elements(weights: Mapping[str, Weight], held: Mapping[str, int]) ->
 
 
 def block_of_parameter(path: str) -> str:
-    """Return the path of the block of a parameter: its path up to the first number; '' where there
-    is none."""
+    """Return the path of a parameter's block, which is the path up to the first number; '' where
+    there is no number."""
     parts = path.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbered[0] + 1]) if numbered else ""

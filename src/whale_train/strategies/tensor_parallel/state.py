@@ -1,4 +1,4 @@
-"""States of the search for patterns: each one way to have laid everything so far, and its cost."""
+"""States of the search for patterns: each is one way to lay out everything so far, and its cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from typing import Any
 
 from whale_train.strategies.layouts.propagation import Axes, Cast, Layout, PartialByRow, Shard
 
-# Elements of weights left whole, bytes moved, collectives: compared in this order.
+# Elements of replicated weights, bytes moved, collectives: compared in this order.
 StateCost = tuple[int, float, int]
 
 
 @dataclass(frozen=True)
 class Record:
-    """Additions of one operation to a state.
+    """The additions of one operation to a state.
 
     before: the record before this one.
-    name: the name of the operation; '' where the record is of none.
+    name: the name of the operation; '' for a record without an operation.
     layout: the layout of its value.
-    casts: the casts on the way into it.
+    casts: the casts of its inputs.
     becomes: the distributed operation that replaces it; '' for none.
-    gathered: whether it is given whole tensors of cut values.
+    gathered: True if it takes sharded values gathered.
     decisions: the weights that it decides, as their path, pattern and layout. The pattern is '' for
         a parameter without a choice.
     """
@@ -35,13 +35,12 @@ class Record:
 
 @dataclass(frozen=True)
 class State:
-    """One way to have laid everything so far.
+    """One way to lay out everything so far.
 
-    layouts: the layouts of values still to be read that are not R.
+    layouts: the layouts other than R of values still to be read.
     decided: the layouts of parameters still to be read, by path.
-    made: the layouts to which values still to be read have been cast, so that the cast need not be
-        made again.
-    axes: the axes that values are cut along.
+    made: the layouts to which values still to be read have been cast already.
+    axes: the axes that values are sharded along.
     cost: the cost so far.
     record: the last record.
     """
@@ -59,8 +58,8 @@ def moved(cast: Cast, size: float, gradient: bool, reduced: bool) -> tuple[float
     collectives.
 
     size: bytes that a gather moves; an all-reduce moves twice as many.
-    gradient: whether the value has a gradient.
-    reduced: whether the sum of the value has been taken before.
+    gradient: True if the value has a gradient.
+    reduced: True if the value has been all-reduced before.
     """
     back = 1.0 if gradient else 0.0
     match cast.kind:
@@ -82,8 +81,8 @@ def moved(cast: Cast, size: float, gradient: bool, reduced: bool) -> tuple[float
 
 
 def signature(state: State) -> Any:
-    """Return a key of everything that decides a state's future: all layouts to come, with axes
-    named by order of appearance, and their units."""
+    """Return a key of everything that decides a state's future: all layouts still to be read, with
+    axes named by order of appearance, and their units."""
     names: dict[str, int] = {}
     axes = state.axes
 

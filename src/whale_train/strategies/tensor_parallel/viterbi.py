@@ -1,10 +1,10 @@
-"""The search for patterns: a walk over a region with the ways to lay what it has passed.
+"""The search for patterns: a walk over a region with a set of states.
 
-The region is walked in order with a set of states, each a way to have laid everything so far. At
-a weight with a choice every state branches; states that agree on all that is still to be read
-are one, and only the cheapest is kept (Viterbi). Cheapest means: the smallest part of the weights
-left whole, then the fewest bytes moved forward and backward, then the fewest collectives. After
-Whale's sharding patterns (USENIX ATC 2022) and TAP's cost (arXiv 2302.00247).
+The region is walked in order. A state is one way to lay out everything so far. At a weight with a
+choice every state branches; states that agree on all that is still to be read are merged, and only
+the cheapest remains (Viterbi). The cost compares replicated elements of weights first, then bytes
+moved forward and backward, then collectives. After Whale's sharding patterns (USENIX ATC 2022) and
+TAP's cost (arXiv 2302.00247).
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ from whale_train.strategies.tensor_parallel.state import (
     signature,
 )
 
-_BEAM = 64  # states kept; blocks of the models at hand need fewer than half of them
+_BEAM = 64  # states kept; blocks of common models need fewer than half of them
 _SAMPLES = 8  # the samples for which bytes are counted: a nominal micro-batch
 # Bytes of an element. All patterns move the same dtype, and (n - 1) / n of it around a ring of n:
 # only ratios matter.
@@ -46,12 +46,18 @@ _BYTES = 4
 
 
 def cheapest(region: Region, fixed: Mapping[str, str]) -> State:
-    """Return the cheapest state at the end of `region`. `fixed` are the patterns that are given by
-    hand, by path."""
+    """Return the cheapest state at the end of `region`. `fixed` holds the requested patterns, by
+    path."""
     return _Search(region, fixed).run()
 
 
 class _Search:
+    """One search over a region.
+
+    region: the operations to be sharded, with the request.
+    fixed: the requested patterns, by path.
+    """
+
     def __init__(self, region: Region, fixed: Mapping[str, str]) -> None:
         self.region, self.fixed = region, fixed
         self._by_tokens = region.dim == "sequence"
@@ -74,7 +80,7 @@ class _Search:
         return min((self.handed_on(state) for state in states), key=lambda s: s.cost)
 
     def step(self, state: State, operation: Operation) -> Iterator[State]:
-        """Yield the states after `operation`, one for every choice it leaves."""
+        """Yield the states after `operation`, one for each of its choices."""
         known = {name: self.layout(state, name) for name in operation.inputs}
         open_weights = [
             name for name in operation.inputs
@@ -89,12 +95,12 @@ class _Search:
             return
         name = open_weights[0]
         weight = self.region.weights[self.region.parameters[name]]
-        for other in open_weights[1:]:  # one choice an operation: what else it reads stays whole
+        for other in open_weights[1:]:  # one choice for each operation: its other weights replicate
             state = self.left_whole(state, self.region.parameters[other])
         yield from self.decisions(state, operation, known, name, weight)
 
     def left_whole(self, state: State, path: str) -> State:
-        """Return the state after the weight `path` is left whole."""
+        """Return the state after the weight `path` is replicated."""
         decided = ((path, "replicate", R),)
         record = Record(state.record, "", R, (), "", False, decided)
         cost = plus(state.cost, self.region.counted.get(path, 0), 0.0, 0)
@@ -138,12 +144,12 @@ class _Search:
                 yield from self.applied(left, operation, known, whole(known), stays, True)
 
     def shuns(self, candidate: WeightSharding) -> bool:
-        """Return whether a candidate is not tried unless it is asked for.
+        """Return True if a candidate is only tried on request.
 
-        A table is not cut by columns. A gather would do for columns where rows need an all-reduce,
-        but sums of tables (words and positions) share that one, and so do heads that are tied to
-        them. Nor is a weight cut by rows where these follow the input: an input is not cut for
-        them.
+        A table is not sharded by columns. Columns would need a gather where rows need an
+        all-reduce, but sums of tables (words and positions) share that all-reduce, and so do heads
+        that are tied to them. A weight that can follow the layout of the input is not sharded by
+        rows on its own: the input would have to be sharded for it.
         """
         path = candidate.layout.axis
         if candidate.pattern == "row":
@@ -158,11 +164,11 @@ class _Search:
         self, state: State, operation: Operation, known: dict[str, Layout],
         decided: tuple[tuple[str, str, Layout], ...], keep_cut: bool = False,
     ) -> Iterator[State]:  # fmt: skip
-        """Yield the states after `operation`: those of its rule, and one with whole tensors in
-        three cases.
+        """Yield the states after `operation`: those of its rule and, in three cases, one with
+        unsharded inputs.
 
-        These are: no rule applies; the rule would have values cut that a gradient comes back to; or
-        the operation comes right after a weight's product. A weight that is cut for this very
+        The cases are: no rule applies; the rule would shard values that have a gradient; or the
+        operation directly follows a weight's product. A weight that was just sharded for this
         operation (`keep_cut`) is not gathered for it.
         """
         typing = self.typing_of(operation, known)
@@ -187,7 +193,8 @@ class _Search:
             yield from self.applied(state, operation, known, whole(known), decided, typing is None)
 
     def typing_of(self, operation: Operation, known: Mapping[str, Layout]) -> RuleResult | None:
-        """Return the typing of `operation` with inputs laid as `known`, which many states share."""
+        """Return the rule's result for `operation` with inputs laid out as `known`. It is cached,
+        as many states share it."""
         key = (operation.name, tuple(known.values()))
         if key not in self._typings:
             region = self.region
@@ -197,11 +204,12 @@ class _Search:
     def scattered(
         self, state: State, operation: Operation, known: Mapping[str, Layout]
     ) -> tuple[State, Operation, Mapping[str, Layout], RuleResult] | None:
-        """Return the arguments of `applied` for `operation` done on shards of the sequence: the
-        state, the operation, the layouts of its inputs and its typing.
+        """Return the arguments of `applied` for `operation` on shards of the sequence: the state,
+        the operation, the layouts of its inputs and the rule's result.
 
-        That is where it would need sums of values [batch, tokens, width]: they are scattered as
-        they are summed. None where some sum is of another shape, or no rule applies to the shards.
+        Partial sums of values [batch, tokens, width] are then reduce-scattered instead of
+        all-reduced. Returns None where some sum has another shape, or no rule applies to the
+        shards.
         """
         sums = {
             name: by_token(self.region.graph[name]) for name, x in known.items()
@@ -226,8 +234,8 @@ class _Search:
         self, state: State, operation: Operation, known: Mapping[str, Layout], typing: RuleResult,
         decided: tuple[tuple[str, str, Layout], ...], gathered: bool,
     ) -> Iterator[State]:  # fmt: skip
-        """Yield the state after `operation` with this `typing`; none where an axis would be too
-        coarse."""
+        """Yield the state after `operation` with this `typing`; none where an axis would have too
+        few units."""
         axes = state.axes.after(typing)
         if axes is None or self.loses_updates(state, typing, known):
             return
@@ -243,7 +251,7 @@ class _Search:
         }  # fmt: skip
         casts = self.casts(state, operation.name, wants, known, axes)
         cost, made = self.paid(state, casts)
-        if typing.becomes == "split_cross_entropy":  # maxima, sums and labels' logits of all rows
+        if typing.becomes == "split_cross_entropy":  # row maxima, row sums and labels' logits
             rows = (self.region.graph[operation.inputs[0]].shape or ())[:1]
             sent = 3 * 2 * elements(rows, _SAMPLES) * _BYTES
             cost = plus(cost, 0, sent, 3)
@@ -269,12 +277,13 @@ class _Search:
         self, state: State, user: str, wants: Mapping[str, Layout], known: Mapping[str, Layout],
         axes: Axes,
     ) -> tuple[Cast, ...]:  # fmt: skip
-        """Return the casts on the way into `user`. A sum that was taken once is available to all
-        later readers, as if the value had been whole, or scattered, from the start."""
+        """Return the casts of the inputs of `user`. A partial sum that was reduced once is
+        available to all later readers, as if the value had been unsharded, or scattered, from the
+        start."""
         casts = []
-        there = {c.value: c for c in casts_of(user, wants, known, self.region.gradients, axes)}
+        needed = {c.value: c for c in casts_of(user, wants, known, self.region.gradients, axes)}
         for name, laid in known.items():
-            cast = there.get(name)
+            cast = needed.get(name)
             if isinstance(state.layouts.get(name), PartialSum) and not isinstance(laid, PartialSum):
                 target = cast.target if cast else laid
                 if isinstance(target, PartialSum):
@@ -297,9 +306,9 @@ class _Search:
         return state.axes.laid(laid)
 
     def absorbable(self, state: State, name: str, known: Layout) -> str:
-        """Return the path of a parameter that may be held as its one user wants it (a bias, a norm
-        inside a sharded region), or of a buffer that is updated in place; '' for any other value.
-        """
+        """Return the path of a parameter that may be held in the layout of its only user (a bias, a
+        norm inside a sharded region), or of a buffer that is updated in place; '' for any other
+        value."""
         path = self.region.parameter_path(name)
         free = path and path not in state.decided and path not in self.region.weights
         alone = self.region.uses.get(path) == 1
@@ -307,7 +316,7 @@ class _Search:
         return path if free and alone and known == R and not by_hand else ""
 
     def loses_updates(self, state: State, typing: RuleResult, known: Mapping[str, Layout]) -> bool:
-        """Return whether statistics would be updated in a slice or a gathered copy of their
+        """Return True if statistics would be updated in a slice or a gathered copy of their
         buffer."""
         return any(
             wish != known[name] and not self.absorbable(state, name, known[name])
@@ -315,27 +324,27 @@ class _Search:
             if name in self.region.statistics
         )
 
-    # --- What a state costs, and which are one ---
+    # --- The cost and the merging of states ---
 
     def paid(
         self, state: State, casts: tuple[Cast, ...]
     ) -> tuple[StateCost, Mapping[str, tuple[Layout, ...]]]:
-        """Return the cost after `casts`, and the casts made by then. A cast of a value is made
+        """Return the cost after `casts`, and all casts made so far. Each cast of a value is paid
         once."""
         cost, made = state.cost, state.made
         for cast in casts:
-            there = made.get(cast.value, ())
-            if cast.target in there:
+            earlier = made.get(cast.value, ())
+            if cast.target in earlier:
                 continue
             operation = self.region.graph[cast.value]
             if isinstance(cast.source, Shard) and cast.kind.startswith("gather"):
                 path = self.region.weight_of.get(cast.value, "")
                 cost = plus(cost, self.region.counted.get(path, 0), 0.0, 0)
             size = elements(operation.shape or (), _SAMPLES) * _BYTES
-            sent, count = moved(cast, size, cast.value in self.region.gradients, R in there)
+            sent, count = moved(cast, size, cast.value in self.region.gradients, R in earlier)
             cost = plus(cost, 0, sent, count)
             added = (cast.target,) if cast.kind != "reduce_enter" else (cast.target, R)
-            made = {**made, cast.value: (*there, *added)}
+            made = {**made, cast.value: (*earlier, *added)}
         return cost, made
 
     def forgetting(self, state: State, operation: Operation, position: int) -> State:
@@ -358,8 +367,8 @@ class _Search:
         )
 
     def merged(self, states: list[State]) -> list[State]:
-        """Return the states that differ in what is still to be read, the cheapest of each kind, at
-        most `_BEAM` of them."""
+        """Return the cheapest of the states that agree on all that is still to be read, at most
+        `_BEAM` states."""
         if len(states) == 1:
             return states
         best: dict[Any, State] = {}
@@ -370,7 +379,7 @@ class _Search:
         return sorted(best.values(), key=lambda state: state.cost)[:_BEAM]
 
     def handed_on(self, state: State) -> State:
-        """Return the state after the casts of the values that are handed on."""
+        """Return the state after the casts of the values that leave the region."""
         known = {name: self.layout(state, name) for name in self.region.wanted}
         casts = self.casts(state, "", self.region.wanted, known, state.axes)
         cost, made = self.paid(state, casts)

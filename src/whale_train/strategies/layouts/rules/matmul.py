@@ -1,9 +1,9 @@
 """Rules for products of two tensors: linear layers, matrix products, convolutions, attention.
 
-A product is written with one label a dimension, as in einsum. A cut label that is in the result
-cuts the result. One that is summed over, cut alike in both operands, leaves a partial sum. To type
-an operation is to say which layouts it wants and gives, or None where it has no rule for the
-layouts of its inputs.
+A product has one label for each dimension, as in einsum. Sharding a label of the result shards the
+result. Sharding a contracted label, equally in both operands, leaves a partial sum. Each rule
+returns the layouts that an operation wants and gives, or None where it has no rule for the layouts
+of its inputs.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Term:
-    """A value of a product, and the label of each of its dimensions."""
+    """An operand of a product, and the label of each of its dimensions."""
 
     name: str
     labels: Labels
@@ -41,7 +41,7 @@ class Product:
     left: the first operand.
     right: the second operand.
     out: the labels of the result.
-    added: the term that is added to the product; its name is '' where there is none.
+    added: the term that is added to the product; its name is '' for none.
     """
 
     left: Term
@@ -54,7 +54,7 @@ NO_TERM = Term("", ())
 
 
 def linear(typed: RuleInput) -> RuleResult | None:
-    """Type a linear layer: x [.., in] times weight [out, in], plus bias [out]."""
+    """Derive the layouts of a linear layer: x [.., in] times weight [out, in], plus bias [out]."""
     rows = _letters(typed.rank - 1)
     return contract(
         typed,
@@ -68,7 +68,8 @@ def linear(typed: RuleInput) -> RuleResult | None:
 
 
 def addmm(typed: RuleInput) -> RuleResult | None:
-    """Type a bias plus x [row, in] times weight [in, out] (Hugging Face's Conv1D)."""
+    """Derive the layouts of a bias plus x [row, in] times weight [in, out] (Hugging Face's
+    Conv1D)."""
     out = ("row", "out")
     bias = out[-len(typed.shape(0)) :] if typed.shape(0) else ()
     left, right = Term(typed.value(1), ("row", "in")), Term(typed.value(2), ("in", "out"))
@@ -76,8 +77,8 @@ def addmm(typed: RuleInput) -> RuleResult | None:
 
 
 def matmul(typed: RuleInput) -> RuleResult | None:
-    """Type a matrix product of the last two dimensions. The dimensions before them are broadcast,
-    as in NumPy."""
+    """Derive the layouts of a matrix product of the last two dimensions. The dimensions before them
+    are broadcast, as in NumPy."""
     left, right = len(typed.shape(0)), len(typed.shape(1))
     if left < 2 or right < 2:
         return None
@@ -89,7 +90,7 @@ def matmul(typed: RuleInput) -> RuleResult | None:
 
 
 def baddbmm(typed: RuleInput) -> RuleResult | None:
-    """Type a batch of matrix products, added to the first argument."""
+    """Derive the layouts of a batch of matrix products, added to the first argument."""
     out = ("batch", "row", "out")
     added = Term(typed.value(0), out[3 - len(typed.shape(0)) :])
     left = Term(typed.value(1), ("batch", "row", "in"))
@@ -97,7 +98,8 @@ def baddbmm(typed: RuleInput) -> RuleResult | None:
 
 
 def einsum(typed: RuleInput) -> RuleResult | None:
-    """Type a product of two tensors whose equation has one letter a dimension."""
+    """Derive the layouts of a product of two tensors whose equation has one letter for each
+    dimension."""
     equation, operands = typed.argument(0), typed.argument(1)
     names = [x.name for x in operands if isinstance(x, Ref)] if isinstance(operands, tuple) else []
     if not isinstance(equation, str) or "->" not in equation or "." in equation or len(names) != 2:
@@ -111,15 +113,16 @@ def einsum(typed: RuleInput) -> RuleResult | None:
 
 
 def convolution(typed: RuleInput) -> RuleResult | None:
-    """Type a convolution of x [N, in, ..] with weight [out, in / groups, ..], cut by channel."""
+    """Derive the layouts of a convolution of x [N, in, ..] with weight [out, in / groups, ..],
+    sharded by channels."""
     if typed.argument(6, 1, "groups") != 1:
         return _grouped(typed)
     return _by_channel(typed, ("out", "in"))
 
 
 def transposed_convolution(typed: RuleInput) -> RuleResult | None:
-    """Type a transposed convolution of x [N, in, ..] with weight [in, out / groups, ..], cut by
-    channel. One in groups has no rule."""
+    """Derive the layouts of a transposed convolution of x [N, in, ..] with weight [in, out /
+    groups, ..], sharded by channels. A grouped one has no rule."""
     return _by_channel(typed, ("in", "out")) if typed.argument(6, 1, "groups") == 1 else None
 
 
@@ -132,7 +135,8 @@ def _by_channel(typed: RuleInput, channels: Labels) -> RuleResult | None:
 
 
 def _grouped(typed: RuleInput) -> RuleResult | None:
-    """Type a convolution in groups, cut by group: the channels of a group see only each other."""
+    """Derive the layouts of a grouped convolution, sharded by groups: the channels of a group
+    depend only on each other."""
     groups = typed.argument(6, 1, "groups")
     assert isinstance(groups, int)
     x, weight, bias = typed.value(0), typed.value(1), typed.value(2, "bias")
@@ -162,12 +166,12 @@ def _grouped(typed: RuleInput) -> RuleResult | None:
 
 
 def grouped_mm(typed: RuleInput) -> RuleResult | None:
-    """Type the product of the rows of x, sorted by expert, and each row's expert's weight [experts,
-    in, out].
+    """Derive the layouts of the product of each row of x, sorted by expert, with the weight of its
+    expert [experts, in, out].
 
-    The third argument says where each expert's rows end. Cut by experts, a rank computes the rows
-    of its own experts: it picks them out of all rows, or has no others. Cut along another
-    dimension, it is a product like any other.
+    The third argument holds the end offsets of each expert's rows. Sharded by experts, a rank
+    computes the rows of its own experts: it picks them out of all rows, or holds no others. Sharded
+    along another dimension, it is a product like any other.
     """
     weight, x, ends = typed.layout(1), typed.layout(0), typed.value(2, "offs")
     if isinstance(weight, Shard) and weight.dim == 0:
@@ -188,8 +192,9 @@ def grouped_mm(typed: RuleInput) -> RuleResult | None:
 
 
 def attention(typed: RuleInput) -> RuleResult | None:
-    """Type scaled dot-product attention of values [batch, heads, tokens, width], cut by head or by
-    sample. Where keys and values have fewer heads, groups of heads of queries share them."""
+    """Derive the layouts of scaled dot-product attention of values [batch, heads, tokens, width],
+    sharded by heads or by samples. Where keys and values have fewer heads, groups of query heads
+    share them."""
     names = [typed.value(i) for i in range(3)]
     cuts = {name: x for name in names if isinstance(x := typed.layouts[name], Shard)}
     if not cuts:
@@ -238,7 +243,7 @@ def attention(typed: RuleInput) -> RuleResult | None:
 
 def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tuple[int, ...]]:
     """Return a cut of `extent` heads as the cut of `wanted` heads, and the extents that the units
-    of its axis must divide then. The cut is None where the pieces do not come out whole."""
+    of its axis must then divide. The cut is None where the pieces are not integers."""
     if extent == wanted:
         return cut, ()
     if extent.per_sample or wanted.per_sample or not cut.pieces:
@@ -251,8 +256,8 @@ def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tup
 
 
 def contract(typed: RuleInput, equation: Product) -> RuleResult | None:
-    """Type a product of two terms, by the one rule of all products: the label that is cut decides
-    what every term has to be."""
+    """Derive the layouts of a product of two terms, by the common rule of all products: the sharded
+    label determines the layout of every term."""
     left, right = equation.left, equation.right
     cuts = [(term, x) for term in (left, right) if isinstance(x := typed.layouts[term.name], Shard)]
     if not cuts:
@@ -263,7 +268,7 @@ def contract(typed: RuleInput, equation: Product) -> RuleResult | None:
     if summed and not (label in left.labels and label in right.labels):
         return None  # a convolution's window
     if cut.axis == BATCH and all(operand != right for operand, _ in cuts):
-        return None  # samples are brought together for whole weights
+        return None  # samples are gathered for unsharded weights
     added = equation.added.name
     if summed and added and isinstance(typed.layouts[added], Shard):
         return None
@@ -305,7 +310,7 @@ def _added(
 
 
 def _only_added(typed: RuleInput, equation: Product) -> RuleResult | None:
-    """Type a product of whole operands, after partial sums among its inputs have been summed."""
+    """Derive the layouts of a product of unsharded operands, after its partial sums are reduced."""
     partial = [name for name, x in typed.layouts.items() if isinstance(x, PartialSum)]
     cut = any(isinstance(x, Shard) for x in typed.layouts.values())
     return RuleResult(dict.fromkeys(partial, R), R) if partial and not cut else None

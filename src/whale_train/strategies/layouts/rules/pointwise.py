@@ -1,4 +1,4 @@
-"""Rules for operations on one element at a time, through which cuts and partial sums pass."""
+"""Rules for elementwise operations, which pass shards and partial sums through."""
 
 from whale_train.strategies.graph.operation_graph import WEIGHTS, Shape
 from whale_train.strategies.layouts.types import (
@@ -15,7 +15,7 @@ from whale_train.strategies.layouts.types import (
     product,
 )
 
-# Operations after which a partial sum may be summed instead of before, by their effect on it.
+# Operations that may run before a partial sum is reduced instead of after, by their effect on it.
 _SUMS = ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")
 _SCALES = ("mul.Tensor", "mul_.Tensor", "div.Tensor", "div_.Tensor", "mul.Scalar", "div.Scalar")
 _COPIES = (
@@ -23,7 +23,7 @@ _COPIES = (
     "lift_fresh_copy.default",
 )  # fmt: skip
 _CASTS = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy.default", "float.default")
-# Operations that leave zeros zero, beside the above.
+# Further operations that map zeros to zeros.
 _KEEPS_ZERO = (
     "silu.default", "gelu.default", "relu.default", "tanh.default", "abs.default",
     "dropout.default", "leaky_relu.default", "sin.default", "square.default",
@@ -31,13 +31,13 @@ _KEEPS_ZERO = (
 
 
 def pointwise(typed: RuleInput) -> RuleResult | None:
-    """Type an operation on one element at a time.
+    """Derive the layouts of an elementwise operation.
 
-    Every tensor of the result's shape is cut alike. A tensor that does not have the cut dimension
-    (or has another extent there: 1) enters whole. A partial sum is passed on where that is exact,
-    else it is summed first.
+    Every tensor of the result's shape is sharded alike. A tensor that lacks the sharded dimension
+    (or has extent 1 there) enters unsharded. A partial sum is passed on where that is exact;
+    otherwise it is reduced first.
     """
-    if typed.operation.target == "aten.type_as.default":  # the model lends its dtype only
+    if typed.operation.target == "aten.type_as.default":  # the second argument gives only its dtype
         return _like_first(typed)
     if any(isinstance(x, Shard) for x in typed.layouts.values()):
         return _cut(typed)
@@ -73,8 +73,8 @@ def _cut(typed: RuleInput) -> RuleResult | None:
 
 
 def _partial(typed: RuleInput) -> RuleResult | None:
-    """Type sums of partial sums, and operations that scale or copy one. A parameter that is added
-    (a bias) is added once, on one rank."""
+    """Derive the layouts of sums of partial sums, and of operations that scale or copy one. A
+    parameter that is added (a bias) is added once, on one rank."""
     kind = typed.operation.target.removeprefix("aten.")
     sums = {name for name, x in typed.layouts.items() if isinstance(x, PartialSum)}
     others = [name for name in typed.shapes if name not in sums]
@@ -98,17 +98,18 @@ def _partial(typed: RuleInput) -> RuleResult | None:
 
 
 def _owned(typed: RuleInput) -> RuleResult | None:
-    """Type an operation that leaves zeros zero. Rows that are zero on all ranks but one stay so."""
+    """Derive the layouts of an operation that maps zeros to zeros, so that rows which are zero on
+    all ranks but one stay zero there."""
     kind = typed.operation.target.removeprefix("aten.")
     layouts = {x for x in typed.layouts.values() if not isinstance(x, Replicated)}
     (layout,) = layouts if len(layouts) == 1 else (R,)
     if not isinstance(layout, PartialByRow):
         return None
-    whole = [name for name, x in typed.layouts.items() if x == R and name in typed.shapes]
+    unsharded = [name for name, x in typed.layouts.items() if x == R and name in typed.shapes]
     divides = kind.startswith("div") and len(typed.shapes) > 1  # zeros by zeros, perhaps
     kinds = (*_KEEPS_ZERO, *_COPIES, *_CASTS, *_SCALES)
     if kind in kinds and typed.layout(0) == layout and not divides:
-        return RuleResult(dict.fromkeys(whole, ENTERED), layout)
+        return RuleResult(dict.fromkeys(unsharded, ENTERED), layout)
     return None
 
 
@@ -126,14 +127,14 @@ def _is_idle_dropout(typed: RuleInput) -> bool:
 
 
 def _grows(typed: RuleInput, names: set[str]) -> bool:
-    """Return whether the result is larger than each of the sums it is made of."""
+    """Return True if the result is larger than each of its partial sums."""
     result = product(typed.operation.shape or ())
     return all(product(typed.graph[name].shape or ()) != result for name in names)
 
 
 def _fewer(typed: RuleInput, name: str, than: str) -> bool:
-    """Return whether `name` needs no gradient, or has at most half the elements of `than`. Summing
-    its gradient then costs less than summing `than` at once."""
+    """Return True if `name` needs no gradient, or has at most half the elements of `than`. Reducing
+    the gradient of `name` later is then cheaper than reducing `than` at once."""
     if name not in typed.gradients:
         return True
     coefficient, power = product(typed.graph[name].shape or ())

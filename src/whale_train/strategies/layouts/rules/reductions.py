@@ -1,7 +1,7 @@
 """Rules for operations along some dimensions that repeat over all others.
 
-These are norms, softmax, sums and pooling. Rules for tables and losses, which are cut by row and by
-class, are here as well.
+These are norms, softmax, sums and pooling. Rules for tables and losses, which are sharded by rows
+and by classes, are here as well.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from whale_train.strategies.layouts.types import (
 
 def along(dims: Callable[[RuleInput], tuple[int, ...]]) -> Rule:
     """Return the rule of an operation that mixes elements along `dims` only. Its result has the
-    shape of its first argument, or is a list of such. Its other inputs enter whole."""
+    shape of its first argument, or is a list of such tensors. Its other inputs enter unsharded."""
 
     def rule(typed: RuleInput) -> RuleResult | None:
         layout = typed.only
@@ -39,17 +39,17 @@ def along(dims: Callable[[RuleInput], tuple[int, ...]]) -> Rule:
 
 
 def second(typed: RuleInput) -> tuple[int, ...]:
-    """Return the dimension that the second argument gives, or the last."""
+    """Return the dimension given by the second argument, or the last."""
     return dimensions(typed.argument(1, -1, "dim"), len(typed.shape(0)))
 
 
 def third(typed: RuleInput) -> tuple[int, ...]:
-    """Return the dimension that the third argument gives, or the last."""
+    """Return the dimension given by the third argument, or the last."""
     return dimensions(typed.argument(2, -1, "dim"), len(typed.shape(0)))
 
 
 def normalized(typed: RuleInput) -> tuple[int, ...]:
-    """Return the last dimensions, as many as the second argument lists."""
+    """Return the last dimensions, as many as the second argument has entries."""
     shape, rank = typed.argument(1), len(typed.shape(0))
     assert isinstance(shape, tuple)
     return tuple(range(rank - len(shape), rank))
@@ -61,20 +61,19 @@ def spatial(typed: RuleInput) -> tuple[int, ...]:
 
 
 def reduction(typed: RuleInput) -> RuleResult | None:
-    """Type an operation that gives one value for each place of the dimensions it does not
-    reduce."""
+    """Derive the layouts of a reduction that is no sum or mean."""
     return _reduced(typed, sums=False)
 
 
 def total(typed: RuleInput) -> RuleResult | None:
-    """Type a sum. A sum over the cut dimension is a partial sum, and so is a sum of a partial
-    sum."""
+    """Derive the layouts of a sum. A sum over the sharded dimension is a partial sum, and so is a
+    sum of a partial sum."""
     return _reduced(typed, sums=True)
 
 
 def mean(typed: RuleInput) -> RuleResult | None:
-    """Type a mean. A mean of a partial sum is a partial sum. So is a mean over the cut dimension,
-    of each rank's mean weighted by its part."""
+    """Derive the layouts of a mean. A mean of a partial sum is a partial sum. A mean over the
+    sharded dimension is a partial sum of the ranks' means, each weighted by the rank's fraction."""
     if isinstance(typed.only, PartialSum):
         return RuleResult({}, P)
     typing = _reduced(typed, sums=True)
@@ -91,14 +90,14 @@ def _reduced(typed: RuleInput, sums: bool) -> RuleResult | None:
     dims = dimensions(typed.argument(position, None, "dim"), rank)
     if layout.dim in dims:
         return RuleResult({}, P) if sums else None
-    kept = typed.rank == rank
-    dim = layout.dim - (0 if kept else sum(1 for gone in dims if gone < layout.dim))
+    keeps_rank = typed.rank == rank
+    dim = layout.dim - (0 if keeps_rank else sum(1 for gone in dims if gone < layout.dim))
     return RuleResult({}, Shard(dim, layout.axis, layout.outer, layout.pieces))
 
 
 def batch_norm(typed: RuleInput) -> RuleResult | None:
-    """Type a BatchNorm of x [N, C, ..] cut by channel, with the parameters and statistics of those
-    channels."""
+    """Derive the layouts of a BatchNorm of x [N, C, ..] sharded by channels, with the parameters
+    and statistics of these channels."""
     layout = typed.only
     if not isinstance(layout, Shard) or layout.dim != 1:
         return None
@@ -106,7 +105,7 @@ def batch_norm(typed: RuleInput) -> RuleResult | None:
 
 
 def group_norm(typed: RuleInput) -> RuleResult | None:
-    """Type a group norm of x [N, C, ..] cut by groups of channels."""
+    """Derive the layouts of a group norm of x [N, C, ..] sharded by groups of channels."""
     layout, groups = typed.only, typed.argument(1)
     if not isinstance(layout, Shard) or layout.dim != 1 or not isinstance(groups, int):
         return None
@@ -119,7 +118,8 @@ def group_norm(typed: RuleInput) -> RuleResult | None:
 def _by_channel(
     typed: RuleInput, layout: Shard, coarsen: tuple[tuple[str, int], ...]
 ) -> RuleResult | None:
-    """Type an operation by channel: an input with one value a channel is cut as x is."""
+    """Derive the layouts of an operation by channels: inputs with one value for each channel are
+    sharded like x."""
     wanted = Shard(0, layout.axis, layout.outer, layout.pieces)
     wants: dict[str, Layout] = {}
     unite = []
@@ -137,9 +137,9 @@ def _by_channel(
 
 
 def embedding(typed: RuleInput) -> RuleResult | None:
-    """Type a table lookup. A table that is cut by rows gives a partial sum: each rank looks up its
-    own rows, and all others are zeros. A table that is cut by columns gives a result cut alike. It
-    has no rule where the gradient is scaled by how often a row is read."""
+    """Derive the layouts of a table lookup. A table sharded by rows gives a partial sum: each rank
+    looks up its own rows and fills the others with zeros. A table sharded by columns gives a result
+    sharded alike. A lookup with `scale_grad_by_freq` has no rule."""
     weight = typed.layout(0)
     if not isinstance(weight, Shard) or typed.argument(3):
         return None
@@ -152,9 +152,9 @@ def embedding(typed: RuleInput) -> RuleResult | None:
 
 
 def cross_entropy(typed: RuleInput) -> RuleResult | None:
-    """Type a cross-entropy of logits [rows, classes] cut by classes: the distributed softmax
-    cross-entropy, as a mean or a sum, without class weights. In any other case the logits are
-    gathered."""
+    """Derive the layouts of a cross-entropy of logits [rows, classes] sharded by classes: the
+    distributed softmax cross-entropy, as a mean or a sum, without class weights. In any other case
+    the logits are gathered."""
     layout = typed.only
     plain = typed.argument(2, None, "weight") is None and typed.argument(3, 1, "reduction") != 0
     rows = len(typed.shape(0)) == 2 and "float" not in typed.graph[typed.value(1)].dtype

@@ -1,7 +1,7 @@
-"""Rules for operations that take a tensor apart, pick from it, or join several.
+"""Rules for operations that split a tensor, pick from it, or join several.
 
-All of them are linear, so a partial sum passes through. A cut dimension may be taken apart where
-its pieces end.
+All of them are linear, so a partial sum passes through. A sharded dimension may be split at the
+ends of its pieces.
 """
 
 from whale_train.strategies.graph.operation_graph import Ref, Size
@@ -24,8 +24,8 @@ LISTS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "tensor_sp
 
 
 def narrow(typed: RuleInput) -> RuleResult | None:
-    """Type a range of one dimension. It is along a dimension that is not cut, all of the cut one,
-    or exactly whole pieces of the cut one."""
+    """Derive the layouts of a range of one dimension. The range may be along an unsharded
+    dimension, or cover all of the sharded one or an integer number of its pieces."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
     extent = typed.shape(0)[along]
     start, length = _range(typed, along)
@@ -35,11 +35,11 @@ def narrow(typed: RuleInput) -> RuleResult | None:
 
 
 def take_apart(typed: RuleInput) -> RuleResult | None:
-    """Type a list of ranges of one dimension. The list has the layout of the tensor that was taken
-    apart; `item` types each part."""
+    """Derive the layouts of a split into a list of ranges of one dimension. The list has the layout
+    of the tensor; `item` derives the layout of each part."""
     layout, along = typed.only, _list_dim(typed)
     if isinstance(layout, PartialSum):
-        return RuleResult({}, layout if along else P)  # rows keep their owners along others only
+        return RuleResult({}, layout if along else P)  # a split along dim 0 loses the owners
     if not isinstance(layout, Shard):
         return None
     if layout.dim == along:
@@ -53,7 +53,7 @@ def take_apart(typed: RuleInput) -> RuleResult | None:
 
 
 def item(typed: RuleInput) -> RuleResult | None:
-    """Type one part of a list of tensors."""
+    """Derive the layout of one part of a list of tensors."""
     source, number = typed.graph[typed.value(0)], typed.argument(1)
     layout = typed.only
     assert isinstance(number, int)
@@ -78,7 +78,7 @@ def item(typed: RuleInput) -> RuleResult | None:
 
 
 def unbind(typed: RuleInput) -> RuleResult | None:
-    """Type the list of all indices of a dimension, without that dimension."""
+    """Derive the layouts of the list of all indices of a dimension, which the parts lose."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
     layout = typed.only
     if isinstance(layout, Shard) and layout.dim == along:
@@ -87,10 +87,10 @@ def unbind(typed: RuleInput) -> RuleResult | None:
 
 
 def cat(typed: RuleInput) -> RuleResult | None:
-    """Type tensors that are joined end to end. They are cut alike along another dimension, or each
-    is cut along this one."""
+    """Derive the layouts of a concatenation. The tensors are sharded alike along another dimension,
+    or each is sharded along the joined one."""
     along = dimension(typed.argument(1, 0, "dim"), typed.rank)
-    # An empty tensor of one dimension goes with any other (an old custom of torch).
+    # An empty tensor of one dimension may be joined to any other (a legacy of torch).
     parts = [x for x in _parts(typed) if typed.graph[x].shape != (Size(0),)]
     layouts = [typed.layouts[name] for name in parts]
     if all(isinstance(x, PartialSum) for x in layouts):
@@ -118,15 +118,15 @@ def cat(typed: RuleInput) -> RuleResult | None:
 
 
 def stack(typed: RuleInput) -> RuleResult | None:
-    """Type tensors that are joined along a new dimension. All are partial sums, or all are cut
-    alike."""
+    """Derive the layouts of tensors that are joined along a new dimension. All are partial sums, or
+    all are sharded alike."""
     new = dimension(typed.argument(1, 0, "dim"), typed.rank)
     parts = _parts(typed)
     layouts = [typed.layouts[name] for name in parts]
     if all(isinstance(x, PartialSum) for x in layouts):
         return RuleResult({}, P)
     cuts = [x for x in layouts if isinstance(x, Shard)]
-    if not cuts:  # sums beside whole tensors
+    if not cuts:  # partial sums and unsharded tensors
         return None
     first = cuts[0]
     if any((x.dim, x.outer, x.pieces) != (first.dim, first.outer, first.pieces) for x in cuts):
@@ -138,7 +138,8 @@ def stack(typed: RuleInput) -> RuleResult | None:
 
 
 def index(typed: RuleInput) -> RuleResult | None:
-    """Type rows that whole tensors of indices pick, along a dimension that is not cut."""
+    """Derive the layouts of rows that unsharded index tensors pick, along an unsharded
+    dimension."""
     picks = typed.argument(1)
     assert isinstance(picks, tuple)
     pickers = [x.name for x in picks if isinstance(x, Ref)]
@@ -155,7 +156,7 @@ def index(typed: RuleInput) -> RuleResult | None:
 
 
 def index_select(typed: RuleInput) -> RuleResult | None:
-    """Type the rows of one dimension that a whole tensor of indices picks."""
+    """Derive the layouts of the rows of one dimension that an unsharded index tensor picks."""
     along = dimension(typed.argument(1), typed.rank)
     wants: dict[str, Layout] = {typed.value(2): R}
     layout = typed.only
@@ -166,8 +167,8 @@ def index_select(typed: RuleInput) -> RuleResult | None:
 
 
 def gather(typed: RuleInput) -> RuleResult | None:
-    """Type elements that are picked along one dimension. The picker is cut as the tensor is, and as
-    long along the cut dimension."""
+    """Derive the layouts of elements that are picked along one dimension. The index tensor is
+    sharded like the tensor, and has the same extent along the sharded dimension."""
     along = dimension(typed.argument(1), typed.rank)
     layout, picker = typed.only, typed.value(2)
     if not isinstance(layout, Shard) or layout.dim == along:
@@ -177,7 +178,8 @@ def gather(typed: RuleInput) -> RuleResult | None:
 
 
 def pad(typed: RuleInput) -> RuleResult | None:
-    """Type a padding of the last dimensions, by a constant or by their own elements."""
+    """Derive the layouts of padding along the last dimensions, by a constant or by the tensor's own
+    elements."""
     amounts = typed.argument(1)
     assert isinstance(amounts, tuple)
     padded = {typed.rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
@@ -188,8 +190,8 @@ def pad(typed: RuleInput) -> RuleResult | None:
 
 
 def part_sizes(typed: RuleInput) -> list[int] | None:
-    """Return the lengths of the parts that a list operation gives; None where the batch decides
-    them."""
+    """Return the lengths of the parts that a list operation gives; None where they depend on the
+    batch."""
     extent = typed.shape(0)[_list_dim(typed)]
     if extent.per_sample:
         return None
@@ -205,8 +207,8 @@ def part_sizes(typed: RuleInput) -> list[int] | None:
     kind = typed.operation.target.removeprefix("aten.")
     size = -(-extent.fixed // given) if kind == "chunk.default" else given
     if kind == "tensor_split.sections":
-        whole, more = divmod(extent.fixed, given)
-        return [whole + (i < more) for i in range(given)]
+        shortest, more = divmod(extent.fixed, given)
+        return [shortest + (i < more) for i in range(given)]
     return [min(size, extent.fixed - start) for start in range(0, extent.fixed, size)]
 
 
@@ -225,8 +227,8 @@ def _is_cut(typed: RuleInput, name: str) -> bool:
 
 
 def _range(typed: RuleInput, along: int) -> tuple[int, Size]:
-    """Return the start of a slice, and its length as export gives it. The start is -1 where it is
-    not known, or where the slice has a step."""
+    """Return the start of a slice, and the length that export gives. The start is -1 where it is
+    unknown, or where the slice has a step."""
     length = (typed.operation.shape or ())[along]
     start = typed.argument(2, 0)
     if typed.argument(4, 1) != 1 or not isinstance(start, int):
@@ -249,13 +251,13 @@ def _taken(typed: RuleInput, along: int, start: int, length: int) -> RuleResult 
 
 
 def _sub_pieces(layout: Shard, start: int, length: int) -> Shard | None:
-    """Return the cut of the range [start, start + length) where that is exactly whole pieces; else
-    None."""
+    """Return the layout of the range [start, start + length) if it consists of complete pieces;
+    else None."""
     flat = flat_pieces(layout)
-    position, kept = 0, []
+    position, inside_range = 0, []
     for piece in flat or ():
         if start <= position and position + piece <= start + length:
-            kept.append(piece)
+            inside_range.append(piece)
         position += piece
-    inside = bool(kept) and sum(kept) == length
-    return shard(layout.dim, layout.axis, kept) if inside else None
+    inside = bool(inside_range) and sum(inside_range) == length
+    return shard(layout.dim, layout.axis, inside_range) if inside else None

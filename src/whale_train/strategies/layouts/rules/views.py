@@ -1,7 +1,7 @@
-"""Rules for operations that give a tensor another shape or order.
+"""Rules for operations that change the shape or the order of a tensor.
 
-All of them are linear, so a partial sum passes through. Operations that take tensors apart and join
-them are in `slicing.py`.
+All of them are linear, so a partial sum passes through. Operations that split and join tensors are
+in `slicing.py`.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from whale_train.strategies.layouts.types import (
 
 
 def reshape(typed: RuleInput) -> RuleResult | None:
-    """Type a view. It keeps the cut where the cut run of elements comes out as one dimension, or as
-    the leading factor of one."""
+    """Derive the layouts of a view. It stays sharded where the sharded run of elements becomes one
+    dimension, or the leading factor of one."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return RuleResult({}, P)
@@ -39,10 +39,10 @@ def reshape(typed: RuleInput) -> RuleResult | None:
 
 def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[int, ...]] | None:
     """Return a cut of `source` as a cut of `target`, and the extents that the units of its axis
-    must divide from then on; None where there is no such cut.
+    must then divide; None where no such cut exists.
 
-    Counted row by row, the cut elements are `outer` runs of blocks: what comes before them is the
-    same product in both shapes, and one block's extent is a multiple of the other's.
+    In row-major order, the cut elements are `outer` runs of blocks: the product of what precedes
+    them is the same in both shapes, and one block's extent is a multiple of the other's.
     """
     if any(size.fixed and size.per_sample for size in (*source, *target)):
         return None
@@ -73,9 +73,8 @@ def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[in
 def _rescaled(
     layout: Shard, dim: int, outer: int | Size, block: int, extent: int
 ) -> tuple[Shard, tuple[int, ...]] | None:
-    """Return the cut where `extent` elements come out as `block` indices, or the other way round,
-    and the extents that the units of its axis must divide; None where the pieces do not come out
-    whole."""
+    """Return the cut where `extent` elements become `block` indices, or the other way round, and
+    the extents that the units of its axis must divide; None where the pieces are not integers."""
     if block % extent == 0:
         pieces = tuple(piece * (block // extent) for piece in layout.pieces)
         return Shard(dim, layout.axis, outer, pieces), ()
@@ -86,26 +85,25 @@ def _rescaled(
 
 
 def transpose(typed: RuleInput) -> RuleResult | None:
-    """Type two dimensions that change places, and the cut with them. `aten.t` names none: it swaps
-    0 and 1."""
+    """Derive the layouts of a swap of two dimensions. `aten.t` names none: it swaps 0 and 1."""
     first = dimension(typed.argument(1, 0), typed.rank)
     second = dimension(typed.argument(2, 1), typed.rank)
     return moved(typed, {first: second, second: first})
 
 
 def reverse(typed: RuleInput) -> RuleResult | None:
-    """Type `x.T`: all dimensions in reverse order."""
+    """Derive the layouts of `x.T`: all dimensions in reverse order."""
     return moved(typed, {dim: typed.rank - 1 - dim for dim in range(typed.rank)})
 
 
 def matrix_transpose(typed: RuleInput) -> RuleResult | None:
-    """Type `x.mT`: the last two dimensions change places."""
+    """Derive the layouts of `x.mT`: a swap of the last two dimensions."""
     last = typed.rank - 1
     return moved(typed, {last: last - 1, last - 1: last})
 
 
 def permute(typed: RuleInput) -> RuleResult | None:
-    """Type the dimensions in another order."""
+    """Derive the layouts of a permutation of the dimensions."""
     order = typed.argument(1)
     assert isinstance(order, tuple)
     places = [dimension(x, typed.rank) for x in order]
@@ -113,7 +111,8 @@ def permute(typed: RuleInput) -> RuleResult | None:
 
 
 def movedim(typed: RuleInput) -> RuleResult | None:
-    """Type dimensions that are moved to other places, with the rest in order around them."""
+    """Derive the layouts of dimensions that are moved to other places, with the rest in order
+    around them."""
     sources = dimensions(typed.argument(1), typed.rank)
     targets = dimensions(typed.argument(2), typed.rank)
     places = dict(zip(sources, targets, strict=True))
@@ -125,27 +124,27 @@ def movedim(typed: RuleInput) -> RuleResult | None:
 
 
 def select(typed: RuleInput) -> RuleResult | None:
-    """Type one index of a dimension, without that dimension."""
+    """Derive the layouts of one index of a dimension, which the result loses."""
     along = dimension(typed.argument(1), len(typed.shape(0)))
     return without(typed, (along,))
 
 
 def squeeze(typed: RuleInput) -> RuleResult | None:
-    """Type dimensions of extent 1 that are taken away."""
+    """Derive the layouts of the removal of dimensions of extent 1."""
     sizes = typed.shape(0)
     asked = dimensions(typed.argument(1, ()), len(sizes))
     return without(typed, tuple(dim for dim in asked if sizes[dim] == Size(1)))
 
 
 def unsqueeze(typed: RuleInput) -> RuleResult | None:
-    """Type a new dimension of extent 1."""
+    """Derive the layouts of a new dimension of extent 1."""
     new = dimension(typed.argument(1), typed.rank)
     return moved(typed, {dim: dim + (new <= dim) for dim in range(typed.rank)})
 
 
 def expand(typed: RuleInput) -> RuleResult | None:
-    """Type dimensions of extent 1 that are repeated, and new ones in front. A partial sum is summed
-    before it grows."""
+    """Derive the layouts of dimensions of extent 1 that are repeated, and of new leading ones. A
+    partial sum is reduced before it grows."""
     source, target = typed.shape(0), typed.operation.shape or ()
     if isinstance(typed.only, PartialSum):
         return RuleResult({}, P) if product(source) == product(target) else None
@@ -155,13 +154,13 @@ def expand(typed: RuleInput) -> RuleResult | None:
         return None
     if target[typing.gives.dim] != source[typing.gives.dim - new]:
         return None
-    model = typed.value(1)  # of `expand_as`, which lends its shape
+    model = typed.value(1)  # the second argument of `expand_as`, which gives only its shape
     return RuleResult({model: typing.gives}, typing.gives) if model else typing
 
 
 def repeat(typed: RuleInput) -> RuleResult | None:
-    """Type a whole tensor that is repeated. Along the cut dimension, its pieces are repeated as
-    often."""
+    """Derive the layouts of a tensor that is repeated. Along the sharded dimension, its pieces are
+    repeated equally often."""
     layout, counts = typed.only, typed.argument(1)
     if not isinstance(layout, Shard) or not isinstance(counts, tuple) or not layout.pieces:
         return None
@@ -173,7 +172,7 @@ def repeat(typed: RuleInput) -> RuleResult | None:
 
 
 def repeat_interleave(typed: RuleInput) -> RuleResult | None:
-    """Type every index of a dimension, repeated several times in a row."""
+    """Derive the layouts of every index of a dimension, repeated several times in a row."""
     layout, count, dim = typed.only, typed.argument(1), typed.argument(2)
     if isinstance(dim, bool) or not isinstance(dim, int) or not isinstance(count, int):
         return None
@@ -186,7 +185,7 @@ def repeat_interleave(typed: RuleInput) -> RuleResult | None:
 
 
 def flip(typed: RuleInput) -> RuleResult | None:
-    """Type a reversal of the indices of some dimensions."""
+    """Derive the layouts of a reversal of some dimensions."""
     along = dimensions(typed.argument(1), typed.rank)
     layout = typed.only
     if isinstance(layout, PartialSum):
@@ -195,15 +194,16 @@ def flip(typed: RuleInput) -> RuleResult | None:
 
 
 def fresh(typed: RuleInput) -> RuleResult | None:
-    """Type a new tensor of given sizes, or a size. Only facts are read that all ranks agree on."""
+    """Derive the layouts of a new tensor of given sizes, or of a size. Only facts are read that are
+    equal on all ranks."""
     layout, of_size = typed.only, typed.operation.target == "aten.sym_size.int"
     asked = dimension(typed.argument(1), len(typed.shape(0))) if of_size else -1
     return None if isinstance(layout, Shard) and layout.dim == asked else RuleResult({}, R)
 
 
 def moved(typed: RuleInput, places: dict[int, int]) -> RuleResult | None:
-    """Return the typing of an operation that moves dimensions: `places` maps an old dimension to
-    its new place. A dimension that is absent keeps its place."""
+    """Return the rule result of an operation that moves dimensions: `places` maps an old dimension
+    to its new place. An absent dimension keeps its place."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return RuleResult({}, layout if isinstance(layout, PartialByRow) and not places else P)
@@ -214,8 +214,8 @@ def moved(typed: RuleInput, places: dict[int, int]) -> RuleResult | None:
 
 
 def without(typed: RuleInput, gone: Sequence[int]) -> RuleResult | None:
-    """Return the typing of an operation that takes the dimensions `gone` away; None where the cut
-    one is among them."""
+    """Return the rule result of an operation that removes the dimensions `gone`; None where the
+    sharded one is among them."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return RuleResult({}, P)
@@ -225,7 +225,8 @@ def without(typed: RuleInput, gone: Sequence[int]) -> RuleResult | None:
 
 
 def shifted(layout: Shard, gone: Sequence[int]) -> Shard:
-    """Return the cut of a tensor without the dimensions `gone`, none of which is the cut one."""
+    """Return the cut of a tensor without the dimensions `gone`, which do not include the sharded
+    one."""
     dim = layout.dim - sum(1 for other in gone if other < layout.dim)
     return Shard(dim, layout.axis, layout.outer, layout.pieces)
 
@@ -235,7 +236,7 @@ def _times(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 
 def _over(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the exact quotient of two products of sizes; None where there is none."""
+    """Return the exact quotient of two products of sizes; None where it does not exist."""
     if b[0] == 0 or a[0] % b[0] or a[1] < b[1]:
         return None
     return a[0] // b[0], a[1] - b[1]
