@@ -23,7 +23,7 @@ class JobKey:
     def from_environment(cls) -> "JobKey":
         """Return the key that the launcher put into the environment.
 
-        Raises LaunchError unless the variable is there and has 64 hexadecimal digits.
+        Raises LaunchError unless the variable is set and has 64 hexadecimal digits.
         """
         text = os.environ.get(KEY, "")
         try:
@@ -36,8 +36,7 @@ class JobKey:
 
     @property
     def nonce(self) -> str:
-        """Return the prefix of all this job's names in the store, so that another job's are never
-        read."""
+        """Return the prefix of all names of this job in the store, so that no other job's are read."""
         return self._of(b"names in the store")
 
     @property
@@ -46,14 +45,14 @@ class JobKey:
         return self._of(b"fingerprint")
 
     def signed(self, text: str) -> bytes:
-        """Return a signed message that carries `text`: a tag of 32 bytes, then the compressed
-        text."""
+        """Return a signed message that carries `text`: a tag of 32 bytes, then the compressed text."""
         # A store takes 8 MB at once (torch's TCPStoreLibUvBackend), and a large plan has more.
         packed = zlib.compress(text.encode())
         return self._tag(packed) + packed
 
     def checked(self, message: bytes, sender: str) -> str:
-        """Return the text that `signed` made `message` of. `sender` names its origin in errors.
+        """Return the text of a `message` that `signed` made. `sender` names the message's origin in
+        errors.
 
         Raises LaunchError for a message without this key's tag; such a message is not decompressed.
         """
