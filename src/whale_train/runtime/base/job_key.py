@@ -36,7 +36,8 @@ class JobKey:
 
     @property
     def nonce(self) -> str:
-        """Return the prefix of all names of this job in the store, so that no other job's are read."""
+        """Return the prefix of all names of this job in the store, so that no other job's names are
+        read."""
         return self._of(b"names in the store")
 
     @property
@@ -45,7 +46,8 @@ class JobKey:
         return self._of(b"fingerprint")
 
     def signed(self, text: str) -> bytes:
-        """Return a signed message that carries `text`: a tag of 32 bytes, then the compressed text."""
+        """Return a signed message that carries `text`: a tag of 32 bytes, then the compressed
+        text."""
         # A store takes 8 MB at once (torch's TCPStoreLibUvBackend), and a large plan has more.
         packed = zlib.compress(text.encode())
         return self._tag(packed) + packed

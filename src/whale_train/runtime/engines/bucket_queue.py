@@ -32,7 +32,8 @@ class InOrder(Generic[Item]):
         return self._bucket_of.keys()
 
     def ready(self, item: Item) -> None:
-        """Report that `item` will not change any more in this round; call it at most once a round."""
+        """Report that `item` will not change any more in this round; call it at most once a
+        round."""
         bucket = self._bucket_of[item]
         self._missing[bucket] -= 1
         assert self._missing[bucket] >= 0, "ready twice"

@@ -248,7 +248,8 @@ class DeepSpeedEngine:
             )
 
     def make_states(self, parameters: Collection[nn.Parameter]) -> None:
-        """Create the state of the partitions that have elements of `parameters` and no state yet."""
+        """Create the state of the partitions that have elements of `parameters` and no state
+        yet."""
         inner = self._optimizer.optimizer
         if isinstance(inner, Together):
             groups: Mapping[Tensor, int] = {}
