@@ -1,7 +1,7 @@
-"""Give the shapes and dtypes of an exported graph's values before the graph is run.
+"""Compute the shapes and dtypes of an exported graph's values before the graph is run.
 
-Shapes follow the batch, and dtypes the precision: an export is made in fp32, and autocast, whose
-rules depend on the kind of device, changes the dtypes that operations return.
+Shapes depend on the batch size, and dtypes on the precision: an export is made in fp32, and
+autocast, whose rules depend on the kind of device, changes the dtypes of operations' results.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,13 +19,14 @@ from whale_train.runtime.base.value_type import ValueType
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.shard_ops import local_call
 
-# Dtypes by graph, kept as long as the graph is: a rehearsal asks for them for every rank.
+# Dtypes by graph, cached as long as the graph lives: a rehearsal needs them for every rank.
 _Asked = tuple[frozenset[str], str, torch.device]
 _FOUND = WeakKeyDictionary[fx.GraphModule, dict[_Asked, dict[str, torch.dtype]]]()
 
 
 class ValueTypes:
-    """Types of the values `names` of `graph`, run in `precision` on the kind of `device`."""
+    """The types of the values `names` of `graph`, when it runs in `precision` on the kind of
+    `device`."""
 
     def __init__(
         self, graph: fx.GraphModule, names: Collection[str], precision: str, device: torch.device
@@ -41,9 +42,9 @@ class ValueTypes:
             self._dtypes = known[asked]
 
     def of(self, name: str, samples: int) -> ValueType:
-        """Return the type of the whole value `name` for a batch of `samples`."""
+        """Return the type of the unsharded value `name` for a batch of `samples`."""
         sizes = [size_of(extent) for extent in self._values[name].shape]
-        assert all(size is not None for size in sizes), name  # the export refuses others
+        assert all(size is not None for size in sizes), name  # the export refuses other extents
         shape = tuple(size.at(samples) for size in sizes if size is not None)
         return ValueType(shape, self._dtypes[name])
 
@@ -72,7 +73,7 @@ def _dtypes_under_autocast(
 
     needed = _ancestors(wanted)
     without_storage: AbstractContextManager[Any] = nullcontext()
-    if device.type != "meta":  # whose tensors have none
+    if device.type != "meta":  # tensors on the meta device have no storage
         without_storage = FakeTensorMode(allow_non_fake_inputs=True)
     with without_storage, torch.no_grad(), in_precision(precision, device):
         for node in graph.graph.nodes:
@@ -95,7 +96,7 @@ def _dtypes_under_autocast(
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and all nodes that they depend on, directly or not."""
+    """Return `nodes` and all nodes that they depend on, directly or indirectly."""
     closure, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
