@@ -78,21 +78,21 @@ class _Writer:
 
     def __init__(
         self,
-        written: PlannedSegment,
+        planned: PlannedSegment,
         source: fx.GraphModule,
         canonical: dict[str, str],
         place: ShardContext,
         counts: Counts | None,
     ) -> None:
-        self.written, self.source, self.canonical = written, source, canonical
+        self.written, self.source, self.canonical = planned, source, canonical
         self.place, self.counts = place, counts
         self.out = WrittenGraph()
         self.graph, self.made = self.out.graph, self.out.made
         values = {node.name: node.meta.get("val") for node in source.graph.nodes}
-        self.casts = CastNodes(written.casts, self.out, place, values)
+        self.casts = CastNodes(planned.casts, self.out, place, values)
         self.counted: set[str] = set()  # mixtures whose experts' rows are counted already
         self.nodes: dict[str, fx.Node] = {}  # the node of every operation
-        overlapped = [x.operations for x in written.rewrites if x.kind == OVERLAPPED_ROWS]
+        overlapped = [x.operations for x in planned.rewrites if x.kind == OVERLAPPED_ROWS]
         self.sent_early = {value for value, *_ in overlapped}
 
     def write(

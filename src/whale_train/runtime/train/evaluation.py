@@ -50,9 +50,9 @@ class EvaluatedCopies:
         return self._counted(held, counter.whole(held), lambda _, batch: counter.mine(batch))
 
     def _counted(
-        self, held: EvaluationBatches, whole: Tensor, targets: Callable[[int, Batch], Tensor]
+        self, held: EvaluationBatches, num_targets: Tensor, targets: Callable[[int, Batch], Tensor]
     ) -> Evaluation:
-        """Return the means over `held`, whose losses have `whole` targets over all ranks and
+        """Return the means over `held`, whose losses have `num_targets` targets over all ranks and
         batches, fp64 [losses].
 
         `targets` returns the targets of a micro-batch, given the number of its batch and the
@@ -60,12 +60,14 @@ class EvaluatedCopies:
         """
         if held.answers is not None:
             held.answers.clear()  # drop the answers of uncounted forwards
-        sums = torch.zeros(3, dtype=torch.float64, device=whole.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=num_targets.device)
         for number, evaluated in enumerate(held):
             parts = zip(self._sizes, evaluated.micro_batches, evaluated.own, strict=True)
             for size, batch, samples in parts:
                 share = self._weights.of_evaluation(size, held.samples)
-                with self._means(held, share, Targets(targets(number, batch), whole)) as means:
+                with self._means(
+                    held, share, Targets(targets(number, batch), num_targets)
+                ) as means:
                     loss = self._engine(**batch)
                 sums += evaluated.weight * _row(loss * share, means)
                 _keep(held, evaluated.weight, samples, means)
