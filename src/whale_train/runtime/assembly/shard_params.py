@@ -63,7 +63,7 @@ def own_tensors(
     read = dict.fromkeys(path for x in written for path in tensor_paths(x, graph, canonical))
     named = {**constants, **buffers, **parameters}
     own: dict[str, Tensor] = {}
-    # The largest tensor comes first: until it is sharded, it lies whole beside the rank's other
+    # The largest tensor comes first: until it is sharded, the rank holds all of it beside its other
     # parts.
     for path in sorted(read, key=lambda path: -named[path].nbytes):
         given = named.pop(path)

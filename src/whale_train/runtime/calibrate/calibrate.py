@@ -326,10 +326,10 @@ def measured_link(
     """Return the alpha-beta link that predicts the measured times of `group`'s all-reduces, as
     rings.
 
-    `busy` of the link is the extra time of computing that runs beside a second of transfers, in
-    seconds from 0 to 1. In a group in shared memory the ranks move the data themselves while they
-    wait, so it is 1. Such a group has no barrier; `beside` is then a group of the same ranks with a
-    barrier.
+    `busy` of the link is the time, from 0 to 1 second, that computing loses to one second of
+    simultaneous transfers. In a group in shared memory the ranks move the data themselves while
+    they wait, so it is 1. Such a group has no barrier; `beside` is then a group of the same ranks
+    with a barrier.
     """
     meets = beside or group
     members = dist.get_world_size(group)
@@ -365,8 +365,8 @@ def _all_reduce_s(
 
 
 def _busy(group: dist.ProcessGroup, device: torch.device, transfer_s: float) -> float:
-    """Return the extra time of computing that runs beside a second of transfers, in seconds from 0
-    to 1."""
+    """Return the seconds, from 0 to 1, that computing loses to one second of simultaneous
+    transfers."""
     large = _large(device)
     factor = torch.randn(large.rows, large.rows, device=device)
     value = torch.zeros(large.sent_bytes // 4, device=device)

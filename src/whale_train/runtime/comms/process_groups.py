@@ -162,7 +162,7 @@ def _talking(pipeline: PlannedPipeline) -> list[tuple[int, int]]:
 def homes() -> list[str]:
     """Return the id of the host whose shared memory each rank can map, by rank.
 
-    Every rank has an id of its own where no rank can share memory. A collective of the world.
+    A rank that cannot share memory has an id of its own. A collective of the world.
     """
     host_ids = [str(rank) for rank in range(dist.get_world_size())]
     if dist.get_backend() == "gloo":

@@ -139,7 +139,8 @@ def uncompiled() -> Iterator[None]:
 def are_operations_seen(*, drops: bool) -> bool:
     """Return whether compiled code has to run uncompiled.
 
-    It has to inside `uncompiled()`, and, if it contains dropout (`drops`), inside `DropoutOff`.
+    All code runs uncompiled inside `uncompiled()`. Code with dropout (`drops`) also runs uncompiled
+    inside `DropoutOff`.
     """
     return _Eager.entered > 0 or (drops and is_dropout_off())
 

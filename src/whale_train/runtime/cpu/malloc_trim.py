@@ -36,10 +36,10 @@ def trim_heap() -> None:
 def given_back() -> Iterator[None]:
     """Return blocks of 1 MiB and more to the system when they are freed inside this context.
 
-    By itself glibc comes to keep blocks under 32 MiB. The buffers that a model's parameters pass
-    through while they are partitioned would stay as holes: half of a partition more, for the whole
-    training. After the context blocks are kept again, as every step needs the same ones: mapping
-    them anew took a quarter more processor time.
+    By default glibc eventually keeps freed blocks under 32 MiB. The buffers that a model's
+    parameters pass through while they are partitioned would stay as holes: half of a partition
+    more, for the whole training. After the context blocks are kept again, as every step needs
+    blocks of the same sizes: mapping them anew took a quarter more processor time.
     """
     mallopt = _mallopt()
     if mallopt is None:

@@ -109,7 +109,7 @@ class Engine(Protocol):
         """
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield every trained parameter with the optimizer's value of it, outside of an update.
+        """Yield every trained parameter with its value in the optimizer, outside of an update.
 
         Where copies partition values, one copy gets the whole value and the others get None; all
         copies must iterate.

@@ -203,7 +203,7 @@ class Blocks(nn.Module):
                 assert isinstance(block, BlockModule)
                 here = [p for p in run.tensors if attribute[training][p] not in self._kept]
                 passed = [p for p in run.tensors if p not in here]
-                # The block's own tensors come last; tensors that several blocks read are values.
+                # The block's own tensors come last, after the tensors that several blocks read.
                 graph = _reordered(run.graph, (*run.takes, *passed, *here))
                 block.set_graph(training, graph, tuple(attribute[training][p] for p in here))
                 done = frozenset(name for name in run.takes if last.get(name) == number)

@@ -63,8 +63,8 @@ def write_segment_graph(
 
     `canonical` maps a tied parameter's names to the one name that the parameter is held under.
     `counts` is given for an evaluation graph, and filled when the graph runs; None writes the
-    training graph. In the training graph `owner` computes the weight gradients of the operations
-    that compute their own.
+    training graph. In the training graph, `owner` computes the weight gradients that operations
+    take out of autograd.
     """
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
@@ -265,7 +265,7 @@ class _Writer:
             shards = self.place.along(laid)
             product = partial(split_grouped_mm, node.target, shards=shards)
             return self.out.call(product, args[:3], node.name)
-        # The cut of the logits, of the embedding's table, or of the mean's input.
+        # The layout of the logits, of the embedding's table, or of the mean's input.
         laid = self.laid(node, 0)
         assert laid is not None
         shards = self.place.along(laid)

@@ -86,7 +86,7 @@ class _Products(torch.autograd.Function):
         ctx: Any, x: Tensor, joined: _Joined, dtype: torch.dtype | None, *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.joined, ctx.dtype = joined, x.dtype
-        ctx.operands = operands  # the very parameters, whose `.grad` is added to
+        ctx.operands = operands  # the parameters themselves, whose `.grad` is added to
         if dtype is not None:  # autocast does not reach into a Function
             x = x.to(dtype)
             cast = joined.owner.cast

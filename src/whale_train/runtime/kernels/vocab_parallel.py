@@ -74,7 +74,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
         highest = _row_maximum(logits)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shards.group)
-        shifted = logits - highest.unsqueeze(1)  # fp32 for halves: `highest` promotes it
+        shifted = logits - highest.unsqueeze(1)  # fp32 for 16-bit logits: `highest` promotes them
         label = highest.new_zeros(len(target))
         if shards.size:
             label = torch.where(is_local, shifted.gather(1, column).squeeze(1), label)

@@ -218,7 +218,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owned: _OwnedProduct
     ) -> Tensor:
         ctx.owned = owned
-        ctx.operands = weight, bias  # the very parameters, whose `.grad` is added to
+        ctx.operands = weight, bias  # the parameters themselves, whose `.grad` is added to
         cast = owned.owner.cast
         weight, bias = cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype)
         ctx.save_for_backward(x, weight)

@@ -22,8 +22,8 @@ class MakeOptimizer(Protocol):
     """A function that makes the optimizer of some parameters."""
 
     def __call__(self, parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
-        """Return the optimizer of `parameters`; `copies` tells which are shards (None: none
-        are)."""
+        """Return the optimizer of `parameters`; `copies` lists those that are shards (None: all are
+        whole)."""
 
 
 def options_of(

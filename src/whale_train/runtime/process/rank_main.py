@@ -234,7 +234,7 @@ def train_as_planned(
     seat = RankContext(rank, device, groups, channels, compiler=compiler)
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
-    seed_python(request.seed)  # a forward that draws in Python draws alike on every rank
+    seed_python(request.seed)  # a forward that draws in Python draws the same on every rank
     names = saved_names(prepared.module, request.model)
     # Places of layers that share weights in the checkpoint, taken while the whole model exists.
     places = shared_places(prepared.module.model) if _delinks(run_dir) else {}

@@ -15,7 +15,7 @@ def evenly() -> Iterator[None]:
     """Distribute rows evenly over experts inside the context.
 
     Every member sends each member rows in proportion to that member's experts. It receives as many
-    rows as if all members had as many rows as itself.
+    rows as if every other member had as many rows as this one.
     """
 
     def evenly_spread(numbers: Tensor, rows: int, experts: ShardGroup) -> list[list[int]]:

@@ -279,8 +279,8 @@ class ZeroEngine:
         self._filled -= bucket.numel()
 
     def _ask(self, kind: str, elements: int, dtype: torch.dtype = torch.float32) -> None:
-        """Record a collective of `elements` elements among the copies, whose memory is not
-        counted."""
+        """Record a collective of `elements` elements among the copies. The memory of its operands
+        is not counted."""
         assert isinstance(self._group, RecordedGroup)
         self._group.ask(kind, [torch.empty(1, dtype=dtype, device="meta").expand(elements)])
 

@@ -34,7 +34,7 @@ class LossScale:
         self._good_steps = torch.full((), float(good_steps), device=device)
 
     def update(self, is_finite: Tensor) -> None:
-        """Update the scale after a step, whose gradients were finite or which was skipped.
+        """Update the scale after a step with finite gradients, or after a skipped step.
 
         `is_finite` is a bool scalar on the device. Nothing is read on the host.
         """

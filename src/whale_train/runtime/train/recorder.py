@@ -75,7 +75,7 @@ def record_verification(
         scale = None if loop.loss_scale is None else float(loop.loss_scale.value)
         loop.step(number)
         if loop.loss_scale is not None and float(loop.loss_scale.value) < (scale or 0.0):
-            skipped.append(number + 1)  # all ranks skip it: they go by the job's norm
+            skipped.append(number + 1)  # all ranks skip it, by the job's norm
             recorder.forget_step()
             continue
         if yardstick is not None:
@@ -103,9 +103,6 @@ def record_verification(
         record_json(run_dir, f"{path}.json", report),
     )
     return {"final_loss": loop.final_loss, "steps": request.verify.steps}, files
-
-
-# --- What a rank holds ---------------------------------------------------------------------------
 
 
 class _Recorder:
@@ -195,9 +192,6 @@ def _by_path(
 
 def _kept(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return value.detach().to("cpu", dtype, copy=True).contiguous()
-
-
-# --- What is judged by ---------------------------------------------------------------------------
 
 
 class Yardstick:
@@ -306,9 +300,6 @@ def slope_of(
             stretched = (direction.abs() * slope).sum() / length**2  # relative slope of |r|
             slope = weight / length * (slope + direction.abs() * stretched)
     return slope.masked_fill((mean == 0) & (square == 0), 0.0)
-
-
-# --- Nothing random ------------------------------------------------------------------------------
 
 
 class _WithoutDropout:
