@@ -34,8 +34,8 @@ def preload() -> None:
 
 def preload_torch() -> None:
     """Import torch, leaving the process free to fork."""
-    # No process that forks may initialise CUDA. With this variable, a test for a GPU (which
-    # DeepSpeed makes when imported) does not. See torch.cuda.is_available.
+    # No process that forks may initialise CUDA. With this variable, a test for a GPU, which
+    # DeepSpeed makes when imported, does not initialise it. See torch.cuda.is_available.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Large CPU tensors use huge pages, where the kernel leaves that to programs. A gradient of 100
     # MB, new every step, would otherwise take longer to map than to compute.
