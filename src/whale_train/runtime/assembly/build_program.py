@@ -52,9 +52,9 @@ def _refuse_other_graph(plan: Plan, graph: fx.GraphModule | None) -> None:
     The model's forward then differs from process to process.
     """
     assert plan.rewrite is not None
-    here = {node.name for node in graph.graph.nodes} if graph is not None else set()
+    available = {node.name for node in graph.graph.nodes} if graph is not None else set()
     planned = (name for segment in plan.rewrite.segments for name in segment.operations)
-    missing = next((name for name in planned if name not in here), "")
+    missing = next((name for name in planned if name not in available), "")
     if missing:
         rule = "the model's forward runs other operations in this process than it did when it was "
         rule += f"planned, which had {missing}: something that it reads is not the same everywhere"

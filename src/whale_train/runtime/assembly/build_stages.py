@@ -92,7 +92,7 @@ def assemble_stages(
     samples = copy.samples
     if own_losses:
         pieces *= len(copy.positions[-1])
-        samples = tuple(of[place.index] for of in shared) or samples
+        samples = tuple(intervals[place.index] for intervals in shared) or samples
     counter = None
     if pieces > 1 or request.train.evaluate_every is not None:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
@@ -263,7 +263,7 @@ def _chunks(
     beside: the context of operations that are sharded beside copies.
     last: the number of the chunk that computes the loss.
     """
-    made: dict[int, dict[_Sharing, Chunk]] = {}
+    chunks: dict[int, dict[_Sharing, Chunk]] = {}
     numbers = dict.fromkeys(engines, 0)  # the number of segments with a chunk so far, by engine
     for variant in segments_written:
         engine, segment = engines[variant.task_graph], variant.segment
@@ -281,12 +281,12 @@ def _chunks(
             chunk: Chunk = BatchShardedChunk(*run, at.along(PlannedShard(0, BATCH)), shares)
         else:
             chunk = Chunk(*run)
-        made.setdefault(variant.chunk, {})[variant.sharing] = chunk
+        chunks.setdefault(variant.chunk, {})[variant.sharing] = chunk
     return {
         number: PerMicroBatchChunk([variants[sharing] for sharing in members])
         if len(variants) > 1
         else next(iter(variants.values()))
-        for number, variants in made.items()
+        for number, variants in chunks.items()
     }
 
 
@@ -322,8 +322,8 @@ def _share(plan: Plan, task_graph: TaskGraph, seat: RankContext) -> BatchShare |
     The result is None if they do not. If they do, the batch has one micro-batch per rank.
     """
     assert plan.rewrite is not None
-    of = (x for x in plan.rewrite.segments if x.task_graph == task_graph.id)
-    if not any(segment.sums for segment in of):
+    segments = (x for x in plan.rewrite.segments if x.task_graph == task_graph.id)
+    if not any(segment.sums for segment in segments):
         return None
     ((start, stop),) = plan.ranks[seat.rank].samples
     return BatchShare(seat.groups[_copies_of(task_graph)], (stop - start) / plan.global_batch)

@@ -32,8 +32,8 @@ class Trace:
         try:
             yield
         finally:
-            took = time.time_ns() - started
-            self.events.append(event(self.rank, what, started / 1e3, took / 1e3))
+            duration_ns = time.time_ns() - started
+            self.events.append(event(self.rank, what, started / 1e3, duration_ns / 1e3))
 
 
 def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:

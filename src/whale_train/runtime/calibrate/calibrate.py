@@ -128,12 +128,12 @@ def measure_devices(
         kernels |= partition_kernels(device, precision, joins_all, update)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     own = _Own(kind, threads, kernels, link, memory)
-    everyones: list[_Own] = [own] * len(ranks.kinds)
-    dist.all_gather_object(everyones, own)
+    gathered: list[_Own] = [own] * len(ranks.kinds)
+    dist.all_gather_object(gathered, own)
     if rank == 0:
         devices = [
             _of_kind(
-                [measurement for measurement in everyones if measurement.kind == kind], precision
+                [measurement for measurement in gathered if measurement.kind == kind], precision
             )
             for kind in dict.fromkeys(ranks.kinds)
         ]
@@ -249,13 +249,13 @@ def _written(
 
 def _slowest(own_runs: Runs, kinds: Sequence[str]) -> Runs:
     """Return, for every run, the seconds of the slowest rank of this rank's kind. A collective."""
-    everyones: list[Runs] = [own_runs] * dist.get_world_size()
-    dist.all_gather_object(everyones, own_runs)
+    all_runs: list[Runs] = [own_runs] * dist.get_world_size()
+    dist.all_gather_object(all_runs, own_runs)
     kind = kinds[dist.get_rank()]
-    alike = [runs for runs, other in zip(everyones, kinds, strict=True) if other == kind]
+    runs_of_kind = [runs for runs, other in zip(all_runs, kinds, strict=True) if other == kind]
     return [
         [max(of_ranks) for of_ranks in zip(*of_probe, strict=True)]
-        for of_probe in zip(*alike, strict=True)
+        for of_probe in zip(*runs_of_kind, strict=True)
     ]
 
 

@@ -197,8 +197,8 @@ def _attention(batch: int, heads: int, tokens: int, width: int) -> Probe:
     shape = (batch, heads, tokens, width)
 
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-        made = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
-        return made[0], made[1:]
+        operands = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+        return operands[0], operands[1:]
 
     def step(value: Tensor, i: int, held: Sequence[Tensor]) -> Tensor:
         return functional.scaled_dot_product_attention(value, held[0], held[1], is_causal=True)

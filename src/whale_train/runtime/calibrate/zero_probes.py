@@ -81,9 +81,9 @@ def partition_kernels(
         after = stops.backward_s - alone.backward_s + stops.update_s - updated
         forward.append((modules, size, stops.forward_s - alone.forward_s - gathered))
         backward.append((modules, size, after - 2 * gathered))
-    of_step = through(partition)
+    per_step = through(partition)
     return {
-        KernelKind.PARTITION: Kernel(of_step, of_step),
+        KernelKind.PARTITION: Kernel(per_step, per_step),
         KernelKind.GATHER: Kernel(through(forward), through(backward)),
     }
 
@@ -93,8 +93,8 @@ def through(points: Sequence[_Point]) -> Roofline:
     bytes."""
     (first, _, small_s), (count, num_bytes, large_s) = points
     overhead = max(small_s, _LEAST_S) / first
-    left = large_s - count * overhead
-    return Roofline(overhead, UNBOUND, num_bytes / left if left > 0 else UNBOUND)
+    transfer_s = large_s - count * overhead
+    return Roofline(overhead, UNBOUND, num_bytes / transfer_s if transfer_s > 0 else UNBOUND)
 
 
 def _measured(

@@ -62,17 +62,17 @@ def exchange(ends: Tensor, rows: Tensor, experts: ShardGroup) -> Exchange:
     sent = torch.stack(
         [member_counts.sum() for member_counts in torch.split(counts, list(experts.sizes))]
     )
-    here, there = on_host(torch.stack([sent, received_counts.sum(1)]), len(rows), experts)
+    out, back = on_host(torch.stack([sent, received_counts.sum(1)]), len(rows), experts)
     # Received rows are sorted by sender, and the rows of one sender by expert.
-    places = torch.arange(sum(there), device=ends.device)
+    places = torch.arange(sum(back), device=ends.device)
     run = torch.searchsorted(received_counts.view(-1).cumsum(0), places, right=True)
     order = torch.argsort(run % max(num_local_experts, 1), stable=True)
     return Exchange(
         experts.group,
         len(rows),
         received_counts.sum(0).cumsum(0).to(ends.dtype),
-        here,
-        there,
+        out,
+        back,
         order,
         torch.argsort(order),
     )
@@ -179,8 +179,8 @@ class _Begin(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         # The gradient is not in `grads`: received rows have another shape than sent rows.
-        came = ctx.ways.pop().end(ctx.where.group)
-        return came.index_select(0, ctx.where.order), None, None
+        received = ctx.ways.pop().end(ctx.where.group)
+        return received.index_select(0, ctx.where.order), None, None
 
 
 class _End(torch.autograd.Function):
@@ -205,8 +205,8 @@ class _End(torch.autograd.Function):
 def _to_experts(rows: Tensor, where: Exchange) -> Tensor:
     """Send [rows, width] to the experts, and return the received rows, [rows received, width],
     sorted by expert."""
-    came = _sent(rows[: sum(where.sent)], where.sent, where.received, where.group)
-    return came.index_select(0, where.order)
+    received = _sent(rows[: sum(where.sent)], where.sent, where.received, where.group)
+    return received.index_select(0, where.order)
 
 
 def _to_owners(rows: Tensor, where: Exchange) -> Tensor:
@@ -233,7 +233,7 @@ def _sent(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGrou
 
 def _begun(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> _Way:
     """Begin an all-to-all of rows: `out` rows go to each member, `back` rows come from each."""
-    came, sent = rows.new_empty(sum(back), *rows.shape[1:]), rows.contiguous()
-    work = dist.all_to_all_single(came, sent, back, out, group=group, async_op=True)
+    received, sent = rows.new_empty(sum(back), *rows.shape[1:]), rows.contiguous()
+    work = dist.all_to_all_single(received, sent, back, out, group=group, async_op=True)
     assert work is not None
-    return _Way(came, sent, work)
+    return _Way(received, sent, work)

@@ -356,12 +356,12 @@ def _exchanged(x: Tensor, have: _ShardedDim, want: _ShardedDim) -> Tensor:
     own = parts[have.shards.rank]
     shapes = [have.unfolded(own, own_extent, size) for size in have.shards.sizes]
     sizes = [math.prod(shape) for shape in shapes]
-    came = x.new_empty(sum(sizes))
+    buffer = x.new_empty(sum(sizes))
     sent = [part.numel() for part in parts]
     dist.all_to_all_single(
-        came, torch.cat([part.view(-1) for part in parts]), sizes, sent, group=have.shards.group
+        buffer, torch.cat([part.view(-1) for part in parts]), sizes, sent, group=have.shards.group
     )
-    received = zip(torch.split(came, sizes), shapes, have.shards.sizes, strict=True)
+    received = zip(torch.split(buffer, sizes), shapes, have.shards.sizes, strict=True)
     folded = [have.folded(block.view(shape), size) for block, shape, size in received]
     if len(have.shards.pieces) > 1:
         folded = _in_order(folded, have)

@@ -145,8 +145,8 @@ class Transport:
                 self._sent.append((works, values))  # the tensors must live until they are sent
             else:
                 buffers = [
-                    torch.empty(of.shape, dtype=of.dtype, device=self._device)
-                    for of in self._types(message)
+                    torch.empty(value_type.shape, dtype=value_type.dtype, device=self._device)
+                    for value_type in self._types(message)
                 ]
                 filled = [_as_sent(buffer) for buffer in buffers if buffer.numel()]
                 link.coming[message] = (self._batch(dist.irecv, link, filled), buffers)

@@ -80,9 +80,9 @@ def make_groups(
     their own group (named by `sums_of`).
     """
     world = tuple(range(plan.world_size))
-    made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
+    by_ranks: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
-        made[world, False] = dist.group.WORLD
+        by_ranks[world, False] = dist.group.WORLD
     copied = list(_copied(plan))
     host_ids = homes() if copied or _has_splits(plan) else []
 
@@ -93,11 +93,11 @@ def make_groups(
     for name, lists in plan.groups.items():
         for ranks in lists:
             shared = _is_split(name, ranks) and share(ranks)
-            if (ranks, shared) not in made:
+            if (ranks, shared) not in by_ranks:
                 new_group = SharedMemoryGroup.new if shared else _new_group
-                made[ranks, shared] = new_group(list(ranks), timeout, group_name(plan, ranks))
+                by_ranks[ranks, shared] = new_group(list(ranks), timeout, group_name(plan, ranks))
             if rank in ranks:
-                groups[name] = made[ranks, shared]
+                groups[name] = by_ranks[ranks, shared]
     for name, copies in copied:
         for ranks in filter(share, copies):
             group = SharedMemoryGroup.new(list(ranks), timeout, group_name(plan, ranks))
@@ -151,10 +151,10 @@ def _talking(pipeline: PlannedPipeline) -> list[tuple[int, int]]:
     for copy in pipeline.copies:
         for start, end, _ in pipeline.edges:
             for a, b in set(zip(copy.owners[start], copy.owners[end], strict=True)):
-                here, there = copy.positions[a], copy.positions[b]
-                width = max(len(here), len(there)) if a != b else 0
+                senders, receivers = copy.positions[a], copy.positions[b]
+                width = max(len(senders), len(receivers)) if a != b else 0
                 for j in range(width):
-                    one, other = here[j % len(here)], there[j % len(there)]
+                    one, other = senders[j % len(senders)], receivers[j % len(receivers)]
                     pairs.add((min(one, other), max(one, other)))
     return sorted(pairs)
 

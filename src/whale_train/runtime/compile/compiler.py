@@ -85,10 +85,10 @@ class Compiler:
         # block.
         frame = args.compile_id.partition("/")[0]
         block = self._of_frame.setdefault(frame, self._at)
-        took = time.perf_counter() - self._started_s
-        self.seconds[block] = self.seconds.get(block, 0.0) + took
+        duration_s = time.perf_counter() - self._started_s
+        self.seconds[block] = self.seconds.get(block, 0.0) + duration_s
         self.compilations += 1
-        sys.stdout.write(f"compiled a part of {block or 'the model'} in {took:.1f} s\n")
+        sys.stdout.write(f"compiled a part of {block or 'the model'} in {duration_s:.1f} s\n")
         sys.stdout.flush()
 
 

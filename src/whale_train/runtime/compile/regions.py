@@ -65,8 +65,8 @@ def _computes(node: fx.Node) -> bool:
     """Return whether a node makes a tensor that is not a view."""
     if isinstance(node.target, OpOverload):
         returns = node.target._schema.returns
-        made = [x for x in returns if x.alias_info is None and "Tensor" in str(x.type)]
-        return bool(made) and node.target._schema.name not in _OFTEN_VIEWS
+        results = [x for x in returns if x.alias_info is None and "Tensor" in str(x.type)]
+        return bool(results) and node.target._schema.name not in _OFTEN_VIEWS
     return node.target is rms_norm
 
 
@@ -83,10 +83,10 @@ def _replace(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler
     if not gives:
         return
     region = fx.Graph()
-    made = {x: region.placeholder(f"taken_{i}") for i, x in enumerate(takes)}
+    copies = {x: region.placeholder(f"taken_{i}") for i, x in enumerate(takes)}
     for node in nodes:
-        made[node] = region.node_copy(node, lambda x: made[x])
-    region.output(tuple(made[node] for node in gives))
+        copies[node] = region.node_copy(node, lambda x: copies[x])
+    region.output(tuple(copies[node] for node in gives))
     block = nodes[0].meta.get(BLOCK, "")
     module = compiler.compiled(fx.GraphModule({}, region), _text(region), block)
     name = f"region_{nodes[0].name}"

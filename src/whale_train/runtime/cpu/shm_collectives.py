@@ -217,11 +217,11 @@ class _Slots:
         """
         for member, peer in self._peers.items():
             try:
-                said = peer.recv(1)
+                notice = peer.recv(1)
             except TimeoutError:
                 limit_s = peer.gettimeout()
                 raise RuntimeError(f"timed out: {limit_s:g} s for member {member}") from None
-            if not said:
+            if not notice:
                 raise ConnectionResetError(f"connection closed by peer, member {member}")
         all_parts = self._of(part)
         self._turn = 1 - self._turn

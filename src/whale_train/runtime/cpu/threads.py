@@ -14,9 +14,9 @@ def num_threads(local_world_size: int) -> int:
     It is OMP_NUM_THREADS if that is a positive number, else the rank's share of the cores, at least
     1.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdigit() and int(setting) > 0:
+        return int(setting)
     return max(1, cores() // local_world_size)
 
 

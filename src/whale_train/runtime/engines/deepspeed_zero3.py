@@ -128,13 +128,13 @@ def partitions_by_dtype() -> Iterator[None]:
     def make_groups_on_host(optimizer: Any) -> None:
         for group in optimizer.trainable_param_groups:
             size = sum(p.partition_numel() for p in group["params"])
-            made = torch.empty(size, dtype=group["params"][0].ds_tensor.dtype)
-            pinned = get_accelerator().pin_memory(made)
+            flat = torch.empty(size, dtype=group["params"][0].ds_tensor.dtype)
+            pinned = get_accelerator().pin_memory(flat)
             optimizer.param_groups_fp16_flat_cpu_memory.append(pinned)
 
     stage3.defragment = flat_of_each_dtype
-    for name, made in zip(names, (set_groups_flat, make_groups_on_host), strict=True):
-        setattr(optimizer_class, name, made)
+    for name, replacement in zip(names, (set_groups_flat, make_groups_on_host), strict=True):
+        setattr(optimizer_class, name, replacement)
     try:
         yield
     finally:
@@ -170,13 +170,13 @@ def unchecked_norms() -> Iterator[None]:
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     modules = (stage3, stage_1_and_2)
-    asked = [module.is_invalid_grad_norm for module in modules]
+    checks = [module.is_invalid_grad_norm for module in modules]
     for module in modules:
         module.is_invalid_grad_norm = lambda norm: False
     try:
         yield
     finally:
-        for module, ask in zip(modules, asked, strict=True):
+        for module, ask in zip(modules, checks, strict=True):
             module.is_invalid_grad_norm = ask
 
 

@@ -72,8 +72,8 @@ def make_engine(
     torchs: Callable[..., Engine] = TorchEngine
     if task_graph.streams:
         assert streamed is not None
-        made = StreamedEngine if seat.stand_ins is None else seat.stand_ins.streamed
-        torchs = partial(made, streamed=streamed)
+        engine_class = StreamedEngine if seat.stand_ins is None else seat.stand_ins.streamed
+        torchs = partial(engine_class, streamed=streamed)
     return torchs(
         module,
         copies,

@@ -63,8 +63,8 @@ class FailureExchange:
                 if self._store.check([f"failed/{rank}"]):
                     message = self._store.get(f"failed/{rank}")
                     with suppress(LaunchError):
-                        said = self._key.checked(message, f"rank {rank}")
-                        errors[rank] = RankError.from_json(said)
+                        text = self._key.checked(message, f"rank {rank}")
+                        errors[rank] = RankError.from_json(text)
         return errors
 
     def living(self) -> set[int]:

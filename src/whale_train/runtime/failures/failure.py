@@ -216,8 +216,8 @@ def _is_of_torch(error: BaseException) -> bool:
 
 def _says(error: BaseException, texts: Sequence[str]) -> bool:
     """Return whether the text of `error` contains one of the lower-case `texts`, ignoring case."""
-    said = str(error).lower()
-    return any(text in said for text in texts)
+    message = str(error).lower()
+    return any(text in message for text in texts)
 
 
 def is_decisive(end: RankEnd) -> bool:

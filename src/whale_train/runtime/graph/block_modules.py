@@ -136,10 +136,10 @@ def _run(module: fx.GraphModule, name: str, nodes: list[fx.Node], tensors: set[s
     takes = [x for x in read if x not in held]
     gives = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
-    made = {x: graph.placeholder(x.name) for x in (*takes, *held)}
+    copies = {x: graph.placeholder(x.name) for x in (*takes, *held)}
     for node in nodes:
-        made[node] = graph.node_copy(node, lambda x: made[x])
-    graph.output(tuple(made[node] for node in gives))
+        copies[node] = graph.node_copy(node, lambda x: copies[x])
+    graph.output(tuple(copies[node] for node in gives))
     return Run(
         name,
         fx.GraphModule(module, graph),
@@ -201,11 +201,11 @@ class Blocks(nn.Module):
                     self.blocks[key] = BlockModule(held, recompute(run.name.partition("#")[0]))
                 block = self.blocks[key]
                 assert isinstance(block, BlockModule)
-                here = [p for p in run.tensors if attribute[training][p] not in self._kept]
-                passed = [p for p in run.tensors if p not in here]
+                exclusive = [p for p in run.tensors if attribute[training][p] not in self._kept]
+                passed = [p for p in run.tensors if p not in exclusive]
                 # The block's own tensors come last, after the tensors that several blocks read.
-                graph = _reordered(run.graph, (*run.takes, *passed, *here))
-                block.set_graph(training, graph, tuple(attribute[training][p] for p in here))
+                graph = _reordered(run.graph, (*run.takes, *passed, *exclusive))
+                block.set_graph(training, graph, tuple(attribute[training][p] for p in exclusive))
                 done = frozenset(name for name in run.takes if last.get(name) == number)
                 self._order[training].append((key, run, tuple(passed), done))
 
@@ -240,11 +240,11 @@ class Blocks(nn.Module):
 
 def _reordered(module: fx.GraphModule, arguments: Sequence[str]) -> fx.GraphModule:
     """Return the graph of `module` with its placeholders in the order of `arguments`."""
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     for name in arguments:
-        made[by_name[name]] = graph.placeholder(name)
+        copies[by_name[name]] = graph.placeholder(name)
     for node in module.graph.nodes:
         if node.op != "placeholder":
-            made[node] = graph.node_copy(node, lambda x: made[x])
+            copies[node] = graph.node_copy(node, lambda x: copies[x])
     return fx.GraphModule(module, graph)

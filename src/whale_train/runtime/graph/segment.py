@@ -62,15 +62,15 @@ class Counts:
         """Add the answers of one loss call over unsharded logits, whose classes are in dimension
         `dim`."""
         predicted = logits.argmax(dim)
-        chances = probability(logits, predicted, dim) if self.predicts else None
-        self.add(Answers(predicted, target, counted, chances))
+        probabilities = probability(logits, predicted, dim) if self.predicts else None
+        self.add(Answers(predicted, target, counted, probabilities))
 
     def add_values(self, kind: ValueLoss, values: Tensor, target: Tensor) -> None:
         """Add the values of one loss call of `kind`, where the keeper has `predicts`."""
         if self.answers is not None and self.predicts:
-            predicted, chances = kind.predicted(values)
+            predicted, probabilities = kind.predicted(values)
             counted = torch.ones_like(target, dtype=torch.bool)
-            answers = Answers(predicted, target, counted, chances)
+            answers = Answers(predicted, target, counted, probabilities)
             self.answers.add(self.weight, self.samples, self.calls, answers)
             self.calls += 1
 

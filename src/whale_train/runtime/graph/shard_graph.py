@@ -190,15 +190,15 @@ class _Writer:
             return self.out.call(draw, args, node.name, kwargs)
         return self.graph.call_function(function, tuple(args), kwargs)
 
-    def over_the_batch(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Return `made`, summed over the whole batch where the plan makes copies exchange the
-        sum."""
+    def over_the_batch(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """Return `value`, the new node of `node`, summed over the whole batch where the plan makes
+        copies exchange the sum."""
         degree = self.written.sums.get(node.name)
         if degree is None:
-            return made
+            return value
         assert self.place.share is not None
         exchanged = partial(batch_sum, degree=degree, share=self.place.share)
-        return self.out.call(exchanged, [made], "batch_sum")
+        return self.out.call(exchanged, [value], "batch_sum")
 
     def count_rows(self, node: fx.Node) -> None:
         """Write a count of the rows of a mixture's experts before the mixture's first product."""

@@ -172,8 +172,8 @@ def _squeezed(
     source = node.args[0]
     assert isinstance(source, fx.Node)
     full_shape = _shape(source)
-    asked = args[1] if len(args) > 1 else list(range(len(full_shape)))
-    dims = [x % len(full_shape) for x in (asked if isinstance(asked, list | tuple) else [asked])]
+    given = args[1] if len(args) > 1 else list(range(len(full_shape)))
+    dims = [x % len(full_shape) for x in (given if isinstance(given, list | tuple) else [given])]
     ones = [dim for dim in dims if isinstance(full_shape[dim], int) and full_shape[dim] == 1]
     return aten.squeeze.dims, [args[0], ones], {}
 

@@ -36,10 +36,10 @@ class ValueTypes:
         self._dtypes = {name: value.dtype for name, value in self._values.items()}
         if precision in NARROW:
             known = _FOUND.setdefault(graph, {})
-            asked = (frozenset(names), precision, device)
-            if asked not in known:
-                known[asked] = _dtypes_under_autocast(graph, wanted, precision, device)
-            self._dtypes = known[asked]
+            key = (frozenset(names), precision, device)
+            if key not in known:
+                known[key] = _dtypes_under_autocast(graph, wanted, precision, device)
+            self._dtypes = known[key]
 
     def of(self, name: str, samples: int) -> ValueType:
         """Return the type of the unsharded value `name` for a batch of `samples`."""
@@ -57,11 +57,11 @@ def _dtypes_under_autocast(
     graph: fx.GraphModule, wanted: list[fx.Node], precision: str, device: torch.device
 ) -> dict[str, torch.dtype]:
     """Return the dtypes of the values of `wanted` by name, computed on tensors without storage."""
-    made: dict[fx.Node, Any] = {}
+    results: dict[fx.Node, Any] = {}
 
     def argument(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return made[value]
+            return results[value]
         return device if isinstance(value, torch.device) else value
 
     def example(value: Any) -> Any:
@@ -80,27 +80,27 @@ def _dtypes_under_autocast(
             if node not in needed:
                 continue
             if node.op == "placeholder" or (node.op == "get_attr" and is_tensor(graph, node)):
-                made[node] = example(node.meta["val"])
+                results[node] = example(node.meta["val"])
             elif any(is_graph(graph, x) for x in node.all_input_nodes):
                 args = list(node.args)
                 number = next(i for i, x in enumerate(args) if is_graph(graph, x))
                 inner = attribute(graph, str(args[number].target))
                 run = runner(str(node.target), inner, args[:number], device, True)
-                made[node] = run(*(argument(x) for x in args[number + 1 :]))
+                results[node] = run(*(argument(x) for x in args[number + 1 :]))
             elif node.op == "call_function":
                 given = list(fx.node.map_aggregate(node.args, argument))
                 named = dict(fx.node.map_aggregate(node.kwargs, argument))
                 function, given, named = local_call(node, given, named, None, None, lambda _: ())
-                made[node] = function(*given, **named)
-    return {node.name: made[node].dtype for node in wanted}
+                results[node] = function(*given, **named)
+    return {node.name: results[node].dtype for node in wanted}
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return `nodes` and all nodes that they depend on, directly or indirectly."""
-    closure, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
+    closure, pending = set[fx.Node](), list(nodes)
+    while pending:
+        node = pending.pop()
         if node not in closure:
             closure.add(node)
-            left += node.all_input_nodes
+            pending += node.all_input_nodes
     return closure

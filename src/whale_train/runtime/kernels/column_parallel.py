@@ -46,12 +46,12 @@ def join_products(
         graph.add_module(name, _Joined([product.kind for product in products], group, owner))
         operands = [x for product in products for x in (product.weight, product.bias)]
         with graph.graph.inserting_after(entered):
-            made = graph.graph.call_module(name, (entered.args[0], *operands))
-        made.meta = dict(entered.meta)
-        after = made
+            joint = graph.graph.call_module(name, (entered.args[0], *operands))
+        joint.meta = dict(entered.meta)
+        after = joint
         for number, product in enumerate(products):
             with graph.graph.inserting_after(after):
-                after = graph.graph.call_function(getitem, (made, number))
+                after = graph.graph.call_function(getitem, (joint, number))
             replace_nodes(after, [product.node])
         graph.graph.erase_node(entered)
 
@@ -112,8 +112,8 @@ class _Products(torch.autograd.Function):
         operands, needed = ctx.operands, ctx.needs_input_grad[3:]
         operand_grads: list[Tensor | None] = []
         for number, (kind, grad) in enumerate(zip(joined.kinds, grads, strict=True)):
-            its = slice(2 * number, 2 * number + 2)  # weight and bias
-            wanted = of_product(kind, operands[its], needed[its], grad, x)
+            pair = slice(2 * number, 2 * number + 2)  # weight and bias
+            wanted = of_product(kind, operands[pair], needed[pair], grad, x)
             operand_grads += joined.owner.gradients(wanted)
         if work is not None:
             work.wait()

@@ -23,7 +23,7 @@ def group_keys(graph: fx.GraphModule, attentions: Iterable[Sequence[fx.Node]]) -
     """
     for *repeating, attention in attentions:
         keys, values = repeating[:3], repeating[3:]
-        shared = [_shared(graph, of[0], of[1]) for of in (keys, values)]
+        shared = [_shared(graph, nodes[0], nodes[1]) for nodes in (keys, values)]
         attention.args = (attention.args[0], *shared, *attention.args[3:])
         attention.kwargs = {**attention.kwargs, "enable_gqa": True}
         for node in dict.fromkeys((*reversed(keys), *reversed(values))):
@@ -42,6 +42,6 @@ def _shared(graph: fx.GraphModule, inserted: fx.Node, expanded: fx.Node) -> fx.N
     if read is inserted:
         return source
     with graph.graph.inserting_after(read):
-        made = graph.graph.call_function(_aten.squeeze.dim, (read, 2))
-    made.meta = dict(read.meta)
-    return made
+        squeezed = graph.graph.call_function(_aten.squeeze.dim, (read, 2))
+    squeezed.meta = dict(read.meta)
+    return squeezed

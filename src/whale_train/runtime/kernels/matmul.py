@@ -135,8 +135,8 @@ def of_table(
     """
     if known is None or known.dtype.itemsize < 4:
         wide = torch.promote_types(grad.dtype, torch.float32)
-        made: Tensor = _aten.embedding_dense_backward(grad.to(wide), indices, rows, padding, False)
-        return made.to(grad.dtype) if known is None else known.add_(made)
+        total: Tensor = _aten.embedding_dense_backward(grad.to(wide), indices, rows, padding, False)
+        return total.to(grad.dtype) if known is None else known.add_(total)
     if padding >= 0:
         grad = grad.masked_fill((indices == padding)[..., None], 0.0)
     return known.index_put_((indices,), grad.to(known.dtype), accumulate=True)

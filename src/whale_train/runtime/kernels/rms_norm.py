@@ -28,8 +28,8 @@ def join_rms_norms(graph: fx.GraphModule, norms: Iterable[Sequence[fx.Node]]) ->
         square, _, shifted, _, *products, last = norm
         (weight,) = (operand for operand in last.args if operand is not products[-1])
         with graph.graph.inserting_before(last):
-            made = graph.graph.call_function(rms_norm, (square.args[0], weight, shifted.args[1]))
-        replace_nodes(made, norm)
+            fused = graph.graph.call_function(rms_norm, (square.args[0], weight, shifted.args[1]))
+        replace_nodes(fused, norm)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -38,14 +38,14 @@ def split_cross_entropy(
     CUDA).
     """
     if len(shards.sizes) == 1:
-        loss_of_one = functional.cross_entropy(
+        unsharded = functional.cross_entropy(
             logits.to(_accumulator(logits)),
             target,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
-        return loss_of_one if scale is None else loss_of_one * scale
+        return unsharded if scale is None else unsharded * scale
     is_class = ((target >= 0) & (target < shards.total)) | (target == ignore_index)
     torch._assert_async(is_class.all(), "a target is not the number of a class")
     arguments = (logits, target, shards, ignore_index, label_smoothing, reduction == "mean", scale)

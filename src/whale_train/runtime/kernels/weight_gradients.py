@@ -140,8 +140,8 @@ class WeightGradients:
         needed = [(x.operand, x.make) for x in wanted if x.needed and x.operand is not None]
         # A bias computed from a parameter is no parameter: its gradient stays with autograd.
         taken = self.take([(p, make) for p, make in needed if isinstance(p, nn.Parameter)])
-        left = {id(p): make(None).to(p.dtype) for p, make in needed if p not in taken}
-        return [left.get(id(x.operand)) for x in wanted]
+        remaining = {id(p): make(None).to(p.dtype) for p, make in needed if p not in taken}
+        return [remaining.get(id(x.operand)) for x in wanted]
 
     def replace(self, graph: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
         """Replace `nodes` of `graph` by operations whose weight gradients this object handles.

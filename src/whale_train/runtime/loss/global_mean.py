@@ -189,10 +189,10 @@ class GlobalMeans(TorchFunctionMode):
             if self._predicts and (loss := ValueLoss.of_function(func)) is not None:
                 self._record_values(loss, *loss_operands(args, dict(kwargs)))
             return func(*args, **kwargs)
-        made = self._mean(call)
+        mean = self._mean(call)
         if self._accuracy:
-            self._record(call, made)
-        return made
+            self._record(call, mean)
+        return mean
 
     def _mean(self, call: TargetMean) -> Tensor:
         """Return this rank's term of the mean over all replicas' targets."""
@@ -225,15 +225,15 @@ class GlobalMeans(TorchFunctionMode):
     @torch.no_grad()
     def _record_values(self, loss: ValueLoss, values: Tensor, target: Tensor) -> None:
         """Store the values of a loss as answers."""
-        predicted, chances = loss.predicted(values)
+        predicted, probabilities = loss.predicted(values)
         counted = torch.ones_like(target, dtype=torch.bool)
-        self.answers.append(Answers(predicted, target, counted, chances))
+        self.answers.append(Answers(predicted, target, counted, probabilities))
 
     @torch.no_grad()
-    def _record(self, call: TargetMean, made: Tensor) -> None:
+    def _record(self, call: TargetMean, mean: Tensor) -> None:
         """Store the call's mean, divisor and answers, and add its counts to those of the
         evaluation."""
-        self.made.append(made)
+        self.made.append(mean)
         self.divisors.append(call.divisor())
         predicted, target, counted = call.answers()
         probability = call.probability(predicted) if self._predicts else None

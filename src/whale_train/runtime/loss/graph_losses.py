@@ -134,18 +134,18 @@ def targets_graph(
     if any(n.op == "get_attr" and str(n.target) in trained for n in needed):
         return None
     graph, root = fx.Graph(), nn.Module()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
 
     def argument(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return made[value]
+            return copies[value]
         return place if isinstance(value, torch.device) else value
 
     for node in source.graph.nodes:
         if node not in needed:
             continue
         if node.op == "placeholder":
-            made[node] = graph.placeholder(str(node.target))
+            copies[node] = graph.placeholder(str(node.target))
         elif node.op == "get_attr":
             path = model_path(str(node.target))
             name = path.replace(".", "__")
@@ -153,19 +153,19 @@ def targets_graph(
                 name,
                 _constant(source, str(node.target), path, tensors, place.type == "meta").to(place),
             )
-            made[node] = graph.get_attr(name)
+            copies[node] = graph.get_attr(name)
         else:
             args = fx.node.map_aggregate(node.args, argument)
             kwargs = fx.node.map_aggregate(node.kwargs, argument)
-            made[node] = graph.call_function(node.target, tuple(args), dict(kwargs))
+            copies[node] = graph.call_function(node.target, tuple(args), dict(kwargs))
     counts = []
     for node in losses:
         if node in by_rows:  # the count does not depend on the probabilities
             assert samples is not None
-            counts.append(graph.call_function(_rows, (made[samples], _row_sizes(node))))
+            counts.append(graph.call_function(_rows, (copies[samples], _row_sizes(node))))
             continue
         weight = _option(node, 2, "weight", None)
-        given = (made[node.args[1]], argument(weight), ignored(node))
+        given = (copies[node.args[1]], argument(weight), ignored(node))
         counts.append(graph.call_function(divisor, given))
     graph.output(tuple(counts))
     graph.lint()
@@ -232,17 +232,18 @@ def _constant(
     return value.detach()
 
 
-def _needed(source: fx.GraphModule, of: list[fx.Node]) -> set[fx.Node]:
-    """Return every node that `of` is computed from, with the nodes that write into any of them."""
+def _needed(source: fx.GraphModule, targets: list[fx.Node]) -> set[fx.Node]:
+    """Return every node that `targets` are computed from, with the nodes that write into any of
+    these."""
     needed: set[fx.Node] = set()
-    while of:
-        stack = list(of)
+    while targets:
+        stack = list(targets)
         while stack:
             node = stack.pop()
             if node not in needed:
                 needed.add(node)
                 stack.extend(node.all_input_nodes)
-        of = [n for n in source.graph.nodes if n not in needed and _writes_into(n, needed)]
+        targets = [n for n in source.graph.nodes if n not in needed and _writes_into(n, needed)]
     return needed
 
 

@@ -47,6 +47,6 @@ def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
     falls_after = warmup if options.schedule != "wsd" else steps - 1 - options.decay_steps
     last = steps - 1 - falls_after
     progress = min(1.0, max(0, step - falls_after) / last) if last > 0 else 1.0
-    left = (1 + cos(pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
+    remaining = (1 + cos(pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
     floor = options.final_lr_fraction
-    return options.lr * (floor + (1 - floor) * left)
+    return options.lr * (floor + (1 - floor) * remaining)

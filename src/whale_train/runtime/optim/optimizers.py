@@ -54,7 +54,7 @@ def in_groups(
     groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(tuple(own.get(parameter, {}).items()), []).append(parameter)
-    return [{"params": of, **dict(options)} for options, of in groups.items()]
+    return [{"params": members, **dict(options)} for options, members in groups.items()]
 
 
 def make_together(classes: Sequence[OptimizerClass]) -> Callable[[list[dict[str, Any]]], Optimizer]:

@@ -80,12 +80,12 @@ class Chunk:
         needs one.
         """
         segment = self.segment
-        took = {name: taken[name].detach() for name in segment.takes}
-        for name, value in took.items():
+        detached = {name: taken[name].detach() for name in segment.takes}
+        for name, value in detached.items():
             value.requires_grad_(taken[name].requires_grad)
         inputs = (batch[name] for name in segment.inputs)
-        given = self._engine(self._number, *took.values(), *inputs)
-        return SavedForBackward({**taken, **dict(zip(segment.gives, given, strict=True))}, took)
+        given = self._engine(self._number, *detached.values(), *inputs)
+        return SavedForBackward({**taken, **dict(zip(segment.gives, given, strict=True))}, detached)
 
     def backward(
         self, passed: SavedForBackward, gradients: Mapping[str, Tensor]
@@ -95,10 +95,10 @@ class Chunk:
         `gradients` are the gradients of those values of `gives` that have one. The result also has
         the gradients of the values taken from other chunks.
         """
-        known, made = dict(gradients), passed.made
-        names = [n for n in self.segment.gives if n in known and made[n].requires_grad]
+        known, values = dict(gradients), passed.made
+        names = [n for n in self.segment.gives if n in known and values[n].requires_grad]
         if names:
-            self._engine.backward([made[n] for n in names], [known[n] for n in names])
+            self._engine.backward([values[n] for n in names], [known[n] for n in names])
         for name, value in passed.took.items():
             gradient = self._engine.input_gradient(value) if value.requires_grad else None
             if gradient is not None:
@@ -151,12 +151,12 @@ class BatchShardedChunk(Chunk):
         own = {name: self._mine(value.detach()) for name, value in taken.items()}
         for name, value in own.items():
             value.requires_grad_(taken[name].requires_grad)
-        passed, made = super().forward(own, batch), dict[str, Tensor]()
+        passed, gathered = super().forward(own, batch), dict[str, Tensor]()
         for name in self._shares:
             value = passed.made[name]
-            made[name] = self._all(value.detach())
-            made[name].requires_grad_(value.requires_grad)
-        return SavedForBackward({**passed.made, **made}, passed.took, passed)
+            gathered[name] = self._all(value.detach())
+            gathered[name].requires_grad_(value.requires_grad)
+        return SavedForBackward({**passed.made, **gathered}, passed.took, passed)
 
     def backward(
         self, passed: SavedForBackward, gradients: Mapping[str, Tensor]

@@ -261,8 +261,8 @@ class _Run:
         self.backward_gave[number, m] = gave
 
     def send(self, instruction: Instruction) -> None:
-        made = self.passed[instruction.chunk, instruction.micro_batch].made
-        self.pass_on(message_of(instruction), made)
+        values = self.passed[instruction.chunk, instruction.micro_batch].made
+        self.pass_on(message_of(instruction), values)
 
     def send_gradient(self, instruction: Instruction) -> None:
         gave = self.backward_gave[instruction.chunk, instruction.micro_batch]

@@ -50,25 +50,25 @@ class Finality:
         at the end of the context.
         """
         parameters = self._parameters.get(instruction, [])
-        left = {p: 1 if deferred is None else deferred.get(p, 0) for p in parameters}
+        remaining = {p: 1 if deferred is None else deferred.get(p, 0) for p in parameters}
 
         def added(parameter: nn.Parameter) -> None:
-            if parameter in left:
-                left[parameter] -= 1
-                if not left[parameter]:
+            if parameter in remaining:
+                remaining[parameter] -= 1
+                if not remaining[parameter]:
                     final(parameter)
 
         def final(parameter: nn.Parameter) -> None:
-            del left[parameter]
+            del remaining[parameter]
             self._reduction[parameter].final(parameter)
 
         by_autograd = parameters if deferred is None else ()
         hooks = [_on_accumulated(parameter, added) for parameter in by_autograd]
         try:
-            for parameter in [p for p, count in left.items() if not count]:
+            for parameter in [p for p, count in remaining.items() if not count]:
                 final(parameter)
             yield added
-            for parameter in list(left):
+            for parameter in list(remaining):
                 final(parameter)
         finally:
             for hook in hooks:

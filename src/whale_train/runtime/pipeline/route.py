@@ -104,9 +104,9 @@ class Route:
     def targets(self, message: Message) -> list[int]:
         """Return the ranks to which this rank sends `message`."""
         owner = self.copy.owners[message.target][message.micro_batch]
-        there = self.copy.positions[owner]
+        receivers = self.copy.positions[owner]
         num_senders = len(self.copy.positions[self.place.position])
-        return [rank for j, rank in enumerate(there) if j % num_senders == self.place.index]
+        return [rank for j, rank in enumerate(receivers) if j % num_senders == self.place.index]
 
     def passages(self, messages: Sequence[Message]) -> dict[int, list[Passage]]:
         """Return this rank's sends and receives among `messages`, by the rank at the other end."""
@@ -185,7 +185,7 @@ class Orders:
         durations = {
             (chunk, position): Durations(*times) for chunk, position, *times in copy.durations
         }
-        transits = {(here, there): seconds for here, there, seconds in copy.transits}
+        transits = {(source, target): seconds for source, target, seconds in copy.transits}
         ordered = schedule(
             pipeline.schedule,
             [Position(chunks) for chunks in pipeline.positions],

@@ -72,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         key = JobKey.from_environment()
         store = _meet(rank, key)
         if rank == 0:
-            told = "" if run_dir is None else JobFolder.made(run_dir).to_json()
-            store.set("folder", key.signed(told))  # type: ignore[arg-type]
-        told = key.checked(store.get("folder"), "rank 0")
-        seen = Seen.here(shares=bool(told) and JobFolder.from_json(told).is_here)
+            folder = "" if run_dir is None else JobFolder.made(run_dir).to_json()
+            store.set("folder", key.signed(folder))  # type: ignore[arg-type]
+        folder = key.checked(store.get("folder"), "rank 0")
+        seen = Seen.here(shares=bool(folder) and JobFolder.from_json(folder).is_here)
         store.set(f"seen/{rank}", key.signed(seen.to_json()))  # type: ignore[arg-type]
         if run_dir is not None:
             hosts = joined(_seen(store, key, other) for other in range(world_size))
@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _seen(store: Store, key: JobKey, rank: int) -> Seen:
     """Wait for the report of `rank` on its host, and return the report."""
-    said = key.checked(store.get(f"seen/{rank}"), f"rank {rank}")
-    return Seen.from_json(said)
+    text = key.checked(store.get(f"seen/{rank}"), f"rank {rank}")
+    return Seen.from_json(text)
 
 
 def _prepare_for_any_job(silent: bool) -> None:
@@ -197,12 +197,12 @@ def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> i
 
         request = Request.from_json(job.texts["request.json"])
         prepared = worker.complete(run_dir, worker.prepare(request))
-        asked = _StopRequest()
+        stop_request = _StopRequest()
         if rank and request.checkpoint.saves:  # rank 0's launcher handles rank 0's signals
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, asked.signalled)
+                signal.signal(number, stop_request.signalled)
         world = PrefixStore("world", store)
-        worker.run(run_dir, rank, world_size, world, prepared, asked.is_made)
+        worker.run(run_dir, rank, world_size, world, prepared, stop_request.is_made)
         end_watch()
     except Exception as error:
         own = None if host.shares else host.name

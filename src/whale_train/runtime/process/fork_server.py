@@ -281,8 +281,8 @@ def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[Sta
     for pid in living:
         os.kill(pid, STACK_SIGNAL)  # the pid is not reaped, so it is still that rank's
     time.sleep(STACK_S)
-    said = {rank: log.read_bytes()[read[rank] :] for rank, log in logs.items()}
-    return {rank: read_stack(text.decode(errors="replace")) for rank, text in said.items()}
+    dumps = {rank: log.read_bytes()[read[rank] :] for rank, log in logs.items()}
+    return {rank: read_stack(text.decode(errors="replace")) for rank, text in dumps.items()}
 
 
 def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> dict[int, RankError]:
@@ -297,8 +297,8 @@ def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> d
         )
         wait = read_watchdog(log, plan, end.rank, step)
         if wait is not None:
-            said = (str(wait), True, step, str(wait))
-            errors[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *said, wait)
+            fields = (str(wait), True, step, str(wait))
+            errors[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *fields, wait)
     return errors
 
 

@@ -62,10 +62,10 @@ def take_place(job: Job, host: Host, rank: int, store: Store, key: JobKey) -> No
     LaunchError where it cannot be made, or where its files differ from those that rank 0 sent.
     """
     if not host.shares:
-        made = f"made/{host.node}"
+        name = f"made/{host.node}"
         if rank == host.ranks[0]:
-            store.set(made, key.signed(_make(job, host)))  # type: ignore[arg-type]
-        error = key.checked(store.get(made), f"rank {host.ranks[0]}")
+            store.set(name, key.signed(_make(job, host)))  # type: ignore[arg-type]
+        error = key.checked(store.get(name), f"rank {host.ranks[0]}")
         if error:
             raise LaunchError(error)
     unlike = job.unlike()

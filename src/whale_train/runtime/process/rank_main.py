@@ -309,8 +309,8 @@ def train_as_planned(
                 last: Place | None = None if saver is None else saver.last
                 if request.checkpoint.final == "best":
                     last = _best(run_dir, summary) or last
-                made = (prepared.module.model, request.model, tokenizer_of(request.data))
-                folder = write_final(run_dir, state, *made, last, rank, carrier)
+                sources = (prepared.module.model, request.model, tokenizer_of(request.data))
+                folder = write_final(run_dir, state, *sources, last, rank, carrier)
                 if folder is not None:
                     summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size
@@ -351,8 +351,8 @@ def _best(run_dir: Path, summary: dict[str, Any]) -> Place | None:
         place = [next((x for x in folders if (x / MANIFEST).exists()), None)]
     dist.broadcast_object_list(place, src=0)
     if place[0] is None:
-        said = "checkpoint.final: no best checkpoint is there; model/ has the last weights"
-        summary.setdefault("warnings", []).append(said)
+        warning = "checkpoint.final: no best checkpoint is there; model/ has the last weights"
+        summary.setdefault("warnings", []).append(warning)
     return place[0]
 
 
@@ -414,8 +414,8 @@ def _device(run_dir: Path, rank: int) -> torch.device:
     # DeepSpeed opens the GPU of this number, whatever device is set (0.19.8).
     os.environ["LOCAL_RANK"] = "0"
     if torch.cuda.device_count() != 1:
-        there = f"{planned.uuid} ({planned.device}), which is not on this host"
-        raise RuntimeError(f"the plan puts rank {rank} on {there}")
+        missing = f"{planned.uuid} ({planned.device}), which is not on this host"
+        raise RuntimeError(f"the plan puts rank {rank} on {missing}")
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device

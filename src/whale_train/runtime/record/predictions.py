@@ -116,8 +116,8 @@ def _refuse_mixed(
         return
     for own, of_sample, counts in zip(labels, target, counted, strict=True):
         if not np.isin(of_sample[counts], own).all():
-            said = "the model's loss does not take the targets of one sample after the other"
-            raise LaunchError(f"mode=predict: {said}, so predictions cannot be told apart")
+            problem = "the model's loss does not take the targets of one sample after the other"
+            raise LaunchError(f"mode=predict: {problem}, so predictions cannot be told apart")
 
 
 def write_predictions(
@@ -157,8 +157,8 @@ def write_predictions(
     if expected != samples:
         unfinished.unlink()
         rule = "a prediction is what one of torch's losses is given"
-        said = f"the model gave no answer for sample {expected} of set {name}"
-        raise LaunchError(f"mode=predict: {said}; {rule}")
+        problem = f"the model gave no answer for sample {expected} of set {name}"
+        raise LaunchError(f"mode=predict: {problem}; {rule}")
     return unfinished.replace(path)
 
 
@@ -203,15 +203,15 @@ def _line(sample: int, row: _Row, has_targets: bool) -> dict[str, Any]:
 
 def _of_call(answers: Mapping[str, NDArray[Any]], end: str, has_targets: bool) -> dict[str, Any]:
     """Return the part of a line for one loss call. A target that does not count is None."""
-    said: dict[str, Any] = {f"predicted{end}": _rounded(answers["predicted"]).tolist()}
+    entries: dict[str, Any] = {f"predicted{end}": _rounded(answers["predicted"]).tolist()}
     if has_targets:
         target, counted = answers["target"], answers["counted"]
         known = target.astype(object)
         known[~counted] = None
-        said[f"target{end}"] = known.tolist()
+        entries[f"target{end}"] = known.tolist()
     if "probability" in answers:
-        said[f"probability{end}"] = _rounded(answers["probability"]).tolist()
-    return said
+        entries[f"probability{end}"] = _rounded(answers["probability"]).tolist()
+    return entries
 
 
 def _rounded(values: NDArray[Any]) -> NDArray[Any]:

@@ -23,9 +23,9 @@ class ToHost:
         self._copied: Tensor | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            here = [x for x in (loss.on_device(), *others) if x is not None]
-            wide = torch.stack([x.detach().double() for x in here])
-            self._copied = torch.empty(len(here), dtype=torch.float64, pin_memory=True)
+            scalars = [x for x in (loss.on_device(), *others) if x is not None]
+            wide = torch.stack([x.detach().double() for x in scalars])
+            self._copied = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
             self._copied.copy_(wide, non_blocking=True)
             self._event.record()
 
@@ -35,5 +35,5 @@ class ToHost:
             return self._loss.item(), [None if x is None else float(x) for x in self._others]
         self._event.synchronize()
         loss, *others = self._copied.tolist()
-        left = iter(others)
-        return loss, [None if x is None else next(left) for x in self._others]
+        remaining = iter(others)
+        return loss, [None if x is None else next(remaining) for x in self._others]

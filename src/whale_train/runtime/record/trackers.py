@@ -224,8 +224,8 @@ def open_trackers(
             lambda options=options, key=key: make_tracker(options, key),  # type: ignore[misc]
             places.keep,
         )
-        others = {} if getattr(options, "new_run", False) else saved
-        opened.append(call.start(run, own.get(options.key, others.get(options.key))))
+        saved_states = {} if getattr(options, "new_run", False) else saved
+        opened.append(call.start(run, own.get(options.key, saved_states.get(options.key))))
         calls.append(call)
     deadline = time.monotonic() + OPEN_S
     for answered in opened:

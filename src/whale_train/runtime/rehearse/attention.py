@@ -38,10 +38,10 @@ def _output(query: Tensor, width: int, kernel: str) -> Tensor:
     """
     tokens = query.transpose(-3, -2) if query.dim() > 3 else query
     if kernel == FLASH and width == query.shape[-1]:
-        made = torch.empty_like(tokens)
+        output = torch.empty_like(tokens)
     else:
-        made = query.new_empty((*tokens.shape[:-1], width))
-    return made.transpose(-3, -2) if query.dim() > 3 else made
+        output = query.new_empty((*tokens.shape[:-1], width))
+    return output.transpose(-3, -2) if query.dim() > 3 else output
 
 
 class _Attention(torch.autograd.Function):
@@ -49,10 +49,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        made = _output(query, value.shape[-1], kernel_of(query, mask))
+        output = _output(query, value.shape[-1], kernel_of(query, mask))
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, made, sums)
-        return made
+        ctx.save_for_backward(query, key, value, mask, output, sums)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -80,8 +80,8 @@ def as_on_a_gpu() -> Iterator[Counter[str]]:
         **__: Any,
     ) -> Tensor:
         chosen[kernel_of(query, attn_mask)] += 1
-        made: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-        return made
+        output: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+        return output
 
     library: Any = torch.library.Library
     kernels = library("aten", "IMPL", "AutogradMeta")

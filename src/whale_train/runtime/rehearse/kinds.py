@@ -66,18 +66,18 @@ def peers(plan: Plan, rank: int, as_rank: int, known: Sequence[int]) -> dict[int
     """
     if plan.pipeline is None:
         return {other: other for other in known}
-    here, there = (PipelinePlace.of(plan.pipeline, x) for x in (rank, as_rank))
+    place, other_place = (PipelinePlace.of(plan.pipeline, x) for x in (rank, as_rank))
     copies = plan.pipeline.copies
     places = {
         member: (position, index)
-        for position, members in enumerate(copies[here.copy].positions)
+        for position, members in enumerate(copies[place.copy].positions)
         for index, member in enumerate(members)
     }
     counterparts = {}
     for other in known:
         position, index = places[other]
-        if here.index != there.index:  # in stages of one width, peers have equal indices
-            assert index == here.index
-            index = there.index
-        counterparts[other] = copies[there.copy].positions[position][index]
+        if place.index != other_place.index:  # in stages of one width, peers have equal indices
+            assert index == place.index
+            index = other_place.index
+        counterparts[other] = copies[other_place.copy].positions[position][index]
     return counterparts

@@ -50,14 +50,14 @@ def rehearse(
             rehearsals = pool.map(_of_inherited, firsts, chunksize=1)
     else:
         rehearsals = [rehearse_rank(request, plan, model, rank) for rank in firsts]
-    asked = {
+    records = {
         rank: as_rank(plan, rehearsed, rank)
         for rehearsed, ranks in zip(rehearsals, kinds, strict=True)
         if not rehearsed.error  # the record of a failed rank is cut short
         for rank in ranks
     }
-    faults = [*disagreements(groups_of(plan), asked), *unmatched(asked)]
-    faults += () if faults else waiting(asked)
+    faults = [*disagreements(groups_of(plan), records), *unmatched(records)]
+    faults += () if faults else waiting(records)
     described = tuple(
         _described(plan, rehearsed, ranks)
         for rehearsed, ranks in zip(rehearsals, kinds, strict=True)
@@ -81,11 +81,11 @@ def as_rank(plan: Plan, rehearsed: Rehearsed, rank: int) -> Record:
     """Return the record of `rank`, which is of the same kind as the rehearsed rank."""
     if rank == rehearsed.rank:
         return rehearsed.record
-    others = peers(plan, rehearsed.rank, rank, list(rehearsed.record.messages))
+    counterparts = peers(plan, rehearsed.rank, rank, list(rehearsed.record.messages))
     return Record(
         rehearsed.record.collectives,
-        {others[peer]: messages for peer, messages in rehearsed.record.messages.items()},
-        [(kind, others[peer], number) for kind, peer, number in rehearsed.record.events],
+        {counterparts[peer]: messages for peer, messages in rehearsed.record.messages.items()},
+        [(kind, counterparts[peer], number) for kind, peer, number in rehearsed.record.events],
     )
 
 
@@ -121,11 +121,11 @@ def _traffic(record: Record) -> Iterable[GroupTraffic]:
     messages."""
     sizes_of: dict[tuple[str, str], list[int]] = {}
     for group, operations in record.collectives.items():
-        for asked in operations:
-            sizes_of.setdefault((group, asked.kind), []).append(asked.num_bytes)
+        for operation in operations:
+            sizes_of.setdefault((group, operation.kind), []).append(operation.num_bytes)
     for operations in record.messages.values():
-        for asked in operations:
-            sizes_of.setdefault(("messages", asked.kind), []).append(asked.num_bytes)
+        for operation in operations:
+            sizes_of.setdefault(("messages", operation.kind), []).append(operation.num_bytes)
     for (group, kind), sizes in sizes_of.items():
         yield GroupTraffic(group, kind, len(sizes), sum(sizes))
 

@@ -96,11 +96,11 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads[str(reader)] += 1
                 return _READ_AS.get(tensors[0].dtype, 1.0)
         self._refuse(function, tensors, on_device, kwargs)
-        made = self._made(function, args, kwargs)
+        result = self._made(function, args, kwargs)
         if on_device or not tensors:
-            for tensor in _tensors_in((made,)):
+            for tensor in _tensors_in((result,)):
                 self.hold(tensor)
-        return made
+        return result
 
     def _refuse(
         self, function: Any, tensors: Sequence[Tensor], on_device: bool, kwargs: Mapping[str, Any]
@@ -130,11 +130,11 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run(function, args, kwargs)
         known = self._known.get(key)
         if known is None:
-            made = self._run(function, args, kwargs)
-            if all(x.device.type == "meta" for x in _tensors_in((made,))):
+            result = self._run(function, args, kwargs)
+            if all(x.device.type == "meta" for x in _tensors_in((result,))):
                 with suppress(TypeError):
-                    self._known[key] = _described(made)
-            return made
+                    self._known[key] = _described(result)
+            return result
         return _like(known)
 
     def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

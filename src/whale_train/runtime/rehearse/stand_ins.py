@@ -43,25 +43,25 @@ class Buckets(nn.Module):
             )
             self.buckets.append(bucket)
             views = torch.split(bucket, [p.numel() for p in parameters])
-            left = set(parameters)
+            absent = set(parameters)
             for parameter, view in zip(parameters, views, strict=True):
-                _when_made(parameter, self._hook(bucket, view, left))
+                _when_made(parameter, self._hook(bucket, view, absent))
 
-    def _hook(self, bucket: Tensor, view: Tensor, left: set[nn.Parameter]) -> Callable[..., None]:
+    def _hook(self, bucket: Tensor, view: Tensor, absent: set[nn.Parameter]) -> Callable[..., None]:
         """Return a hook for the gradient whose place in `bucket` is `view`.
 
-        `left` are the parameters of the bucket whose gradients are still missing.
+        `absent` are the parameters of the bucket that have no gradient yet.
         """
-        everyone = set(left)
+        all_parameters = set(absent)
 
         def hook(parameter: nn.Parameter) -> None:
             parameter.grad = view.view_as(parameter)
             if not self._syncs:
                 return
-            left.discard(parameter)
-            if not left:
+            absent.discard(parameter)
+            if not absent:
                 dist.all_reduce(bucket.to(self._dtype), group=self._group, async_op=True)
-                left.update(everyone)
+                absent.update(all_parameters)
 
         return hook
 
@@ -201,10 +201,10 @@ class ZeroEngine:
         self._second = None
         del part
         if self._stage < 3:  # gathered into the parameters themselves
-            left = sum(p.numel() for p in self._trained)
-            while left > 0:
-                self._ask("all-gather", min(left, self._bucket))
-                left -= min(left, self._bucket)
+            remaining = sum(p.numel() for p in self._trained)
+            while remaining > 0:
+                self._ask("all-gather", min(remaining, self._bucket))
+                remaining -= min(remaining, self._bucket)
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         yield from ((p, None) for p in self._trained)

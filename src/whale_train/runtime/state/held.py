@@ -85,8 +85,8 @@ class RankState:
         self._saved_here = frozenset(key for key in constants if key not in before)
         somewhere = {path for task_graph in plan.task_graphs for path in task_graph.trained}
         somewhere |= {path for keys in held for path, _ in keys}
-        left = names - somewhere if rank == 0 else frozenset()
-        self._left = {path: x for path, x in kept_tensors(module).items() if path in left}
+        unheld = names - somewhere if rank == 0 else frozenset()
+        self._left = {path: x for path, x in kept_tensors(module).items() if path in unheld}
 
     def blocks(self) -> list[LocalBlock]:
         """Return all blocks of this rank.
@@ -94,12 +94,12 @@ class RankState:
         Call it outside of an update.
         """
         trained = (x for engine in self._engines for x in _trained(engine, self._plan, self._rank))
-        left = (
+        unheld_blocks = (
             LocalBlock("model", path, block, view, True)
             for path, tensor in self._left.items()
             for block, view in whole(tensor.shape).blocks(tensor.detach())
         )
-        return [*trained, *self.constants(), *left]
+        return [*trained, *self.constants(), *unheld_blocks]
 
     def make(self, is_saved: Callable[[str], bool]) -> None:
         """Create the optimizer states of the trained parameters whose path `is_saved` accepts.

@@ -101,8 +101,8 @@ def _computed(plan: Plan) -> Plan:
 
 def _set_number(entries: dict[str, Any], key: str, number: float) -> None:
     """Set the number `key` of an optimizer's state, which is a tensor or a Python number."""
-    old = entries[key]
-    if isinstance(old, torch.Tensor):
-        old.fill_(number)
+    current = entries[key]
+    if isinstance(current, torch.Tensor):
+        current.fill_(number)
     else:
-        entries[key] = type(old)(number)
+        entries[key] = type(current)(number)

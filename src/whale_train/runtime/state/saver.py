@@ -91,8 +91,8 @@ class Saver:
 
     def _wish(self) -> CheckpointRequest:
         """Return this rank's request, and clear `asked`."""
-        asked, self.asked = self.asked, CheckpointRequest.NOTHING
-        return max(asked, self._own_wish())
+        request, self.asked = self.asked, CheckpointRequest.NOTHING
+        return max(request, self._own_wish())
 
     def _own_wish(self) -> CheckpointRequest:
         """Return the request of this rank, apart from `asked`.
@@ -220,13 +220,13 @@ class Saver:
             line["error"] = error.strerror or str(error)
         if "error" not in line:
             self.on_saved(step, checkpoint)
-        for left in unfinished_before(self._run_dir, step):
-            shutil.rmtree(left, ignore_errors=True)  # left by a rank that was late with its part
+        for stale in unfinished_before(self._run_dir, step):
+            shutil.rmtree(stale, ignore_errors=True)  # left by a rank that was late with its part
         with suppress(OSError), (self._run_dir / SAVED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
-            best_kept = best_step(checkpoint.parent)
-            others = [x for x in checkpoints_in(checkpoint.parent) if x.name != f"step_{best_kept}"]
+            best_at = best_step(checkpoint.parent)
+            others = [x for x in checkpoints_in(checkpoint.parent) if x.name != f"step_{best_at}"]
             for old in others[self._options.keep :]:
                 shutil.rmtree(old, ignore_errors=True)
 

@@ -134,10 +134,10 @@ class RankBatches:
             self._ahead = Prefetch(self._read, step, max(self._request.train.steps, step + 1))
         read = self._ahead.get()
         if read.copied is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(read.copied)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(read.copied)
             for tensor in (x for batch in read.batches for x in batch.values()):
-                tensor.record_stream(here)
+                tensor.record_stream(stream)
         if self._longest is not None:
             return self._longest.cut(read.batches, read.longest)
         return read.batches

@@ -65,8 +65,8 @@ class EvaluationWatch:
         for key, option in self._watched.items():
             if option.metric not in values:
                 listing = ", ".join(values)
-                said = f"{key} watches {option.metric}, and the evaluation gave {listing}"
-                raise LaunchError(f"{said}; use one of these")
+                rule = f"{key} watches {option.metric}, and the evaluation gave {listing}"
+                raise LaunchError(f"{rule}; use one of these")
             min_change = option.min_change if isinstance(option, StopAfterOptions) else 0.0
             now = self._best[key].after(step, values[option.metric], option.is_lower, min_change)
             is_best |= key == BEST and now.step == step

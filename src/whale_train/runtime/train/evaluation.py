@@ -101,16 +101,16 @@ class EvaluatedCopies:
         if len({len(row) for row in batch_rows}) > 1:
             raise RuntimeError("the model calls more losses in some evaluated batches than others")
         rows = torch.stack(batch_rows)
-        others = torch.tensor(float(not alone), dtype=rows.dtype, device=rows.device)
+        has_others = torch.tensor(float(not alone), dtype=rows.dtype, device=rows.device)
         dist.all_reduce(rows, group=self._group)
-        dist.all_reduce(others, group=self._group)
+        dist.all_reduce(has_others, group=self._group)
         weight_of = torch.tensor(weights, dtype=rows.dtype, device=rows.device)
         losses, divisors_of = rows[:, 0], rows[:, 3:]
         num_targets = weight_of @ divisors_of
         _, correct, targets = (weight_of @ rows[:, :3]).tolist()
         if torch.equal(divisors_of, divisors_of[:1].expand_as(divisors_of)):
             return Evaluation(float(weight_of @ losses) * batch / held.samples, correct, targets)
-        if not others:
+        if not has_others:
             total = torch.where(divisors_of[:, 0] > 0, losses * divisors_of[:, 0], 0.0)
             return Evaluation(float(weight_of @ total / num_targets[0]), correct, targets)
         return self._counted(held, num_targets, lambda number, _: counted[number])

@@ -175,21 +175,21 @@ class Loop:
         if on_nan == "stop" and scale is None and not math.isfinite(loss):
             raise NotFinite(_not_finite(step.number, "loss", ""), step.number)
         if on_nan == "skip" and scale is None and self._skipped_in_a_row == MOST_SKIPPED:
-            said = f"{MOST_SKIPPED} steps in a row were left out, the last of them step "
-            said += f"{step.number}, as their loss or gradient norm was not finite; "
-            said += "use train.on_nan=stop to see where that begins, or a lower optimizer.lr"
-            raise NotFinite(said, step.number)
+            text = f"{MOST_SKIPPED} steps in a row were left out, the last of them step "
+            text += f"{step.number}, as their loss or gradient norm was not finite; "
+            text += "use train.on_nan=stop to see where that begins, or a lower optimizer.lr"
+            raise NotFinite(text, step.number)
 
     def _refuse_no_targets(self, step: "_Pending") -> None:
         """Raise NotFinite where the step's loss is a mean over no targets. A collective."""
         labels = without_targets(step.batch)
         if labels:
             samples = listed(map(str, self._batches.sample_numbers(step.number - 1)))
-            said = f"step {step.number} has no target: all its {labels}, so that its loss is a "
-            said += f"mean over nothing (samples {samples}); leave samples without targets out of "
-            said += "the data, use a larger train.global_batch or data.shuffle=true so that others "
-            said += "are beside them, or train.on_nan=skip to leave such steps out"
-            raise NotFinite(said, step.number)
+            text = f"step {step.number} has no target: all its {labels}, so that its loss is a "
+            text += f"mean over nothing (samples {samples}); leave samples without targets out of "
+            text += "the data, use a larger train.global_batch or data.shuffle=true so that others "
+            text += "are beside them, or train.on_nan=skip to leave such steps out"
+            raise NotFinite(text, step.number)
 
 
 @dataclass(frozen=True)
@@ -267,9 +267,9 @@ def train_step(
 
 def _not_finite(step: int, quantity: str, began: str) -> str:
     """Return the message of a run that stops because `quantity` of step `step` is not finite."""
-    said = f"the {quantity} of step {step} is not finite"
-    said += f", which began with {began}" if began else ""
-    return f"{said}; use train.on_nan=skip to leave such steps out, or a lower optimizer.lr"
+    text = f"the {quantity} of step {step} is not finite"
+    text += f", which began with {began}" if began else ""
+    return f"{text}; use train.on_nan=skip to leave such steps out, or a lower optimizer.lr"
 
 
 def _sum_over_job(squared: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def first_not_finite(engines: Sequence[Engine], step: Callable[[], object]) -> s
             step()
     sightings: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(sightings, watch.first)
-    return next((f"{said} (rank {rank})" for rank, said in enumerate(sightings) if said), "")
+    return next((f"{seen} (rank {rank})" for rank, seen in enumerate(sightings) if seen), "")
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -158,9 +158,9 @@ def _place(stack: Sequence[nn.Module], names: Mapping[int, str]) -> str:
             text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals)
             line = _LINE.match(text)
             nodes = frame.f_locals["self"].graph.nodes
-            made = [node for node in nodes if line and node.name == line.group(1)]
-            if made and MODULE in made[0].meta:
-                return made[0].meta[MODULE] or "the model itself"
+            matches = [node for node in nodes if line and node.name == line.group(1)]
+            if matches and MODULE in matches[0].meta:
+                return matches[0].meta[MODULE] or "the model itself"
         frame = frame.f_back  # type: ignore[assignment]
     named = (names[id(module)] for module in reversed(stack) if id(module) in names)
     inner = next(named, None)

@@ -27,12 +27,12 @@ class RouterBiases:
         self, router_biases: Mapping[str, str], engines: Iterable[Engine], rate: float
     ) -> None:
         self._rate = rate
-        here: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for engine in engines:
             paths = paths_of(engine)
-            here |= {paths[id(x)]: x for x in engine.module.buffers() if id(x) in paths}
+            buffers |= {paths[id(x)]: x for x in engine.module.buffers() if id(x) in paths}
         self._biases = {
-            mixture: here[path] for mixture, path in router_biases.items() if path in here
+            mixture: buffers[path] for mixture, path in router_biases.items() if path in buffers
         }
 
     @torch.no_grad()
