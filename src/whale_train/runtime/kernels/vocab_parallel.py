@@ -78,12 +78,12 @@ class _SplitCrossEntropy(torch.autograd.Function):
         label = highest.new_zeros(len(target))
         if shards.size:
             label = torch.where(is_local, shifted.gather(1, column).squeeze(1), label)
-        row_sums = [label]
+        told = [label]
         if label_smoothing:
-            row_sums.append(shifted.sum(1))
+            told.append(shifted.sum(1))
         exponentials = shifted.exp_()
-        row_sums.append(exponentials.sum(1))
-        sums = torch.stack(row_sums)
+        told.append(exponentials.sum(1))
+        sums = torch.stack(told)
         dist.all_reduce(sums, group=shards.group)
 
         label, total = sums[0], sums[-1]

@@ -59,8 +59,8 @@ def update(
         """
         if not waiting:
             squared_norm = torch.stack(squared).sum() if squared else torch.zeros((), device=device)
-            summed = squared_norm if sum_over_job is None else sum_over_job(squared_norm)
-            total.append(summed if poison is None else summed + poison.to(summed.device))
+            whole = squared_norm if sum_over_job is None else sum_over_job(squared_norm)
+            total.append(whole if poison is None else whole + poison.to(whole.device))
             return total[0]
         engine, *others = waiting
 
