@@ -36,8 +36,8 @@ class AnswerKeeper(Protocol):
 
     @property
     def predicts(self) -> bool:
-        """Return whether answers must have the probability of the predicted class, and losses over
-        values have answers too."""
+        """Return whether answers include the probability of the predicted class, and cover losses
+        over values too."""
 
     def clear(self) -> None:
         """Drop all answers."""

@@ -29,7 +29,7 @@ class ParameterState:
     parameter: the parameter.
     value: the values that updates change (the fp32 master of a 16-bit parameter).
     slots: the optimizer's moments by the optimizer's names, each of the shape of `value`.
-    entries: the optimizer's own dictionary of state of the parameter.
+    entries: the optimizer's own state dictionary of the parameter.
     apart: names of the entries that are numbers, or tensors other than moments.
     start: the index of the first flattened element; None for the whole local tensor.
     is_owner: whether this rank, of all that hold these elements, is the one that saves them.

@@ -51,7 +51,7 @@ class Reduction:
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Return the parameters for which `final` is to be called."""
+        """Return the parameters for which the caller must call `final`."""
         return self._buckets.items
 
     def final(self, parameter: nn.Parameter) -> None:
@@ -64,10 +64,10 @@ class Reduction:
     def finish(self) -> None:
         """Send all remaining gradients, after this rank's last backward of the step.
 
-        Only here are the gradients of shared parameters sent. They become final last in the first
+        The gradients of shared parameters are sent only here. They become final last in the first
         of the stages that hold them, and that stage waits for messages that the other stages have
         yet to send. A GPU has few queues, so a collective that waits for that stage must not be
-        enqueued before those messages.
+        enqueued before the messages.
         """
         self._buckets.end()
         for parameter, holders in self._shared.items():

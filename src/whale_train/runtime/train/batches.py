@@ -211,7 +211,7 @@ class RankBatches:
     def evaluated_sets(self) -> Iterator[EvaluatedSet]:
         """Yield the sets of samples to evaluate: the held-back samples, and each named set.
 
-        A set has the first of its samples, as many as the request wants and the set has.
+        Each set is limited to its first samples, as many as the request wants.
         """
         dataset, wanted = self._dataset, self._request.train.evaluation_samples
         sets: list[tuple[str, int, Callable[[Indices], Arrays]]] = []
