@@ -1,4 +1,4 @@
-"""The assembly of one rank's program: its weights, its engines, its segments."""
+"""Assemble one rank's program: its weights, its engines, its segments."""
 
 import torch
 from torch import Tensor, fx
@@ -33,8 +33,8 @@ def assemble(
 ) -> Program:
     """Return the program of `seat.rank`.
 
-    module: the whole model, its weights in memory that the host's ranks share. The rank copies its
-        part and leaves the rest untouched.
+    module: the whole model, with weights in memory that the host's ranks share. The rank copies its
+        part and does not touch the rest.
     graph: the graph exported in this process; None where the plan runs the model unchanged.
 
     Raises RuntimeError if `graph` is not the graph that the plan was made for.
@@ -47,12 +47,14 @@ def assemble(
 
 
 def _refuse_other_graph(plan: Plan, graph: fx.GraphModule | None) -> None:
-    """Raise RuntimeError if `graph` lacks an operation of the graph that the plan was made for: the
-    model's forward then differs from process to process."""
+    """Raise RuntimeError if `graph` lacks an operation of the graph that the plan was made for.
+
+    The model's forward then differs from process to process.
+    """
     assert plan.rewrite is not None
-    here = {node.name for node in graph.graph.nodes} if graph is not None else set()
+    available = {node.name for node in graph.graph.nodes} if graph is not None else set()
     planned = (name for segment in plan.rewrite.segments for name in segment.operations)
-    missing = next((name for name in planned if name not in here), "")
+    missing = next((name for name in planned if name not in available), "")
     if missing:
         rule = "the model's forward runs other operations in this process than it did when it was "
         rule += f"planned, which had {missing}: something that it reads is not the same everywhere"

@@ -1,7 +1,7 @@
-"""The assembly of one rank's part of a rewritten graph: the chunks of its stage.
+"""Assemble one rank's part of a rewritten graph: the chunks of its stage.
 
-Only the tensors that the stage holds are copied out of the shared initial weights, and of a split
-tensor only this rank's shard.
+Only the tensors that the stage holds are copied out of the shared initial weights. Of a sharded
+tensor, only this rank's shard is copied.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedChunk, PlannedSegment, PlannedShard
 
-_Sharing = tuple[tuple[int, int], ...]  # the intervals of a micro-batch that members take
+_Sharing = tuple[tuple[int, int], ...]  # the interval of a micro-batch that each member takes
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class _Written:
     sharing: the interval of a micro-batch that each member of the shard group takes; empty: every
         member takes all of it.
     task_graph: the number of the segment's TaskGraph.
+    segment: the segment.
     """
 
     chunk: int
@@ -76,8 +77,10 @@ class _Written:
 def assemble_stages(
     request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule, seat: RankContext
 ) -> PipelineModel:
-    """Return the program of `seat.rank`, for a plan with a rewritten graph. `module` and `graph`
-    are as in `assemble`."""
+    """Return the program of `seat.rank`, for a plan with a rewritten graph.
+
+    `module` and `graph` are the arguments of `assemble`.
+    """
     assert plan.pipeline is not None
     assert plan.rewrite is not None
     place = PipelinePlace.of(plan.pipeline, seat.rank)
@@ -89,7 +92,7 @@ def assemble_stages(
     samples = copy.samples
     if own_losses:
         pieces *= len(copy.positions[-1])
-        samples = tuple(of[place.index] for of in shared) or samples
+        samples = tuple(intervals[place.index] for intervals in shared) or samples
     counter = None
     if pieces > 1 or request.train.evaluate_every is not None:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
@@ -117,7 +120,7 @@ def assemble_stages(
         )
         for task_graph in task_graphs
     }
-    # An evaluation has several batches, and so several pieces, where a step has one.
+    # An evaluation has several batches, and so several pieces, even if a step has one.
     scale = None if counter is None else loss.scale
     streamed = streamed_of(task_graphs, tensors, NARROW.get(plan.precision), seat)
     owner = weight_gradients if plan.ranks[seat.rank].accumulates else None
@@ -127,11 +130,11 @@ def assemble_stages(
     )
     loads = ExpertLoads(plan.mixtures, seat.device) if plan.mixtures else None
     sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(shared))
-    written: list[_Written] = []
+    segments_written: list[_Written] = []
     shared_random: list[SharedRandom] = []
     for chunk in held:
         described = plan.pipeline.chunks[chunk]
-        # Members that all have the same samples count their experts' rows once.
+        # If all members have the same samples, only the first counts the experts' rows.
         counting = loads if described.shares_samples or place.index == 0 else None
         for number, sharing in enumerate(sharings if described.shares_samples else ((),)):
             here = {
@@ -141,10 +144,10 @@ def assemble_stages(
                 for owner, at in places.items()
             }
             shared_random += [at.random for at in here.values()]
-            written.append(_Written(chunk, sharing, *writer.segment(described, here)))
+            segments_written.append(_Written(chunk, sharing, *writer.segment(described, here)))
     engines: dict[int, Engine] = {}
     for task_graph in task_graphs:
-        owned = [part.segment for part in written if part.task_graph == task_graph.id]
+        owned = [part.segment for part in segments_written if part.task_graph == task_graph.id]
         runs, excess = bool(owned), None
         if not runs:  # another TaskGraph runs this one's parameters
             held_here = {path: tensors[path] for path in task_graph.parameters if path in tensors}
@@ -160,7 +163,7 @@ def assemble_stages(
             streamed=streamed,
         )
     last = len(plan.pipeline.chunks) - 1
-    chunks = _chunks(written, engines, shared, places[task_graphs[-1].id], last)
+    chunks = _chunks(segments_written, engines, shared, places[task_graphs[-1].id], last)
     route = Route.of(plan, place)
     types = MessageTypes(route, ValueTypes(graph, route.crossing, plan.precision, seat.device))
     transport = Transport(seat.device, seat.channels, types)
@@ -175,7 +178,7 @@ def assemble_stages(
 
 
 class _Writer:
-    """Writes the segments that one rank runs out of the exported `graph`.
+    """Writes the segments that one rank runs, from the exported `graph`.
 
     canonical: the canonical path of every parameter's name.
     tensors: this rank's tensors, by canonical path.
@@ -183,8 +186,8 @@ class _Writer:
     weight_gradients: adds weights' gradients of the training graph in place, or defers them; None
         where the rank does neither.
     evaluation_scale: the scale of an evaluation's losses; None: they are not scaled.
-    compiler: compiles the segments; None: they run as they are.
-    streamed: brings weights from the host.
+    compiler: compiles the segments; None: they are not compiled.
+    streamed: copies weights from the host.
     """
 
     def __init__(
@@ -208,36 +211,37 @@ class _Writer:
     def segment(
         self, described: PlannedChunk, places: Mapping[int, ShardContext]
     ) -> tuple[int, SegmentModule]:
-        """Return the number of the TaskGraph and the segment of the chunk `described`.
+        """Write the segment of the chunk `described`, and return the number of its TaskGraph with
+        it.
 
-        `places` tells, by TaskGraph, where its operations run.
+        `places` maps a TaskGraph to the context in which its operations run.
         """
         assert self._plan.rewrite is not None
-        written = self._plan.rewrite.segments[described.segment]
-        here = places[written.task_graph]
-        paths = tensor_paths(written, self._graph, self._canonical)
-        lent = self._lent_to(written)
+        planned = self._plan.rewrite.segments[described.segment]
+        here = places[planned.task_graph]
+        paths = tensor_paths(planned, self._graph, self._canonical)
+        lent = self._lent_to(planned)
         held = {path: self._tensors[path] for path in paths if path not in lent}
-        segment = SegmentModule(written.takes, written.gives, held, lent)
+        segment = SegmentModule(planned.takes, planned.gives, held, lent)
         evaluated = replace(here, loss_scale=self._evaluation_scale, loads=None)
         owner = self._weight_gradients or WeightGradients()
         for at, counts in ((here, None), (evaluated, self._counts)):
-            write_segment_graph(segment, written, self._graph, self._canonical, at, counts, owner)
+            write_segment_graph(segment, planned, self._graph, self._canonical, at, counts, owner)
         again = described.recompute == "full"
-        gathered = self._plan.task_graphs[written.task_graph].zero == 3
+        gathered = self._plan.task_graphs[planned.task_graph].zero == 3
         segment.stream(self._streamed)
         if self._compiler is not None:
             segment.compile(self._compiler)
         if again or gathered:
             segment.divide(partial(_recomputed, here.random if again else None))
-        return written.task_graph, segment
+        return planned.task_graph, segment
 
-    def _lent_to(self, written: PlannedSegment) -> dict[str, nn.Parameter]:
-        """Return, by path, the parameters that a segment reads of TaskGraphs without a segment of
+    def _lent_to(self, planned: PlannedSegment) -> dict[str, nn.Parameter]:
+        """Return, by path, the parameters that a segment reads from TaskGraphs without a segment of
         their own."""
         assert self._plan.rewrite is not None
         run = {segment.task_graph for segment in self._plan.rewrite.segments}
-        paths = tensor_paths(written, self._graph, self._canonical)
+        paths = tensor_paths(planned, self._graph, self._canonical)
         lenders = (t for t in self._plan.task_graphs if t.id not in run)
         lent_paths = {path for lender in lenders for path in lender.parameters}
         lent = ((path, self._tensors[path]) for path in paths if path in lent_paths)
@@ -245,22 +249,23 @@ class _Writer:
 
 
 def _chunks(
-    written: Sequence[_Written],
+    segments_written: Sequence[_Written],
     engines: Mapping[int, Engine],
     members: Sequence[_Sharing],
     beside: ShardContext,
     last: int,
 ) -> dict[int, Chunk]:
-    """Return the chunks by number. A chunk whose samples the members share has a variant for every
-    sharing.
+    """Return the chunks by number.
+
+    A chunk whose samples the members share has a variant for every sharing.
 
     members: the sharing of every micro-batch, in order.
-    beside: the place of operations that are split beside copies.
+    beside: the context of operations that are sharded beside copies.
     last: the number of the chunk that computes the loss.
     """
-    made: dict[int, dict[_Sharing, Chunk]] = {}
-    numbers = dict.fromkeys(engines, 0)  # how many segments of each engine have a chunk so far
-    for variant in written:
+    chunks: dict[int, dict[_Sharing, Chunk]] = {}
+    numbers = dict.fromkeys(engines, 0)  # the number of segments with a chunk so far, by engine
+    for variant in segments_written:
         engine, segment = engines[variant.task_graph], variant.segment
         lent = {id(parameter) for parameter in segment.lent}
         lenders = [
@@ -276,23 +281,23 @@ def _chunks(
             chunk: Chunk = BatchShardedChunk(*run, at.along(PlannedShard(0, BATCH)), shares)
         else:
             chunk = Chunk(*run)
-        made.setdefault(variant.chunk, {})[variant.sharing] = chunk
+        chunks.setdefault(variant.chunk, {})[variant.sharing] = chunk
     return {
         number: PerMicroBatchChunk([variants[sharing] for sharing in members])
         if len(variants) > 1
         else next(iter(variants.values()))
-        for number, variants in made.items()
+        for number, variants in chunks.items()
     }
 
 
 def _copies_of(task_graph: TaskGraph) -> str:
-    """Return the name of the group of ranks that hold the same shards. The only copy of a head has
-    no group."""
+    """Return the name of the group of ranks that hold the same shards; the only copy has no such
+    group."""
     return f"{task_graph.name}.data_parallel"
 
 
 def _shard_group(task_graph: TaskGraph, seat: RankContext) -> dist.ProcessGroup | None:
-    """Return the group that `task_graph` is split over; None where it is not split."""
+    """Return the group that `task_graph` is split over, or None if it is not split."""
     return seat.groups.get(f"{task_graph.name}.model_parallel")
 
 
@@ -301,8 +306,8 @@ def _casts_over(
 ) -> dist.ProcessGroup:
     """Return the group that the casts of a TaskGraph's segments span.
 
-    It is the TaskGraph's own shard group, or that of a split TaskGraph beside it, whose operations
-    its segments may run. Without any, it is the group of its copies.
+    It is the TaskGraph's own shard group, or the shard group of a split TaskGraph beside it, whose
+    operations its segments may run. Without a shard group, it is the group of its copies.
     """
     for candidate in (task_graph, *task_graphs):
         if (group := _shard_group(candidate, seat)) is not None:
@@ -311,19 +316,21 @@ def _casts_over(
 
 
 def _share(plan: Plan, task_graph: TaskGraph, seat: RankContext) -> BatchShare | None:
-    """Return this rank's part of the batch where the copies of a TaskGraph exchange sums over the
-    batch; None where they do not. The batch then has one micro-batch a rank."""
+    """Return this rank's part of the batch, if the copies of a TaskGraph exchange sums over the
+    batch.
+
+    The result is None if they do not. If they do, the batch has one micro-batch per rank.
+    """
     assert plan.rewrite is not None
-    of = (x for x in plan.rewrite.segments if x.task_graph == task_graph.id)
-    if not any(segment.sums for segment in of):
+    segments = (x for x in plan.rewrite.segments if x.task_graph == task_graph.id)
+    if not any(segment.sums for segment in segments):
         return None
     ((start, stop),) = plan.ranks[seat.rank].samples
     return BatchShare(seat.groups[_copies_of(task_graph)], (stop - start) / plan.global_batch)
 
 
 def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:
-    """Return a seed that is the same on the members of a shard group and different for every other
-    group."""
+    """Return a seed that is the same on the members of a shard group and differs between groups."""
     return ((seed * 10_007 + task_graph) * 10_007 + place.copy) * 10_007 + place.position
 
 
@@ -348,8 +355,8 @@ def _copies(
 
 
 def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
-    """Return `random` if `block` is one of the model's repeated blocks, which are recomputed; None
-    otherwise."""
+    """Return `random` if `block` is one of the model's repeated blocks, which are recomputed, else
+    None."""
     return random if is_repeated(block) else None
 
 

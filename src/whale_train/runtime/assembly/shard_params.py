@@ -1,7 +1,7 @@
-"""The model's tensors that one rank holds, copied out of the shared initial weights.
+"""Copy the tensors that one rank holds out of the shared initial weights.
 
-Only tensors that the rank's segments read are touched, and of a split tensor only this rank's
-shard. Each is released once it is copied, so that a rank never has its part twice.
+Only tensors that the rank's segments read are touched, and of a sharded tensor only this rank's
+shard. Each tensor is released once it is copied, so a rank never has its part twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,13 @@ def own_tensors(
     frozen_dtype: torch.dtype | None,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the canonical path of every parameter's name, and this rank's part of the tensors by
-    canonical path: of the parameters, buffers and constants that the segments `written` read.
+    canonical path.
 
-    module: the whole model; the parameters that are read are taken out of it.
+    The tensors are the parameters, buffers and constants that the segments `written` read.
+
+    module: the whole model; the parameters that are read are removed from it.
     index: this rank's place in the shard group.
-    frozen_dtype: the dtype of frozen parameters that the plan has in 16 bits.
+    frozen_dtype: the dtype of frozen parameters that the plan holds in 16 bits.
 
     Streamed parameters stay on the host.
     """
@@ -52,7 +54,7 @@ def own_tensors(
     layouts = {path: x for t in task_graphs for path, x in t.shard_layouts.items()}
     intervals = {path: x for t in task_graphs for path, x in t.shards.items()}
     streamed = {path for t in task_graphs if t.streams for path in t.trained}
-    constants = {  # which export lifted out of the forward
+    constants = {  # export has lifted these out of the forward
         model_path(str(node.target)): attribute(graph, str(node.target))
         for node in graph.graph.nodes
         if node.op == "get_attr" and is_tensor(graph, node)
@@ -61,14 +63,15 @@ def own_tensors(
     read = dict.fromkeys(path for x in written for path in tensor_paths(x, graph, canonical))
     named = {**constants, **buffers, **parameters}
     own: dict[str, Tensor] = {}
-    # The largest first: until it is cut, the rank has the whole of it beside its other parts.
+    # The largest tensor comes first: until it is sharded, the rank holds all of it beside its other
+    # parts.
     for path in sorted(read, key=lambda path: -named[path].nbytes):
         given = named.pop(path)
-        dtype, whole = given.dtype, made(given).detach()
+        dtype, full_tensor = given.dtype, made(given).detach()
         if path in layouts:
-            part = shard_of(whole, layouts[path], intervals[path], index)
+            part = shard_of(full_tensor, layouts[path], intervals[path], index)
         else:
-            part = whole.clone(memory_format=torch.contiguous_format)
+            part = full_tensor.clone(memory_format=torch.contiguous_format)
         if path not in streamed:
             part = part.to(seat.device, frozen_dtype if path in frozen else dtype)
         elif seat.stand_ins is not None:
@@ -78,7 +81,7 @@ def own_tensors(
             for held, name in places[id(parameters.pop(path))]:
                 held[name] = None
         own[path] = part
-        del given, whole  # before the next is made
+        del given, full_tensor  # before the next tensor is made
     return canonical, {path: own[path] for path in read}
 
 
@@ -88,10 +91,10 @@ def streamed_of(
     narrow: torch.dtype | None,
     seat: RankContext,
 ) -> StreamedWeights:
-    """Return the object that brings streamed weights of `task_graphs` to the rank's device.
+    """Return the object that copies the streamed weights of `task_graphs` to the rank's device.
 
     tensors: this rank's tensors, by path.
-    narrow: the dtype in which weights that autocast lowers arrive; None: their own.
+    narrow: the dtype on the device of weights that autocast lowers; None: their own.
     """
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     for task_graph in task_graphs:

@@ -1,9 +1,9 @@
-"""Initial weights that do not depend on the plan, in one copy per host.
+"""Build initial weights that do not depend on the plan, in one copy per host.
 
 The host builds the whole model once, as one process would with the same seed, and moves it into
-files mapped into memory; the ranks it forks inherit the mappings. A rank that reads only its shard
-touches only those pages, so its own memory stays near its shard. A file loses its name as soon as
-it is mapped, and its memory is free when its last reader has released it.
+files mapped into memory. The ranks that it forks inherit the mappings. A rank that reads only its
+shard touches only the shard's pages, so its own memory stays near its shard. A file loses its name
+as soon as it is mapped, and its memory is freed when its last reader has released it.
 """
 
 import os
@@ -21,15 +21,15 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.models.weights.deferred import deferred, fill, is_deferred
 
-_ALIGNMENT = 64  # bytes, which suit vectorised kernels
-# Bytes from which a tensor has a file of its own: ranks that take the model tensor by tensor, as
-# copies and ZeRO 3 do, release such files one by one. Smaller tensors share a file.
+_ALIGNMENT = 64  # bytes; enough for vectorised kernels
+# A tensor of at least this many bytes has a file of its own. Ranks that read the model tensor by
+# tensor, as copies and ZeRO 3 do, release such files one by one. Smaller tensors share a file.
 _OWN_FILE_BYTES = 2**20
 
 
 def build_shared(options: ModelOptions, seed: int) -> LossModule:
-    """Return the model that `torch.manual_seed(seed); build()` gives, with its tensors in mapped
-    memory.
+    """Build the model as `torch.manual_seed(seed)` and its constructor would, with tensors in
+    mapped memory.
 
     Unless it is built whole, tensors may be placeholders, which are made or read from a folder when
     they are needed (`models/weights/deferred.py`).
@@ -55,15 +55,19 @@ def build_shared(options: ModelOptions, seed: int) -> LossModule:
 
 
 def seed_python(seed: int) -> None:
-    """Seed Python's and NumPy's own generators, from which constructors and forwards draw besides
-    torch's, alike on every host and rank."""
+    """Seed the generators of Python and NumPy, equally on every host and rank.
+
+    Constructors and forwards may draw from them besides torch's.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def let_go(module: nn.Module) -> None:
-    """Remove all parameters and buffers that are still in a file from `module`, after this process
-    has read what it needs."""
+    """Remove all parameters and buffers that are still in a file from `module`.
+
+    Call it after this process has read the tensors that it needs.
+    """
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
@@ -72,8 +76,11 @@ def let_go(module: nn.Module) -> None:
 
 
 def places_of(module: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | None], str]]]:
-    """Return the places of every parameter of `module`, by the parameter's id: the dictionary and
-    the key that hold it. A tied parameter has several."""
+    """Return the places of every parameter of `module`, by the parameter's id.
+
+    A place is the dictionary and the key that hold the parameter. A tied parameter has several
+    places.
+    """
     places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -90,7 +97,8 @@ def _share(tensors: list[Tensor]) -> None:
     if not end:
         return
     with tempfile.NamedTemporaryFile(prefix="whale-train-") as file:
-        # All of it, now: a page without room on the disk would be a SIGBUS when it is written.
+        # All space is reserved here: a page without room on the disk would raise SIGBUS when
+        # written.
         os.posix_fallocate(file.fileno(), 0, end)
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=end)
     for tensor, offset in zip(tensors, offsets, strict=True):
@@ -109,17 +117,17 @@ def own_copy(
     device: torch.device,
     dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Give every one of a module's parameters or buffers its own memory on `device`, and some
-    another dtype.
+    """Give each of a module's parameters or buffers its own memory on `device`, and some another
+    dtype.
 
-    Tied tensors stay tied. `dtypes` has the dtypes of those that change theirs.
+    Tied tensors stay tied. `dtypes` maps the tensors that change dtype to the new one.
     """
-    # The largest first: one that is cast is there twice meanwhile.
+    # The largest tensor comes first, because a tensor is in memory twice while it is cast.
     for tensor in sorted({id(t): t for t in tensors}.values(), key=lambda tensor: -tensor.nbytes):
         dtype = dtypes.get(tensor, tensor.dtype)
         if fill(tensor) is None and dtype == tensor.dtype:
             tensor.data = _copied(tensor.detach(), device)
-        else:  # which nobody else has, or is copied by being cast
+        else:  # no other rank has this tensor, or the cast copies it
             tensor.data = tensor.data.to(dtype).to(device)
 
 

@@ -1,10 +1,10 @@
 """Autocast: torch's own for real devices, and a counterpart for the meta device.
 
-Tensors on the meta device stand for a GPU's, and torch has no autocast for them. The counterpart
-follows the rules of CUDA's autocast, which the installed torch states: it lowers some operations to
-16 bits, runs some in fp32, and widens the operands of others to the widest of their dtypes. The
-rules apply at a dispatch key that nothing else uses (that of a private device): below Python's
-functions and above autograd, as torch's own do.
+Tensors on the meta device stand for a GPU's, and torch has no autocast for the meta device. The
+counterpart follows the rules of CUDA's autocast, read from the installed torch: it lowers some
+operations to 16 bits, runs some in fp32, and widens the operands of others to the widest of their
+dtypes. The rules apply at a dispatch key that nothing else uses (that of a private device): below
+Python's functions and above autograd, as torch's own rules do.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEY: Any = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-# Operations with a kernel in CUDA's autocast, by what it does (torch/amp: "Op-Specific Behavior").
-# Those with a kernel that are in none of these sets run in fp32.
+# Operations with a kernel in CUDA's autocast, by its effect (torch/amp: "Op-Specific Behavior").
+# An operation that has a kernel and is in none of these sets runs in fp32.
 _LOWERED = frozenset((
     "_convolution", "_scaled_dot_product_flash_attention", "addbmm", "addmm", "addmv", "addr",
     "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
@@ -55,8 +55,8 @@ def autocast(
 
 
 def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context that a forward in `precision` ("fp32", "bf16" or "fp16") runs in on
-    `device`: autocast for 16 bits, a null context otherwise."""
+    """Return the context of a forward in `precision` ("fp32", "bf16" or "fp16") on `device`:
+    autocast for 16 bits, a null context for fp32."""
     if precision not in NARROW:
         return nullcontext()
     return autocast(device.type, NARROW[precision])
@@ -64,11 +64,11 @@ def in_precision(precision: str, device: torch.device) -> AbstractContextManager
 
 @contextmanager
 def casting_once(device_type: str) -> Iterator[None]:
-    """Have autocast cast every weight only once inside this context, however often autocast is
+    """Make autocast cast every weight only once inside this context, however often autocast is
     entered.
 
-    Without it autocast drops its copies of weights when a forward ends. The context enables no
-    autocast: outside of `autocast`, nothing is cast.
+    Otherwise autocast drops its copies of weights when a forward ends. The context does not enable
+    autocast: nothing is cast outside of `autocast`.
     """
     if device_type == "meta":
         _now.holders += 1
@@ -83,16 +83,15 @@ def casting_once(device_type: str) -> Iterator[None]:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that operations on `device_type` are lowered to at the time of the call, or
-    None outside of autocast."""
+    """Return the dtype that operations on `device_type` are currently lowered to, or None outside
+    of autocast."""
     if device_type == "meta":
         return _now.dtype
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def as_now() -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that makes a context with the autocast that is active at the time of this
-    call.
+    """Return a function that makes a context with the autocast that is active now.
 
     It is for work on the meta device that is repeated later (recomputation). On other devices torch
     restores its own autocast.
@@ -102,12 +101,12 @@ def as_now() -> Callable[[], AbstractContextManager[Any]]:
 
 
 class _Now:
-    """State of the meta device's autocast.
+    """The current state of the meta device's autocast.
 
     dtype: the dtype that operations are lowered to; None outside of autocast.
-    holders: number of `casting_once` contexts that are open.
-    casts: (weight, lowered copy) by the id of the weight. They are kept until autocast and all
-        holders have ended, as torch keeps its own until autocast ends.
+    holders: the number of open `casting_once` contexts.
+    casts: (weight, lowered copy) by the id of the weight. Copies are kept until autocast and all
+        holders have ended, as torch keeps its copies until autocast ends.
     """
 
     def __init__(self) -> None:
@@ -147,10 +146,10 @@ def _meta_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 @cache
 def _register() -> tuple[Any, Any]:
-    """Register kernels at the key that cast as CUDA's autocast does, once in a process.
+    """Register kernels at `_KEY` that cast as CUDA's autocast does, once in a process.
 
-    An operation without a kernel in CUDA's autocast falls through. Returns the libraries, on whose
-    lifetime the kernels depend.
+    An operation without a kernel in CUDA's autocast falls through. Return the libraries, which must
+    outlive the kernels.
     """
     library: Any = torch.library.Library
     others = library("_", "IMPL", _KEY.name)
@@ -176,8 +175,8 @@ def _has_kernel(name: str) -> bool:
 
 
 def _kernel(name: str, operation: Any) -> Callable[..., Any]:
-    """Return a function that casts the arguments of `operation` by the rules for `name` and calls
-    it."""
+    """Return a function that casts the arguments of `operation` by the rules for `name`, and then
+    calls `operation`."""
     named = [argument.name for argument in operation._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -214,7 +213,7 @@ def _is_narrow(value: Any) -> bool:
 def _lowered(value: Any) -> Any:
     """Return a floating tensor in autocast's dtype, and any other value unchanged.
 
-    The copy of an fp32 leaf that requires a gradient is made once and kept.
+    The copy of an fp32 leaf that requires a gradient is made once and cached.
     """
     assert _now.dtype is not None
     if not _is_floating(value) or value.dtype == _now.dtype:

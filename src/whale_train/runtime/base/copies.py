@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Copies:
-    """Groups with which an engine shares its parameters, and the shards that this rank counts.
+    """The groups with which an engine shares its parameters, and the shards that this rank counts.
 
     group: the ranks that hold the same shards, data-parallel copies of each other. None: only this
         rank.
@@ -18,12 +18,13 @@ class Copies:
     sharded: the parameters of which this rank has a shard. All others are whole on every member of
         the shard group.
     shared: parameters that other TaskGraphs hold as well, each with the group of all its holders.
-    counted_elsewhere: those of `shared` that another TaskGraph counts.
+    counted_elsewhere: the parameters of `shared` that another TaskGraph counts in the gradient
+        norm.
     sums: a group of the same ranks as `group`, for gradient sums that nothing overlaps with. None:
         `group` sums them.
     narrow: parameters that an engine holds as the 16-bit values that autocast would make of them.
-        Of those that are trained, DeepSpeed holds an fp32 master partition (docs/adr/007).
-    reduce_dtype: the dtype in which gradients travel within `group`.
+        DeepSpeed holds an fp32 master partition of the trained ones (docs/adr/007).
+    reduce_dtype: the dtype in which gradients are sent within `group`.
     """
 
     group: dist.ProcessGroup | None
@@ -56,11 +57,10 @@ class Copies:
         return self.shard_group.rank() if self.shard_group is not None else 0
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank is the member of the shard group that counts its part of
-        `parameter`.
+        """Return whether this rank counts its part of `parameter` for the shard group.
 
-        A shard is counted by its holder, and a whole parameter by the group's first member. A
-        parameter of `counted_elsewhere` is counted by neither.
+        A shard is counted by its holder, and a whole parameter by the group's first member. Neither
+        counts a parameter of `counted_elsewhere`.
         """
         if parameter in self.counted_elsewhere:
             return False

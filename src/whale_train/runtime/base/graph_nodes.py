@@ -6,9 +6,10 @@ from torch import fx
 
 
 def replace_nodes(new: fx.Node, old: Sequence[fx.Node]) -> None:
-    """Replace the nodes `old` by `new`, which all readers of the last of them read instead.
+    """Replace the nodes `old` by `new`, which all readers of the last old node then read.
 
-    old: nodes of the graph of `new`, in the order they run; none but the last is read by others.
+    old: nodes of the graph of `new`, in the order they run; only the last has readers outside
+    `old`.
     """
     *_, last = old
     new.meta = dict(last.meta)

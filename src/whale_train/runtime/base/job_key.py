@@ -23,7 +23,7 @@ class JobKey:
     def from_environment(cls) -> "JobKey":
         """Return the key that the launcher put into the environment.
 
-        Raises LaunchError unless the variable is there and has 64 hexadecimal digits.
+        Raises LaunchError unless the variable is set and has 64 hexadecimal digits.
         """
         text = os.environ.get(KEY, "")
         try:
@@ -36,7 +36,7 @@ class JobKey:
 
     @property
     def nonce(self) -> str:
-        """Return the prefix of all this job's names in the store, so that another job's are never
+        """Return the prefix of all names of this job in the store, so that no other job's names are
         read."""
         return self._of(b"names in the store")
 
@@ -53,7 +53,8 @@ class JobKey:
         return self._tag(packed) + packed
 
     def checked(self, message: bytes, sender: str) -> str:
-        """Return the text that `signed` made `message` of. `sender` names its origin in errors.
+        """Return the text of a `message` that `signed` made. `sender` names the message's origin in
+        errors.
 
         Raises LaunchError for a message without this key's tag; such a message is not decompressed.
         """

@@ -26,14 +26,13 @@ class PendingLoss:
     work: dist.Work | None
 
     def on_device(self) -> Tensor:
-        """Return the loss as a scalar tensor for work that follows. On a GPU the host does not wait
-        here."""
+        """Return the loss as a scalar tensor. On a GPU the host does not wait for its value."""
         if self.work is not None:
             self.work.wait()
         return self.value
 
     def item(self) -> float:
-        """Return the loss as a number. The host waits for it."""
+        """Return the loss as a number; the host waits for it."""
         return float(self.on_device())
 
 
@@ -42,7 +41,7 @@ def scaled_ones(loss: Tensor, scale: Tensor | None, weight: float = 1.0) -> Tens
     `loss`.
 
     scale: the factor of all losses (fp16's loss scale); None: 1.
-    weight: the weight of this loss in the step's.
+    weight: the weight of this loss in the loss of the step.
     """
     seed = torch.full_like(loss, weight)
     return seed if scale is None else (seed * scale).to(loss.dtype)
@@ -52,10 +51,10 @@ def scaled_ones(loss: Tensor, scale: Tensor | None, weight: float = 1.0) -> Tens
 class EvaluationBatch:
     """A batch of samples to evaluate.
 
-    weight: factor of the batch in sums over samples (`data/order.py`).
+    weight: the factor of the batch in sums over samples (`data/order.py`).
     micro_batches: this rank's micro-batches.
     samples: numbers of all ranks' samples in their set, int64 `[global batch]`.
-    own: those of each of this rank's micro-batches.
+    own: the sample numbers of each of this rank's micro-batches, int64 `[micro-batch]` each.
     """
 
     weight: float
@@ -73,18 +72,19 @@ class EvaluationBatches(Protocol):
 
     @property
     def answers(self) -> AnswerKeeper | None:
-        """Return the keeper to which this rank adds its answers; None where they are not kept."""
+        """Return the object to which this rank adds its answers, or None where answers are not
+        stored."""
 
     def __iter__(self) -> Iterator[EvaluationBatch]: ...
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation over all held-out samples.
+    """The result of an evaluation over all held-out samples.
 
     loss: the mean loss.
-    correct: how many predictions were right.
-    targets: how many targets there are.
+    correct: the number of right predictions.
+    targets: the number of targets.
     """
 
     loss: float

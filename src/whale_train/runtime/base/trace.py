@@ -1,7 +1,7 @@
 """The events of one rank's timeline.
 
-The format is that of `strategies/simulate/chrome_trace.py`. On a GPU a span lasts as long as the
-host takes to enqueue the work, unless the work itself waits.
+The format is the format of `strategies/simulate/chrome_trace.py`. On a GPU a span lasts as long as
+the host takes to enqueue the work, unless the work itself waits.
 """
 
 import time
@@ -17,7 +17,7 @@ class Trace:
     """Timeline events of one rank.
 
     rank: the rank.
-    device: its name in the timeline.
+    device: the rank's name in the timeline.
     events: the events so far, the first of which names the rank.
     """
 
@@ -32,8 +32,8 @@ class Trace:
         try:
             yield
         finally:
-            took = time.time_ns() - started
-            self.events.append(event(self.rank, what, started / 1e3, took / 1e3))
+            duration_ns = time.time_ns() - started
+            self.events.append(event(self.rank, what, started / 1e3, duration_ns / 1e3))
 
 
 def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:

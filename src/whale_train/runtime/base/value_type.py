@@ -1,4 +1,4 @@
-"""The shape and the dtype of a tensor, known before there is one."""
+"""The shape and the dtype of a tensor, known before the tensor exists."""
 
 from dataclasses import dataclass
 

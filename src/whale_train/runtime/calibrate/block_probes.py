@@ -1,10 +1,10 @@
 """Times of the operations between products, measured in a block as in a model.
 
 In a block of a model an activation or a norm reads a value that a product has just written, and its
-backward reads values that were written long before: in between, products have taken the caches. In
-a chain of its own kind an operation finds much of its data still in caches, and takes half to two
-thirds of the time. So here every such operation stands between two products, and each is timed by
-itself.
+backward reads values that were written long before: products have filled the caches since. In a
+chain of operations of one kind, an operation finds much of its data still in caches, and takes half
+to two thirds of the time. So here every such operation stands between two products, and each is
+timed by itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,28 +22,32 @@ from whale_train.strategies.cost.op_work import KernelKind
 
 @dataclass(frozen=True)
 class ProbedBlock:
-    """A block of operations of every kind on [rows, wide] and on [rows, narrow] alternately, with
-    products by weights of [wide, narrow] and [narrow, wide] between them."""
+    """The sizes of a block of operations of every kind.
+
+    The operations work on [rows, wide] and on [rows, narrow] alternately, with products by weights
+    of [wide, narrow] and [narrow, wide] between them.
+    """
 
     rows: int
     narrow: int
     wide: int
 
 
-# As in small transformers, and as in a convolutional net's first layers: few columns, many rows.
+# Sizes as in small transformers, and as in a convolutional net's first layers, which have few
+# columns and many rows.
 _ON_CPU = (ProbedBlock(480, 320, 960), ProbedBlock(1200, 128, 960))
 _ON_GPU = (ProbedBlock(8192, 1024, 4096), ProbedBlock(16384, 256, 2048))
 SMALLEST = ProbedBlock(2, 4, 4)  # all overhead
 
 
 def blocks_for(device_type: str) -> Sequence[ProbedBlock]:
-    """Return the blocks that a type of device is probed with."""
+    """Return the blocks with which a type of device is probed."""
     return _ON_GPU if device_type == "cuda" else _ON_CPU
 
 
 def run_block(block: ProbedBlock, device: torch.device, precision: str) -> list[Measured]:
-    """Run one forward and backward of `block`, and return the seconds of each operation that is not
-    a product."""
+    """Run one forward and backward of `block`, and return the seconds of all operations but the
+    products."""
     value, stages = _made(block, device)
     passed: list[tuple[Tensor, Tensor]] = []
     forward, backward = list[_Span](), list[_Span]()

@@ -1,9 +1,10 @@
-"""`mode=calibrate`, on the ranks: measures how fast the devices compute and the links carry.
+"""`mode=calibrate`, on the ranks: measure the computing speed of devices and the bandwidth of
+links.
 
-Every rank measures at once, as it will compute beside the others. Ranks of one kind of device wait
-for the slowest before they go on, so of every run the time of the slowest of the kind is kept. A
-single process, where it would have more threads, is measured alternately with them, because plans
-compare the one with the others, and a machine that others use is not always equally fast.
+All ranks measure at once, as they will compute at once in training. Ranks of one kind of device
+wait for the slowest before they continue, so for every run the time of the slowest of the kind
+counts. A single process that would have more threads is measured in alternation with the ranks,
+because plans compare the two, and a machine that others use is not always equally fast.
 `roofline_fit.py` times operations, and `zero_probes.py` ZeRO.
 """
 
@@ -32,21 +33,21 @@ from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 
 RESULT = "calibration.json"
-DEVICES, NETWORK = "devices", "network"  # its keys
+DEVICES, NETWORK = "devices", "network"  # the keys of the result
 _PASSES = 3  # over all measurements
 _REPEATS = 5
 _SMALL_BYTES = 1 << 10
-_FEW = 64  # elements of the parameters whose update is all overhead
+_FEW = 64  # elements of parameters for which an update is all overhead
 _UPDATES = 2  # timed updates of each size in a pass
 
 
 @dataclass(frozen=True)
 class _Large:
-    """Sizes at which the time of a type of device is far more than overhead.
+    """Sizes at which the time on a type of device is far more than overhead.
 
-    sent_bytes: bytes of an all-reduce.
-    updated: elements of parameters that are updated.
-    rows: rows (and columns) of the factors of a product.
+    sent_bytes: the bytes of an all-reduce.
+    updated: the elements of parameters that are updated.
+    rows: the rows (and columns) of the factors of a product.
     """
 
     sent_bytes: int
@@ -67,7 +68,7 @@ class Ranks:
     """The devices of a job, by rank.
 
     kinds: the name of the kind of device.
-    nodes: the number of the node it is on.
+    nodes: the number of the node that the device is on.
     """
 
     kinds: tuple[str, ...]
@@ -89,8 +90,8 @@ def measure_devices(
     The file has mappings of `Calibration`'s fields under "devices", one for each kind of device and
     one for a single process, and the link between nodes under "network" (null on one node).
 
-    alone: how many threads rank 0 measures a single process with; None: no single process is
-        measured, as it would have no more threads.
+    alone: the number of threads with which rank 0 measures a single process; None: no single
+        process is measured, as it would have no more threads.
     chosen: the probes; None: all for this type of device.
     blocks: the blocks in which operations between products are timed; None: all for this type of
         device.
@@ -127,12 +128,12 @@ def measure_devices(
         kernels |= partition_kernels(device, precision, joins_all, update)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     own = _Own(kind, threads, kernels, link, memory)
-    everyones: list[_Own] = [own] * len(ranks.kinds)
-    dist.all_gather_object(everyones, own)
+    gathered: list[_Own] = [own] * len(ranks.kinds)
+    dist.all_gather_object(gathered, own)
     if rank == 0:
         devices = [
             _of_kind(
-                [measurement for measurement in everyones if measurement.kind == kind], precision
+                [measurement for measurement in gathered if measurement.kind == kind], precision
             )
             for kind in dict.fromkeys(ranks.kinds)
         ]
@@ -147,10 +148,11 @@ def measure_devices(
 class _Own:
     """The measurements of one rank.
 
-    kind: its kind of device.
-    threads: how many threads it computes with; 0 on a GPU.
-    link: the link between the devices of its node; None where it is alone there.
-    memory: the memory that the ranks of its node share; None where there is none.
+    kind: the kind of its device.
+    threads: the number of threads that it computes with; 0 on a GPU.
+    kernels: the kernels of its device, by kind of operation.
+    link: the link between the devices of its node; None if it is alone on the node.
+    memory: the memory that the ranks of its node share; None if they share none.
     """
 
     kind: str
@@ -161,7 +163,7 @@ class _Own:
 
 
 def _of_kind(measurements: Sequence[_Own], precision: str) -> dict[str, Any]:
-    """Return the calibration of one kind of device, as it is written: the medians over its
+    """Return the JSON content of the calibration of one kind of device: the medians over its
     devices."""
     first = measurements[0]
     kernels = {
@@ -178,7 +180,7 @@ def _of_kind(measurements: Sequence[_Own], precision: str) -> dict[str, Any]:
 
 
 class _Computing:
-    """Times of operations and updates on one rank, taken in passes."""
+    """The times of operations and updates on one rank, measured in passes."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class _Computing:
         self._times, self._device, self._precision = times, device, precision
         self._make_optimizer = make_optimizer
         self._few_s, self._many_s = list[float](), list[float]()
-        self._updated_bytes = 0.0  # of the update of many elements
+        self._updated_bytes = 0.0  # the bytes of the update of many elements
 
     def take(self, together: Callable[[], object]) -> None:
         """Measure one pass. `together` waits for the ranks that measure at the same time."""
@@ -204,18 +206,19 @@ class _Computing:
     def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[KernelKind, Kernel]:
         """Return the rooflines of all kinds of operations but ZeRO's.
 
-        `slowest` maps the seconds of this rank's runs to those of the slowest rank in every run.
+        `slowest` maps the seconds of this rank's runs to the seconds of the slowest rank in every
+        run.
         """
         kernels = self._times.kernels(slowest)
-        overhead, whole = undisturbed(self._few_s), undisturbed(self._many_s)
-        rate = self._updated_bytes / max(whole - overhead, 1e-9)
+        overhead, total = undisturbed(self._few_s), undisturbed(self._many_s)
+        rate = self._updated_bytes / max(total - overhead, 1e-9)
         update = Roofline(overhead, UNBOUND, rate)
         return {**kernels, KernelKind.UPDATE: Kernel(update, update)}
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Have torch compute with `count` threads inside this context."""
+    """Make torch compute with `count` threads inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -233,7 +236,7 @@ def _written(
     link: Link | None,
     memory: Link | None,
 ) -> dict[str, Any]:
-    """Return the calibration of one kind of device, as it is written."""
+    """Return the JSON content of the calibration of one kind of device."""
     return {
         "device": kind,
         "threads": threads,
@@ -245,15 +248,14 @@ def _written(
 
 
 def _slowest(own_runs: Runs, kinds: Sequence[str]) -> Runs:
-    """Return, for every run, the seconds of the slowest rank of this rank's kind. All ranks call
-    it."""
-    everyones: list[Runs] = [own_runs] * dist.get_world_size()
-    dist.all_gather_object(everyones, own_runs)
+    """Return, for every run, the seconds of the slowest rank of this rank's kind. A collective."""
+    all_runs: list[Runs] = [own_runs] * dist.get_world_size()
+    dist.all_gather_object(all_runs, own_runs)
     kind = kinds[dist.get_rank()]
-    alike = [runs for runs, other in zip(everyones, kinds, strict=True) if other == kind]
+    runs_of_kind = [runs for runs, other in zip(all_runs, kinds, strict=True) if other == kind]
     return [
         [max(of_ranks) for of_ranks in zip(*of_probe, strict=True)]
-        for of_probe in zip(*alike, strict=True)
+        for of_probe in zip(*runs_of_kind, strict=True)
     ]
 
 
@@ -261,8 +263,8 @@ def _slowest(own_runs: Runs, kinds: Sequence[str]) -> Runs:
 class _Groups:
     """The groups of this rank's node.
 
-    link: its ranks, over what joins its devices; None where this rank is alone.
-    memory: its ranks, over the memory that they share; None where they share none.
+    link: the node's ranks, over the link between its devices; None if this rank is alone.
+    memory: the node's ranks, over the memory that they share; None if they share none.
     """
 
     link: dist.ProcessGroup | None
@@ -270,7 +272,7 @@ class _Groups:
 
 
 def _groups(ranks: Ranks) -> _Groups:
-    """Make the groups of every node, and return those of this rank's."""
+    """Make the groups of every node, and return the groups of this rank's node."""
     rank, timeout, host_ids = dist.get_rank(), timedelta(minutes=5), homes()
     own = _Groups(None, None)
     for node in dict.fromkeys(ranks.nodes):
@@ -294,7 +296,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _median_link(links: Sequence[Link]) -> Link | None:
-    """Return the median of several measurements of a link; None of none."""
+    """Return the median of several measurements of a link, or None without measurements."""
     if not links:
         return None
     return Link(
@@ -324,10 +326,10 @@ def measured_link(
     """Return the alpha-beta link that predicts the measured times of `group`'s all-reduces, as
     rings.
 
-    `busy` of the link is the extra seconds that computing takes for a second of transfers beside
-    it, from 0 to 1. In a group in shared memory the ranks move the data themselves while they wait,
-    so it is 1. Such a group has no barrier, and `beside` is then a group of the same ranks that has
-    one.
+    `busy` of the link is the time, from 0 to 1 second, that computing loses to one second of
+    simultaneous transfers. In a group in shared memory the ranks move the data themselves while
+    they wait, so it is 1. Such a group has no barrier; `beside` is then a group of the same ranks
+    with a barrier.
     """
     meets = beside or group
     members = dist.get_world_size(group)
@@ -348,8 +350,10 @@ def _all_reduce_s(
     num_bytes: int,
     times: int,
 ) -> float:
-    """Return the seconds of one all-reduce of `num_bytes`, the same on all members: the median over
-    members of medians. `meets` is a group of the same ranks with a barrier."""
+    """Return the seconds of one all-reduce of `num_bytes`: the median over members of medians.
+
+    The result is the same on all members. `meets` is a group of the same ranks with a barrier.
+    """
     value = torch.zeros(num_bytes // 4, device=device)
     taken = []
     for _ in range(times + 2):
@@ -361,8 +365,8 @@ def _all_reduce_s(
 
 
 def _busy(group: dist.ProcessGroup, device: torch.device, transfer_s: float) -> float:
-    """Return the extra seconds that computing takes for a second of transfers beside it, from 0 to
-    1."""
+    """Return the seconds, from 0 to 1, that computing loses to one second of simultaneous
+    transfers."""
     large = _large(device)
     factor = torch.randn(large.rows, large.rows, device=device)
     value = torch.zeros(large.sent_bytes // 4, device=device)
@@ -394,8 +398,8 @@ def _updates(elements: int, device: torch.device, make: MakeOptimizer) -> tuple[
     """Return the seconds of several updates of an optimizer, each with the norm of the gradients,
     and the bytes of one.
 
-    The bytes are counted as `roofline.py` does: states and weights read and written, gradients read
-    once by the update and once for the norm.
+    The bytes are counted as in `roofline.py`: states and weights are read and written, gradients
+    are read once by the update and once for the norm.
     """
     parameters = [torch.nn.Parameter(torch.randn(elements // 8, device=device)) for _ in range(8)]
     optimizer, taken = make(parameters), []
@@ -407,6 +411,6 @@ def _updates(elements: int, device: torch.device, make: MakeOptimizer) -> tuple[
         optimizer.step()
         taken.append(seconds(started, moment(device)))
     first = parameters[0]
-    kept = optimizer.state[first].values()
-    states = sum(torch.is_tensor(x) and x.shape == first.shape for x in kept)
+    slots = optimizer.state[first].values()
+    states = sum(torch.is_tensor(x) and x.shape == first.shape for x in slots)
     return taken[1:], 4.0 * elements * (2 * states + 4)

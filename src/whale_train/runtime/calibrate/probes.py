@@ -1,9 +1,10 @@
-"""The operations whose times tell how fast a device computes: chains of one kind of operation each.
+"""The operations whose times measure the speed of a device: chains of one kind of operation each.
 
-As in a training, every operation reads the result that the one before it has just written and keeps
-it for the backward, so that caches and fresh memory are as they are there. Owns the chains, their
-FLOPs and bytes; `roofline_fit.py` times them. For operations between products the chains tell the
-overhead alone; `block_probes.py` has the rate at which these move their bytes.
+As in training, every operation reads the result that the previous operation has just written and
+saves it for the backward, so that caches and fresh memory are in the same state as in training.
+This file owns the chains, their FLOPs and bytes; `roofline_fit.py` times them. For operations
+between products the chains measure the overhead only; `block_probes.py` measures the rate at which
+these move their bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +16,16 @@ from torch.nn import functional
 
 from whale_train.strategies.cost.op_work import KernelKind
 
-_LONGEST = 24  # operations of a chain
+_LONGEST = 24  # the most operations of a chain
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a type of device's probes, beside the smallest one of each kind.
+    """The sizes of a type of device's probes, besides the smallest probe of each kind.
 
-    They are such as models have there, and large enough to keep the device busy.
+    They are sizes of models for such devices, large enough to keep the device busy.
 
-    chain_bytes: bytes of results that a chain keeps, more than caches hold.
+    chain_bytes: the bytes of results that a chain saves, more than caches hold.
     products: (rows, inside, outside).
     attentions: (batch, heads, tokens).
     convolutions: (batch, channels, side).
@@ -40,7 +41,7 @@ class Sizes:
     lookups: Sequence[tuple[int, int, int]]
 
 
-# Products as in blocks; with a weight larger than its input; as in a head of many classes.
+# Products are as in blocks, with a weight larger than its input, and as in a head of many classes.
 _ON_CPU = Sizes(
     48e6,
     (
@@ -70,11 +71,12 @@ _ON_GPU = Sizes(
 class Probe:
     """A chain of operations of one kind.
 
-    The FLOPs and bytes are those of one operation, as `op_work.py` counts them.
+    The FLOPs and bytes are those of one operation, counted as in `op_work.py`.
 
-    flops: FLOPs of the forward.
-    num_bytes: bytes that the forward moves.
-    backward_bytes: bytes that the backward moves.
+    kind: the kind of operation.
+    flops: the FLOPs of the forward.
+    num_bytes: the bytes that the forward moves.
+    backward_bytes: the bytes that the backward moves.
     length: the number of operations.
     make: returns, for a length and a device, the first value and the other tensors that the
         operations use.
@@ -93,7 +95,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of one operation of a probe, forward and backward."""
+    """The seconds of one operation of a probe, forward and backward."""
 
     probe: Probe
     forward_s: float
@@ -101,8 +103,10 @@ class Measured:
 
 
 def probes(device_type: str) -> Iterator[Probe]:
-    """Yield the probes of all kinds of operations for a type of device. The first of each kind is
-    so small that its time is all overhead."""
+    """Yield the probes of all kinds of operations for a type of device.
+
+    The first probe of each kind is so small that its time is all overhead.
+    """
     sizes = _ON_GPU if device_type == "cuda" else _ON_CPU
     yield from elementwise((2, 4))
     for rows, inside, outside in ((2, 2, 2), *sizes.products):
@@ -118,8 +122,8 @@ def probes(device_type: str) -> Iterator[Probe]:
 
 
 def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
-    """Yield probes with one value in and one out, both of `shape`, for every kind of operation
-    between products."""
+    """Yield a probe for every kind of operation between products, from `shape` to the same
+    shape."""
     size = 4.0 * shape[0] * shape[1]
     length = max(4, min(_LONGEST, int(_ON_CPU.chain_bytes / size)))
     width = shape[1]
@@ -166,8 +170,7 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
 
 
 def _keeping(value: Tensor, total: Tensor) -> Tensor:
-    """Return a view of `total`, [rows], that is expanded to the shape of `value`, as the next
-    operation's input."""
+    """Expand `total`, [rows], to the shape of `value`, as the next operation's input."""
     return total.unsqueeze(-1).expand(value.shape)
 
 
@@ -194,8 +197,8 @@ def _attention(batch: int, heads: int, tokens: int, width: int) -> Probe:
     shape = (batch, heads, tokens, width)
 
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-        made = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
-        return made[0], made[1:]
+        operands = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+        return operands[0], operands[1:]
 
     def step(value: Tensor, i: int, held: Sequence[Tensor]) -> Tensor:
         return functional.scaled_dot_product_attention(value, held[0], held[1], is_causal=True)

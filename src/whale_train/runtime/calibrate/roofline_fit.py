@@ -1,4 +1,4 @@
-"""Times of every kind of operation, taken in passes, and the rooflines fitted to them."""
+"""Time every kind of operation, in passes, and fit rooflines to the times."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,17 +11,17 @@ from whale_train.runtime.calibrate.timing import moment, seconds, undisturbed
 from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Roofline
 
-UNBOUND = 1e30  # a rate whose limit nothing reached
+UNBOUND = 1e30  # a rate that no measurement was limited by
 _RUNS = 2  # runs of each probe in a pass
 
 Runs = Sequence[Sequence[float]]  # seconds, by probe and run
 
 
 class KernelTimes:
-    """Times of operations on one device, in the chains of probes (`probes`) and in `blocks`.
+    """The times of operations on one device, in the chains of probes (`probes`) and in `blocks`.
 
-    Every pass runs all of them, so that a disturbance of the machine for a while does not fall on a
-    single kind.
+    Every pass runs all of them, so that a temporary disturbance of the machine does not affect a
+    single kind only.
     """
 
     def __init__(self, probes: Sequence[Probe], blocks: Sequence[ProbedBlock]) -> None:
@@ -31,7 +31,7 @@ class KernelTimes:
         self._in_blocks: list[list[list[Measured]]] = [[] for _ in self._blocks]
 
     def take(self, device: torch.device, precision: str, together: Callable[[], object]) -> None:
-        """Measure one pass. `together` waits for the other ranks, before each probe and each
+        """Measure one pass. `together` waits for the other ranks before each probe and each
         block."""
         for number, probe in enumerate(self._probes):
             together()
@@ -45,8 +45,8 @@ class KernelTimes:
     def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[KernelKind, Kernel]:
         """Return the rooflines of every kind of operation in the probes.
 
-        Kinds that lie between products have their rate of bytes from the blocks. `slowest` maps the
-        seconds of this rank's runs to those of the slowest rank in every run.
+        Kinds between products have their rate of bytes from the blocks. `slowest` maps the seconds
+        of this rank's runs to the seconds of the slowest rank in every run.
         """
         by_kind: dict[KernelKind, list[Measured]] = {}
         taken = zip(self._probes, slowest(self._forward), slowest(self._backward), strict=True)
@@ -56,7 +56,7 @@ class KernelTimes:
         smallest, *larger = (_of_runs(runs) for runs in self._in_blocks)
         for measured in (figures for block in larger for figures in block):
             kind = measured.probe.kind
-            # The smallest block tells what reading the clock adds; it is subtracted.
+            # The smallest block measures the cost of reading the clock, which is subtracted.
             overhead = next(figures for figures in smallest if figures.probe.kind is kind)
             alone = by_kind[kind][0]
             by_kind[kind].append(
@@ -70,7 +70,7 @@ class KernelTimes:
 
 
 def _of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
-    """Return the undisturbed seconds of every probe, of several runs of the same probes."""
+    """Return the undisturbed seconds of every probe, given several runs of the same probes."""
     return [
         Measured(
             probe_runs[0].probe,
@@ -82,7 +82,7 @@ def _of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
 
 
 def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[float], list[float]]:
-    """Return the seconds of one operation of `probe`, forward and backward, of each of some
+    """Return the seconds of one operation of `probe`, forward and backward, for each of several
     runs."""
     value, held = probe.make(probe.length, device)
     forward, backward = [], []
@@ -102,7 +102,7 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[flo
         forward.append(seconds(started, between) / probe.length)
         backward.append(seconds(begun, ended) / probe.length)
         del result
-    return forward[1:], backward[1:]  # the first run pays for the libraries' setup
+    return forward[1:], backward[1:]  # the first run includes the set-up of libraries
 
 
 def _kernel(kind: KernelKind, measured: Sequence[Measured]) -> Kernel:
@@ -113,11 +113,11 @@ def _kernel(kind: KernelKind, measured: Sequence[Measured]) -> Kernel:
 
 
 def fitted(by_flops: bool, points: Sequence[tuple[float, float, float]]) -> Roofline:
-    """Return the roofline fitted to (FLOPs, bytes, seconds) of single operations, the first of
-    which is all overhead.
+    """Fit a roofline to the (FLOPs, bytes, seconds) of single operations, the first of which is all
+    overhead.
 
     The fit is by least squares of the relative errors, with neither rate below 0. Unless
-    `by_flops`, the time is of bytes alone.
+    `by_flops`, the time depends on bytes only.
     """
     (_, _, overhead), *rest = points
     flops, moved, target = [], [], []
@@ -134,7 +134,8 @@ def fitted(by_flops: bool, points: Sequence[tuple[float, float, float]]) -> Roof
 def _least_squares(
     first: Sequence[float], second: Sequence[float], target: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the factors x, y >= 0 for which x * first + y * second comes nearest to target."""
+    """Return the factors x, y >= 0 that minimise the squared error of x * first + y * second to
+    target."""
 
     def dot(a: Sequence[float], b: Sequence[float]) -> float:
         return sum(p * q for p, q in zip(a, b, strict=True))

@@ -1,5 +1,4 @@
-"""Times on a device, taken when it has done all that it was asked for, and figures that ranks agree
-on."""
+"""Take times on a device after it has finished all its work, and agree on figures between ranks."""
 
 import time
 from collections.abc import Iterable
@@ -12,10 +11,10 @@ Moment = float | torch.cuda.Event
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the time at which `device` has done all that it was asked for so far.
+    """Return the time at which `device` finishes all work enqueued so far.
 
-    On a GPU it is an event, for which the host does not wait: the time between two events includes
-    none of the host's but the time that the GPU waits for work.
+    On a GPU it is an event, which the host does not wait for: the time between two events includes
+    host time only where the GPU waits for work.
     """
     if device.type != "cuda":
         return time.perf_counter()
@@ -36,22 +35,27 @@ def seconds(first: Moment, last: Moment) -> float:
 
 
 def now(device: torch.device) -> float:
-    """Return the seconds on this rank's own clock, once `device` has done all that it was asked
-    for."""
+    """Return the seconds on this rank's own clock, after `device` has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def undisturbed(seconds: Iterable[float]) -> float:
-    """Return the lower quartile of two or more times. Disturbances by others on the machine do not
-    affect it while they last for at most three quarters of the time."""
+    """Return the lower quartile of two or more times.
+
+    Disturbances by others on the machine do not affect it while they last for at most three
+    quarters of the time.
+    """
     return quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def agreed(figure: float, group: dist.ProcessGroup | None = None) -> float:
-    """Return the median of `figure` over the members of a group (None: over all ranks), the same on
-    all of them. All members call it."""
+    """Return the median of `figure` over the members of a group (None: all ranks), the same on all
+    members.
+
+    A collective of the group.
+    """
     figures: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(figures, figure, group)
     return median(figures)

@@ -1,11 +1,11 @@
-"""Measurements of the overheads of ZeRO in a step, besides computing, sending and updating.
+"""Measure the overheads of ZeRO in a step, besides computing, sending and updating.
 
 DeepSpeed copies gradients into buckets and out of them, and parameters likewise. Under stage 3 it
 stops before every module with parameters to gather them, forward and backward. An engine of many
-small modules shows the cost of each stop, one of larger modules the cost of their bytes. The larger
-ones are of unlike sizes, with values between them that stay for the backward, so that gathered
-weights find no memory of their size that another module has just released. The costs that a plan
-counts anyway, by the link and by the update's roofline, are subtracted.
+small modules shows the cost of each stop, and an engine of larger modules the cost of their bytes.
+The larger modules are of different sizes, with values between them that are saved for the backward,
+so that gathered weights find no memory of their size that another module has just released. The
+costs that a plan counts separately, by the link and by the update's roofline, are subtracted.
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
 
-_Point = tuple[int, float, float]  # overheads, bytes, and the seconds they took
-# The input widths of the modules and the output width of the last; and the rows of a batch, which
-# are few, as the modules' own computing is not measured here.
+_Point = tuple[int, float, float]  # the number of overheads, the bytes, and the seconds for both
+# The input widths of the modules and the output width of the last; and the rows of a batch. There
+# are few rows, as the modules' own computing is not measured here.
 _SMALL = (8,) * 49, 8
 _ON_CPU = (384, *(1536, 384, 384) * 6), 128
 _ON_GPU = (2048, *(8192, 2048, 2048) * 6), 128
 _STEPS, _WARM_UP = 7, 2
-_LEAST_S = 1e-9  # where the costs that are subtracted exceed all that was measured
+_LEAST_S = 1e-9  # the result where the subtracted costs exceed the measured time
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Seconds of the parts of a step.
+    """The seconds of the parts of a step.
 
     modules: the number of modules with parameters.
-    num_bytes: bytes of their parameters in fp32.
+    num_bytes: the bytes of their parameters in fp32.
     """
 
     modules: int
@@ -58,50 +58,51 @@ def partition_kernels(
 ) -> dict[KernelKind, Kernel]:
     """Return the kernels of ZeRO's overheads, measured together with all other ranks.
 
-    KernelKind.PARTITION has an overhead a step and a rate for the bytes of all gradients.
-    KernelKind.GATHER has an overhead a module and a rate for the bytes of its parameters, forward
+    KernelKind.PARTITION has an overhead per step and a rate for the bytes of all gradients.
+    KernelKind.GATHER has an overhead per module and a rate for the bytes of its parameters, forward
     and backward.
 
-    link: joins all ranks.
+    link: the link between all ranks.
     update: the roofline of an optimizer's update.
     """
     ranks = dist.get_world_size()
     partition, forward, backward = list[_Point](), list[_Point](), list[_Point]()
     for widths, rows in (_SMALL, _ON_GPU if device.type == "cuda" else _ON_CPU):
-        # The modules alone come first: memory that they freed later would be room for the engine.
+        # The modules alone come first: if they came later, the engine would reuse memory that they
+        # freed.
         alone = _measured(0, widths, rows, device, precision)
         modules, size = alone.modules, alone.num_bytes
         gathered = gather_time_s(size, ranks, link)
         updated = update.seconds(0.0, 4 * size / ranks)  # SGD has no states
-        # Under stage 1 all that is sent is sent after the backward.
+        # Stage 1 sends everything after the backward.
         after = _measured(1, widths, rows, device, precision).update_s - updated
         partition.append((1, size, after - all_reduce_time_s(size, ranks, link) - gathered))
         stops = _measured(3, widths, rows, device, precision)
         after = stops.backward_s - alone.backward_s + stops.update_s - updated
         forward.append((modules, size, stops.forward_s - alone.forward_s - gathered))
         backward.append((modules, size, after - 2 * gathered))
-    whole = through(partition)
+    per_step = through(partition)
     return {
-        KernelKind.PARTITION: Kernel(whole, whole),
+        KernelKind.PARTITION: Kernel(per_step, per_step),
         KernelKind.GATHER: Kernel(through(forward), through(backward)),
     }
 
 
 def through(points: Sequence[_Point]) -> Roofline:
-    """Return the roofline through two points (overheads, bytes, seconds), the first of which has
-    hardly any bytes."""
+    """Return the roofline through two points (overheads, bytes, seconds), the first with hardly any
+    bytes."""
     (first, _, small_s), (count, num_bytes, large_s) = points
     overhead = max(small_s, _LEAST_S) / first
-    left = large_s - count * overhead
-    return Roofline(overhead, UNBOUND, num_bytes / left if left > 0 else UNBOUND)
+    transfer_s = large_s - count * overhead
+    return Roofline(overhead, UNBOUND, num_bytes / transfer_s if transfer_s > 0 else UNBOUND)
 
 
 def _measured(
     stage: int, widths: Sequence[int], rows: int, device: torch.device, precision: str
 ) -> _Measured:
-    """Return the seconds of a step of an engine of ZeRO `stage`; at 0, of the modules alone.
+    """Return the seconds of a step of an engine of ZeRO `stage`; stage 0 is the modules alone.
 
-    There is a linear module, with a weight and a bias as most have, between every two of `widths`.
+    There is a linear module, with a weight and a bias, between every two neighbours in `widths`.
     The input is [rows, widths[0]].
     """
     owned = nn.Sequential(*(nn.Linear(*in_out, device=device) for in_out in pairwise(widths)))
@@ -129,7 +130,8 @@ def _engine(
 ) -> TorchEngine | DeepSpeedEngine:
     """Return an engine of ZeRO `stage` with a learning rate of 0.
 
-    If gradients overflowed, DeepSpeed would skip the update and all that follows it.
+    With a larger rate gradients might overflow, and DeepSpeed would skip the update and everything
+    after it.
     """
     optimizer = deepspeed_optimizer("sgd", {"lr": 0.0}, offloaded=False)
     on_cpu = device.type == "cpu"

@@ -1,11 +1,11 @@
 """The all-to-alls of expert parallelism: rows to the ranks that hold their experts, and back.
 
-Every member has rows of its own samples, sorted by expert, and some of the experts, in order. So
-the rows for one member's experts lie next to each other. They arrive by sender and are put in the
-order of the experts, as a product with a stack of experts needs them. Each direction is one
-all-to-all, in the forward and in the backward, with as many rows as the routers say; one more
-exchanges the numbers of rows. Rows after those of the last expert belong to no expert: they stay,
-and come back as zeros.
+Every member has rows of its own samples, sorted by expert, and a contiguous part of the experts. So
+the rows for one member's experts are contiguous. They arrive by sender and are sorted by expert, as
+a product with a stack of experts requires. Each direction is one all-to-all, in the forward and in
+the backward, with the numbers of rows that the routers chose; a further all-to-all exchanges these
+numbers. Rows after those of the last expert belong to no expert: they are not sent, and come back
+as zeros.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from whale_train.runtime.comms.layout_collectives import ShardGroup, apply_linea
 
 @dataclass(frozen=True)
 class Exchange:
-    """Routing of the rows of one mixture between the members of a group.
+    """The routing of one mixture's rows between the members of a group.
 
     group: the members.
-    rows: how many rows this rank has before they are sent.
-    ends: int32 [local experts]; where the rows of each local expert end among those received.
-    sent: how many rows go to each member.
-    received: how many rows come from each member.
+    rows: the number of rows that this rank has before they are sent.
+    ends: int32 [local experts]; the end of each local expert's rows among the received rows.
+    sent: the number of rows that go to each member.
+    received: the number of rows that come from each member.
     order: int64 [rows received]; the permutation from the order of senders to that of experts.
     inverse: int64 [rows received]; the permutation back.
     """
@@ -43,17 +43,17 @@ class Exchange:
 
 
 def exchange(ends: Tensor, rows: Tensor, experts: ShardGroup) -> Exchange:
-    """Exchange with the members how many rows each has for each expert, and return the routing.
+    """Exchange the number of rows for each expert between the members, and return the routing.
 
-    ends: int32 [experts]; where the rows of each expert end among this rank's.
+    ends: int32 [experts]; the end of each expert's rows among this rank's rows.
     rows: this rank's rows, [rows, ...], of which only the number is used.
-    experts: the group, and how many experts each member holds.
+    experts: the group, and the number of experts that each member holds.
     """
     counts = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
     members, num_local_experts = len(experts.sizes), experts.size
-    told = counts.new_empty(members, num_local_experts)
+    received_counts = counts.new_empty(members, num_local_experts)
     dist.all_to_all_single(
-        told.view(-1),
+        received_counts.view(-1),
         counts,
         [num_local_experts] * members,
         list(experts.sizes),
@@ -62,17 +62,17 @@ def exchange(ends: Tensor, rows: Tensor, experts: ShardGroup) -> Exchange:
     sent = torch.stack(
         [member_counts.sum() for member_counts in torch.split(counts, list(experts.sizes))]
     )
-    here, there = on_host(torch.stack([sent, told.sum(1)]), len(rows), experts)
-    # Received rows are in the order of senders, and of each sender in that of experts.
-    places = torch.arange(sum(there), device=ends.device)
-    run = torch.searchsorted(told.view(-1).cumsum(0), places, right=True)
+    out, back = on_host(torch.stack([sent, received_counts.sum(1)]), len(rows), experts)
+    # Received rows are sorted by sender, and the rows of one sender by expert.
+    places = torch.arange(sum(back), device=ends.device)
+    run = torch.searchsorted(received_counts.view(-1).cumsum(0), places, right=True)
     order = torch.argsort(run % max(num_local_experts, 1), stable=True)
     return Exchange(
         experts.group,
         len(rows),
-        told.sum(0).cumsum(0).to(ends.dtype),
-        here,
-        there,
+        received_counts.sum(0).cumsum(0).to(ends.dtype),
+        out,
+        back,
         order,
         torch.argsort(order),
     )
@@ -82,27 +82,30 @@ def on_host(numbers: Tensor, rows: int, experts: ShardGroup) -> list[list[int]]:
     """Return `numbers`, [2, members], on the host: the rows sent to each member, and received from
     each.
 
-    This is the only value of a step that the host waits for, as it determines how much is sent.
-    `rows` (how many this rank has) and `experts` are for the substitute of this function in a
-    rehearsal, whose tensors have no values (runtime/rehearse/routing.py).
+    This is the only value of a step that the host waits for, as it determines the sizes of the
+    all-to-alls. `rows` (the number of this rank's rows) and `experts` are for the substitute of
+    this function in a rehearsal, whose tensors have no values (runtime/rehearse/routing.py).
     """
     split_sizes: list[list[int]] = numbers.tolist()
     return split_sizes
 
 
 def dispatch(rows: Tensor, where: Exchange) -> Tensor:
-    """Return the rows for the local experts, [rows received, width], in the order of the experts.
+    """Send the rows to the ranks of their experts; return the rows for the local experts, sorted by
+    expert.
 
-    `rows`, [rows, width], are this rank's, sorted by expert. Differentiable.
+    `rows`, [rows, width], are this rank's, sorted by expert. The result is [rows received, width].
+    Differentiable.
     """
     return apply_linear_map(rows, lambda x: _to_experts(x, where), lambda x: _to_owners(x, where))
 
 
 def combine(rows: Tensor, where: Exchange) -> Tensor:
-    """Return the experts' outputs for this rank's rows, [rows, width], in the rows' original order.
+    """Send the experts' outputs back; return the outputs for this rank's rows, in the rows'
+    original order.
 
-    `rows`, [rows received, width], are the outputs of the local experts. Rows without an expert are
-    zeros. Differentiable.
+    `rows`, [rows received, width], are the outputs of the local experts. The result is [rows,
+    width], with zeros for the rows without an expert. Differentiable.
     """
     return apply_linear_map(rows, lambda x: _to_owners(x, where), lambda x: _to_experts(x, where))
 
@@ -111,9 +114,9 @@ def combine(rows: Tensor, where: Exchange) -> Tensor:
 class _Way:
     """An all-to-all in progress.
 
-    came: [rows received, ...], filled when it ends.
-    sent: [rows sent, ...], which it reads until it ends.
-    work: its handle.
+    came: [rows received, ...], filled when the all-to-all ends.
+    sent: [rows sent, ...], read until the all-to-all ends.
+    work: the handle.
     """
 
     came: Tensor
@@ -131,11 +134,11 @@ class _Way:
 
 @dataclass(frozen=True)
 class Returning:
-    """Rows on their way back from the experts.
+    """Rows that are being sent back from the experts.
 
     rows: [rows sent, width], complete when the last of `ways` has ended.
     where: the routing.
-    ways: the all-to-alls in progress: the forward's, later the backward's.
+    ways: the all-to-alls in progress: first the forward's, later the backward's.
     """
 
     rows: Tensor
@@ -144,8 +147,8 @@ class Returning:
 
 
 def combine_begin(rows: Tensor, where: Exchange) -> Returning:
-    """Begin to send back the experts' outputs `rows`, as `combine` does, without waiting for the
-    other members.
+    """Begin to send back the experts' outputs `rows` as `combine` does, without waiting for other
+    members.
 
     Its backward waits for the gradients that the backward of `combine_end` began to send.
     """
@@ -155,15 +158,15 @@ def combine_begin(rows: Tensor, where: Exchange) -> Returning:
 
 
 def combine_end(returning: Returning) -> Tensor:
-    """Wait for the rows of `combine_begin`, and return the result that `combine` gives, [rows,
-    width]."""
+    """Wait for the rows of `combine_begin`, and return the result of `combine`, [rows, width]."""
     where, ways = returning.where, returning.ways
     ended: Tensor = _End.apply(returning.rows, where, ways)  # type: ignore[no-untyped-call]
     return ended
 
 
 class _Begin(torch.autograd.Function):
-    """The first half of `combine`: begins the all-to-all forward, ends its adjoint backward."""
+    """The first half of `combine`: the forward begins the all-to-all, the backward ends its
+    adjoint."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, where: Exchange, ways: list[_Way]) -> Tensor:
@@ -175,13 +178,14 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # Not `grads`: received rows have another shape than rows sent.
-        came = ctx.ways.pop().end(ctx.where.group)
-        return came.index_select(0, ctx.where.order), None, None
+        # The gradient is not in `grads`: received rows have another shape than sent rows.
+        received = ctx.ways.pop().end(ctx.where.group)
+        return received.index_select(0, ctx.where.order), None, None
 
 
 class _End(torch.autograd.Function):
-    """The second half of `combine`: ends the all-to-all forward, begins its adjoint backward."""
+    """The second half of `combine`: the forward ends the all-to-all, the backward begins its
+    adjoint."""
 
     @staticmethod
     def forward(ctx: Any, back: Tensor, where: Exchange, ways: list[_Way]) -> Tensor:
@@ -199,21 +203,23 @@ class _End(torch.autograd.Function):
 
 
 def _to_experts(rows: Tensor, where: Exchange) -> Tensor:
-    """Send [rows, width], and return what came, [rows received, width], in the order of the
-    experts."""
-    came = _sent(rows[: sum(where.sent)], where.sent, where.received, where.group)
-    return came.index_select(0, where.order)
+    """Send [rows, width] to the experts, and return the received rows, [rows received, width],
+    sorted by expert."""
+    received = _sent(rows[: sum(where.sent)], where.sent, where.received, where.group)
+    return received.index_select(0, where.order)
 
 
 def _to_owners(rows: Tensor, where: Exchange) -> Tensor:
-    """Send back [rows received, width] in the order of the experts, and return [rows, width]."""
+    """Send [rows received, width], sorted by expert, back to their ranks, and return [rows,
+    width]."""
     by_sender = rows.index_select(0, where.inverse)
     back = _sent(by_sender, where.received, where.sent, where.group)
     return _with_those_that_stayed(back, where)
 
 
 def _with_those_that_stayed(back: Tensor, where: Exchange) -> Tensor:
-    """Return `back`, [rows sent, ...], with zeros for the rows without an expert: [rows, ...]."""
+    """Append zeros for the rows without an expert to `back`, [rows sent, ...], and return [rows,
+    ...]."""
     stayed = where.rows - len(back)
     if not stayed:
         return back.view_as(back)
@@ -221,13 +227,13 @@ def _with_those_that_stayed(back: Tensor, where: Exchange) -> Tensor:
 
 
 def _sent(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Exchange rows and wait: `out` rows go to each member, `back` come from each."""
+    """Exchange rows and wait: `out` rows go to each member, `back` rows come from each."""
     return _begun(rows, out, back, group).end(group)
 
 
 def _begun(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> _Way:
-    """Begin an all-to-all of rows: `out` rows go to each member, `back` come from each."""
-    came, sent = rows.new_empty(sum(back), *rows.shape[1:]), rows.contiguous()
-    work = dist.all_to_all_single(came, sent, back, out, group=group, async_op=True)
+    """Begin an all-to-all of rows: `out` rows go to each member, `back` rows come from each."""
+    received, sent = rows.new_empty(sum(back), *rows.shape[1:]), rows.contiguous()
+    work = dist.all_to_all_single(received, sent, back, out, group=group, async_op=True)
     assert work is not None
-    return _Way(came, sent, work)
+    return _Way(received, sent, work)

@@ -2,7 +2,7 @@
 
 A value of the graph is replicated (R), a partial sum (P) or sharded along a dimension (S). This
 file owns the conversions between these layouts, as plain functions over torch.distributed that
-autograd can differentiate; which cast goes where is decided elsewhere.
+autograd can differentiate. The planner decides where a cast is made.
 
 | cast           | turns                        | forward        | backward       |
 |----------------|------------------------------|----------------|----------------|
@@ -17,18 +17,19 @@ autograd can differentiate; which cast goes where is decided elsewhere.
 | repeated       | equal values of copies to R  | identity       | zeros but on the first |
 
 Shards may be uneven and empty. A sharded dimension is `outer` repetitions of one or more pieces
-laid end to end, each piece sharded: a fused QKV weight is sharded by heads with outer = 3, one of
-unequal parts with a piece for each. An `outer` of 0 is derived from the tensor's shape.
+laid end to end, each piece sharded: a fused QKV weight is sharded by heads with outer = 3, a fused
+weight of unequal parts with a piece for each part. An `outer` of 0 is derived from the tensor's
+shape.
 
 The function of `enter` is `copy_to_parallel_region`, of `gather_enter` `all_gather_reduce_scatter`,
 of `once` `replicate_to_partial` and of `repeated` `keep_first_gradient`; the others have the names
 of their casts.
 
-Every member of a group calls the same casts in the same order, on tensors that agree in dtype and
-in every other dimension. A cast over a group of one returns its argument. The results of
+Every member of a group must call the same casts in the same order, on tensors that agree in dtype
+and in every other dimension. A cast over a group of one returns its argument. The results of
 `copy_to_parallel_region` and `keep_first_gradient` share the memory of their argument: autograd
-refuses to have them changed in place. The first member gets the very argument of
-`replicate_to_partial` and `keep_first_gradient`.
+refuses to change them in place. On the first member, `replicate_to_partial` and
+`keep_first_gradient` return their argument itself.
 """
 
 import math
@@ -48,7 +49,7 @@ from whale_train.strategies.plan.program import PlannedShard
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """A process group, and how its members shard a dimension.
+    """A process group, and the way its members shard a dimension.
 
     group: the members.
     sizes: each member's extent of one of the `outer` repetitions, in the order of the group's
@@ -80,7 +81,7 @@ class ShardGroup:
 
     @property
     def is_even(self) -> bool:
-        """Return whether all shards are equally large."""
+        """Return whether all shards have the same size."""
         return min(self.sizes) == max(self.sizes)
 
 
@@ -96,21 +97,23 @@ def copy_to_parallel_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of the members' `x`. The gradient of each member's `x` is the gradient of the
-    sum."""
+    """Return the sum of the members' `x`.
+
+    The gradient of each member's `x` is the gradient of the sum.
+    """
     if group.size() == 1:
         return x
     return apply_linear_map(x, partial(all_reduced, group=group), _unchanged)
 
 
 def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
-    """Return all members' shards of `dim` put together, for work that every member repeats.
+    """Concatenate all members' shards of `dim`, for work that every member repeats.
 
     The gradient is this rank's slice, without communication, as all members have the same gradient.
 
     x: this rank's shard, with outer * shards.size elements along `dim`; the result has outer *
         shards.total.
-    outer: the repetitions of the sharded factor in `dim`; 0: as the shape of `x` says.
+    outer: the repetitions of the sharded factor in `dim`; 0: derived from the shape of `x`.
     """
     if len(shards.sizes) == 1:
         return x
@@ -122,7 +125,7 @@ def slice_(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
     """Return this rank's shard of `dim` of a replicated `x`, as a copy. The gradient is gathered.
 
     x: outer * shards.total elements along `dim`; the result has outer * shards.size.
-    outer: the repetitions of the sharded factor in `dim`; 0: as the shape of `x` says.
+    outer: the repetitions of the sharded factor in `dim`; 0: derived from the shape of `x`.
     """
     if len(shards.sizes) == 1:
         return x
@@ -144,8 +147,8 @@ def replicate_to_partial(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def keep_first_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x`, which is equal on all members, for work that every member repeats.
 
-    The members sum its gradients elsewhere, so only the first member passes on its own; the others
-    pass on zeros.
+    The members' gradients are summed elsewhere, so only the first member passes on its gradient;
+    the others pass on zeros.
     """
     if group.size() == 1 or group.rank() == 0:
         return x
@@ -153,8 +156,7 @@ def keep_first_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather_reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
-    """Return all members' shards of `dim` put together, as an operand of work that is sharded
-    otherwise.
+    """Concatenate all members' shards of `dim`, as an operand of work that is sharded otherwise.
 
     The gradient is this rank's slice of the sum of the members' gradients. Integers and bools are
     gathered too, and have no gradient.
@@ -185,9 +187,9 @@ def reshard(
 ) -> Tensor:  # fmt: skip
     """Return this rank's shard of `dim` of a tensor whose shard of `from_dim` is `x`.
 
-    `source` describes the shards of `from_dim`, `shards` those of `dim`, over the same members.
-    Each member sends every other the intersection of its shard with that one's. Along one
-    dimension, the shards are gathered and sliced.
+    `source` describes the shards of `from_dim`, and `shards` the shards of `dim`, over the same
+    members. Each member sends every other member the intersection of the two members' shards. If
+    both dimensions are the same, the shards are gathered and sliced.
     """
     if len(shards.sizes) == 1:
         return x
@@ -203,19 +205,19 @@ def reshard(
 def shard_of(
     tensor: Tensor, layout: PlannedShard, intervals: Sequence[tuple[int, int]], index: int
 ) -> Tensor:
-    """Return a contiguous copy of the shard that member `index` holds of a whole `tensor`.
+    """Return a contiguous copy of the shard that member `index` holds of an unsharded `tensor`.
 
     layout: the plan's layout of the tensor: the sharded dimension and its pieces.
     intervals: the (start, stop) of every member, in units of the layout's axis.
 
-    Nothing else of `tensor` is read, so that of a tensor in mapped memory only the shard's pages
-    are touched. Not differentiable.
+    Nothing else of `tensor` is read, so only the shard's pages of a tensor in mapped memory are
+    touched. Not differentiable.
     """
     units, (start, stop) = max(stop for _, stop in intervals), intervals[index]
     pieces = layout.pieces or (units,)
     dim = layout.dim % tensor.dim()
     shape = tensor.shape
-    outer = shape[dim] // sum(pieces)  # not -1, which a tensor of no elements leaves open
+    outer = shape[dim] // sum(pieces)  # -1 would be ambiguous in a tensor without elements
     runs = tensor.detach().reshape(*shape[:dim], outer, sum(pieces), *shape[dim + 1 :])
     parts, offset = [], 0
     for extent in pieces:
@@ -226,15 +228,17 @@ def shard_of(
 
 
 def all_gather_stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every member's `x` stacked, [members, *x.shape]; `x` has the same shape on all
-    members. Not differentiable."""
+    """Stack every member's `x` into [members, *x.shape]; `x` has the same shape on all members.
+
+    Not differentiable.
+    """
     gathered = x.new_empty(group.size(), *x.shape)
     if x.numel():
         _all_gather_single(gathered.view(-1), x.reshape(-1), group=group)
     return gathered
 
 
-# torch 2.13 gave these two functions new names, and warns of the old ones.
+# torch 2.13 renamed these two functions, and warns of the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -257,7 +261,8 @@ class _Cast(torch.autograd.Function):
 
 
 def apply_linear_map(x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:
-    """Return `forward(x)`, a linear map over a group, whose gradient is mapped by `adjoint`."""
+    """Return `forward(x)`, a linear map over a group, with a gradient that is mapped by
+    `adjoint`."""
     result: Tensor = _Cast.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
     return result
 
@@ -267,7 +272,7 @@ class _ShardedDim:
     """A sharded dimension of a tensor.
 
     dim: the dimension, not negative.
-    outer: how often the sharded factor is repeated in it; 0: as the tensor's shape says.
+    outer: the number of repetitions of the sharded factor; 0: derived from the tensor's shape.
     shards: the members and their shards.
     """
 
@@ -276,18 +281,19 @@ class _ShardedDim:
     shards: ShardGroup
 
     def repetitions(self, x: Tensor, extent: int) -> int:
-        """Return the number of repetitions of the sharded factor, `extent` long, in `x`."""
+        """Return the number of repetitions in `x` of the sharded factor, which has the extent
+        `extent`."""
         return self.outer or x.shape[self.dim] // max(extent, 1)
 
     def folded(self, x: Tensor, extent: int) -> Tensor:
-        """Return `x` as [lead, extent, tail]: the sharded factor between all before and all after
-        it."""
+        """Return `x` as [lead, extent, tail], with the sharded factor between all dimensions before
+        and after it."""
         lead = math.prod(x.shape[: self.dim]) * self.repetitions(x, extent)
         return x.reshape(lead, extent, math.prod(x.shape[self.dim + 1 :]))
 
     def unfolded(self, x: Tensor, held: int, extent: int) -> tuple[int, ...]:
-        """Return the shape of `x` with `extent` of the sharded factor instead of the `held` that it
-        has."""
+        """Return the shape of `x` with the extent `extent` of the sharded factor instead of
+        `held`."""
         width = self.repetitions(x, held) * extent
         return (*x.shape[: self.dim], width, *x.shape[self.dim + 1 :])
 
@@ -301,8 +307,8 @@ class _ShardedDim:
 
 
 def _view(x: Tensor) -> Tensor:
-    """Return a view of `x`: a Function that returned its very input would hide it from autograd."""
-    return x.view_as(x)  # a Function that returned its very input would hide it from autograd
+    """Return a view of `x`."""
+    return x.view_as(x)  # a Function that returned its input itself would hide it from autograd
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -311,10 +317,10 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of the members' `x`, of the shape of `x`, in a new contiguous tensor. Not
-    differentiable.
+    """Return the sum of the members' `x`, of the shape of `x`, in a new contiguous tensor.
 
-    The tensor is new because `x` may be a gradient or an activation with other readers.
+    The tensor is new because `x` may be a gradient or an activation with other readers. Not
+    differentiable.
     """
     total = x.clone(memory_format=torch.contiguous_format)
     if total.numel():
@@ -323,20 +329,22 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _my_slice(x: Tensor, place: _ShardedDim) -> Tensor:
-    """Return this rank's slice of a whole `x`, as a copy."""
+    """Return this rank's slice of an unsharded `x`, as a copy."""
     return _slice(x, place, place.shards.rank)
 
 
 def _slice(x: Tensor, place: _ShardedDim, member: int) -> Tensor:
-    """Return the slice of one member as a copy: a view would keep the whole of `x` alive as long as
-    the shard."""
+    """Return the slice of one member as a copy.
+
+    A view would keep all of `x` alive as long as the shard.
+    """
     shards, size = place.shards, place.shards.sizes[member]
-    whole, shape = place.folded(x, shards.total), place.unfolded(x, shards.total, size)
+    folded, shape = place.folded(x, shards.total), place.unfolded(x, shards.total, size)
     if len(shards.pieces) > 1:
-        parts = [whole.narrow(1, start, length) for start, length in place.ranges(member)]
+        parts = [folded.narrow(1, start, length) for start, length in place.ranges(member)]
         return torch.cat(parts, 1).view(shape)
-    its = whole.narrow(1, sum(shards.sizes[:member]), size)
-    return its.clone(memory_format=torch.contiguous_format).view(shape)
+    shard = folded.narrow(1, sum(shards.sizes[:member]), size)
+    return shard.clone(memory_format=torch.contiguous_format).view(shape)
 
 
 def _exchanged(x: Tensor, have: _ShardedDim, want: _ShardedDim) -> Tensor:
@@ -348,12 +356,12 @@ def _exchanged(x: Tensor, have: _ShardedDim, want: _ShardedDim) -> Tensor:
     own = parts[have.shards.rank]
     shapes = [have.unfolded(own, own_extent, size) for size in have.shards.sizes]
     sizes = [math.prod(shape) for shape in shapes]
-    came = x.new_empty(sum(sizes))
+    buffer = x.new_empty(sum(sizes))
     sent = [part.numel() for part in parts]
     dist.all_to_all_single(
-        came, torch.cat([part.view(-1) for part in parts]), sizes, sent, group=have.shards.group
+        buffer, torch.cat([part.view(-1) for part in parts]), sizes, sent, group=have.shards.group
     )
-    received = zip(torch.split(came, sizes), shapes, have.shards.sizes, strict=True)
+    received = zip(torch.split(buffer, sizes), shapes, have.shards.sizes, strict=True)
     folded = [have.folded(block.view(shape), size) for block, shape, size in received]
     if len(have.shards.pieces) > 1:
         folded = _in_order(folded, have)
@@ -361,8 +369,10 @@ def _exchanged(x: Tensor, have: _ShardedDim, want: _ShardedDim) -> Tensor:
 
 
 def _all_gather(x: Tensor, place: _ShardedDim) -> Tensor:
-    """Return the whole tensor. Uneven shards are padded to the widest before they are sent, as gloo
-    gathers only equal ones."""
+    """Return the unsharded tensor.
+
+    Uneven shards are padded to the widest before they are sent, as gloo gathers only equal shards.
+    """
     if x.dtype == torch.bool:  # gloo has no bool
         return _all_gather(x.view(torch.uint8), place).view(torch.bool)
     shards = place.shards
@@ -385,8 +395,10 @@ def _all_gather(x: Tensor, place: _ShardedDim) -> Tensor:
 
 
 def _in_order(gathered: Sequence[Tensor] | Tensor, place: _ShardedDim) -> list[Tensor]:
-    """Return every member's part of every piece, piece by piece. `gathered` are the members'
-    shards, as [lead, extent, tail] each."""
+    """Return every member's part of every piece, piece by piece.
+
+    `gathered` are the members' shards, each [lead, extent, tail].
+    """
     members = range(len(place.shards.sizes))
     offsets = [0 for _ in members]
     parts = []
@@ -417,7 +429,7 @@ def _sum_slice(x: Tensor, place: _ShardedDim) -> Tensor:
 
 
 def _scatters_well(group: dist.ProcessGroup) -> bool:
-    """Return whether a reduce-scatter is a faster way to a slice of a sum than an all-reduce.
+    """Return whether a reduce-scatter computes a slice of a sum faster than an all-reduce.
 
     It moves half the bytes of an all-reduce, but gloo's took about 2.6 times as long as its
     all-reduce on large tensors (torch 2.13, two processes of one host).

@@ -1,12 +1,12 @@
 """Messages between the chunks of a pipeline: sent without waiting, received ahead of their use.
 
 Every member of a shard group holds the whole of a value that crosses stages. Member j of the
-receiving group gets it from member j modulo the sender's size, so every link between two stages
-carries its part.
+receiving group gets the value from member j modulo the sender's size, so every link between two
+stages carries its part.
 
-Both ends know the shape and the dtype of every value to come, and post the messages between them in
-one order (`strategies/schedule/messages.py`), each as one batch, as NCCL has no tags. On backends
-with tags (gloo, shared memory), each value has its own.
+Both ends know the shape and the dtype of every value to come. They post the messages between them
+in one order (`strategies/schedule/messages.py`), each as one batch, as NCCL has no tags. On
+backends with tags (gloo, shared memory), each value has its own tag.
 """
 
 from collections import deque
@@ -25,7 +25,8 @@ from whale_train.strategies.schedule.messages import Message
 class Passage:
     """A message between this rank and another.
 
-    is_sent: whether this rank sends it; it receives it otherwise.
+    message: the message.
+    is_sent: True if this rank sends it, False if this rank receives it.
     """
 
     message: Message
@@ -38,7 +39,7 @@ class _Link:
 
     peer: the other rank.
     passages: all messages, in the order in which both ends post them.
-    posted: how many of them are posted.
+    posted: the number of posted messages.
     given: the values of messages to send that are not posted yet.
     coming: the works and buffers of receives that are posted and not awaited yet.
     """
@@ -53,8 +54,9 @@ class _Link:
 class Transport:
     """The point-to-point messages of this rank.
 
-    device: where received tensors are made.
-    groups: the group for messages with a rank, by rank. Messages with others go through the world.
+    device: the device of received tensors.
+    groups: the group for messages with a rank, by rank. Messages with other ranks go through the
+        world.
     types: returns the types of a message's values, in order.
     """
 
@@ -69,8 +71,11 @@ class Transport:
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def begin(self, passages: Mapping[int, Sequence[Passage]]) -> None:
-        """Begin a step. `passages` are its messages, by the rank at the other end, in the order in
-        which both ends post them."""
+        """Begin a step.
+
+        passages: the step's messages, by the rank at the other end, in the order in which both ends
+        post them.
+        """
         self._links = {
             peer: _Link(peer, tuple(peer_passages)) for peer, peer_passages in passages.items()
         }
@@ -78,7 +83,7 @@ class Transport:
     def send(self, message: Message, values: Sequence[Tensor], targets: Sequence[int]) -> None:
         """Begin to send the values of a message to each rank of `targets`, without waiting.
 
-        Raises RuntimeError if their shapes or dtypes are not those that the receiver expects.
+        Raises RuntimeError if the shapes or dtypes are not those that the receiver expects.
         """
         types = self._types(message)
         for value, expected in zip(values, types, strict=True):
@@ -109,21 +114,24 @@ class Transport:
 
     @property
     def passing(self) -> list[Tensor]:
-        """Return the tensors in transit: the buffers of receives, and sent values not known to have
-        left."""
+        """Return the tensors in transit: the buffers of receives, and sent values that may not have
+        left yet."""
         coming = (values for link in self._links.values() for _, values in link.coming.values())
         return [x for values in (*coming, *(sent for _, sent in self._sent)) for x in values]
 
     def finish(self) -> None:
-        """End a step: wait until everything sent has left."""
+        """End a step: wait until all sent values have left."""
         for link in self._links.values():
             assert link.posted == len(link.passages), (link.peer, link.posted)
         while self._sent:
             self._release()
 
     def _post(self, link: _Link, last: Message, ahead: bool = False) -> None:
-        """Post the messages of a link up to `last`. With `ahead`, posting ends before the first
-        send whose values are not given yet; without, there must be none."""
+        """Post the messages of a link up to `last`.
+
+        With `ahead`, posting ends before the first send whose values are not given yet. Without
+        `ahead`, all values to send must be given.
+        """
         while True:
             passage = link.passages[link.posted]
             message = passage.message
@@ -137,8 +145,8 @@ class Transport:
                 self._sent.append((works, values))  # the tensors must live until they are sent
             else:
                 buffers = [
-                    torch.empty(of.shape, dtype=of.dtype, device=self._device)
-                    for of in self._types(message)
+                    torch.empty(value_type.shape, dtype=value_type.dtype, device=self._device)
+                    for value_type in self._types(message)
                 ]
                 filled = [_as_sent(buffer) for buffer in buffers if buffer.numel()]
                 link.coming[message] = (self._batch(dist.irecv, link, filled), buffers)
@@ -156,7 +164,8 @@ class Transport:
         group = self._groups.get(link.peer)
         tagged = [(value, link.posted * _MOST_VALUES + i) for i, value in enumerate(values)]
         if self._device.type == "cpu":
-            # A batch is of use to NCCL alone, and torch 2.14 makes none of a group in Python.
+            # Only NCCL gains from a batch, and torch 2.14 makes no batch for a group written in
+            # Python.
             begun = (operation(value, link.peer, group=group, tag=tag) for value, tag in tagged)
             return [work for work in begun if work is not None]
         return dist.batch_isend_irecv(
@@ -164,15 +173,14 @@ class Transport:
         )
 
     def _forget_sent(self) -> None:
-        """Release the oldest sends, as far as they are complete, so that their tensors can be
-        freed."""
+        """Release the oldest sends that are complete, so that their tensors can be freed."""
         while self._sent and all(work.is_completed() for work in self._sent[0][0]):
             self._release()
 
     def _release(self) -> None:
         """Wait for the oldest send and release its tensors."""
         works, _ = self._sent.popleft()
-        for work in works:  # NCCL's hold the tensor until they are awaited
+        for work in works:  # NCCL's works hold the tensor until they are awaited
             work.wait()
 
 
@@ -180,6 +188,6 @@ _MOST_VALUES = 1 << 10  # the most that one message may have
 
 
 def _as_sent(value: Tensor) -> Tensor:
-    """Return `value` in a dtype that every backend sends: a bool tensor, which gloo cannot send, as
-    a uint8 view."""
+    """Return `value` in a dtype that every backend sends: a bool tensor as a uint8 view, as gloo
+    has no bool."""
     return value.view(torch.uint8) if value.dtype == torch.bool else value

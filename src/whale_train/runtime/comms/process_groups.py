@@ -1,7 +1,7 @@
 """The plan's process groups. Every rank makes all of them, in the plan's order.
 
-A group is described by the plan's name for it (torch's `group_desc`, which NCCL's watchdog logs);
-`runtime/failures/timeouts.py` says how the plan names a group in a report.
+A group is described by the plan's name for it (torch's `group_desc`, which NCCL's watchdog logs).
+`runtime/failures/timeouts.py` owns the names of groups in a report.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from whale_train.strategies.plan.group_names import group_name
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedPipeline
 
-# A rank that ends is noticed by its host; this only bounds a wait for one that hangs.
+# A rank's host notices that the rank ended; this limit is for a rank that hangs.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -39,10 +39,10 @@ def join(
 
     GPUs use NCCL, and gloo for tensors on the host; CPU processes use gloo.
 
-    rendezvous: where the ranks meet: a URL or a store.
+    rendezvous: the meeting point of the ranks: a URL or a store.
     timeout: the limit of the meeting, and of every wait in the world.
     pace: the slowdown that a CPU process emulates; None: full speed.
-    links: the slow links that a CPU process emulates; None: none.
+    links: the slow links that a CPU process emulates; None: no slow links.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if pace is not None or links is not None:
@@ -62,24 +62,27 @@ def join(
 
 
 def file_rendezvous(run_dir: Path) -> str:
-    """Return the URL at which the ranks of one host meet: a file, which needs no port and cannot
-    collide with another job's."""
+    """Return the URL at which the ranks of one host meet.
+
+    It names a file, which needs no port and cannot collide with another job's.
+    """
     return f"file://{run_dir / 'rendezvous'}"
 
 
 def make_groups(
     plan: Plan, rank: int, timeout: timedelta = TIMEOUT
 ) -> dict[str, dist.ProcessGroup]:
-    """Make all groups of the plan, and return those that `rank` is in, by the plan's names.
+    """Make all groups of the plan, and return the groups that `rank` is a member of, by the plan's
+    names.
 
     Equal lists of ranks share one group. A split whose members can share memory has a separate
-    group for it. So have copies that keep whole parameters, for sums in shared memory, beside their
-    own group (named by `sums_of`).
+    group in shared memory. Copies that hold whole parameters have such a group for sums, besides
+    their own group (named by `sums_of`).
     """
     world = tuple(range(plan.world_size))
-    made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
+    by_ranks: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
-        made[world, False] = dist.group.WORLD
+        by_ranks[world, False] = dist.group.WORLD
     copied = list(_copied(plan))
     host_ids = homes() if copied or _has_splits(plan) else []
 
@@ -90,11 +93,11 @@ def make_groups(
     for name, lists in plan.groups.items():
         for ranks in lists:
             shared = _is_split(name, ranks) and share(ranks)
-            if (ranks, shared) not in made:
+            if (ranks, shared) not in by_ranks:
                 new_group = SharedMemoryGroup.new if shared else _new_group
-                made[ranks, shared] = new_group(list(ranks), timeout, group_name(plan, ranks))
+                by_ranks[ranks, shared] = new_group(list(ranks), timeout, group_name(plan, ranks))
             if rank in ranks:
-                groups[name] = made[ranks, shared]
+                groups[name] = by_ranks[ranks, shared]
     for name, copies in copied:
         for ranks in filter(share, copies):
             group = SharedMemoryGroup.new(list(ranks), timeout, group_name(plan, ranks))
@@ -106,11 +109,12 @@ def make_groups(
 def make_channels(
     plan: Plan, rank: int, device: torch.device, timeout: timedelta = TIMEOUT
 ) -> dict[int, dist.ProcessGroup]:
-    """Make all groups of two for the messages of a pipeline, and return those that `rank` is in, by
-    the other rank.
+    """Make all groups of two for the messages of a pipeline, and return this rank's, by the other
+    rank.
 
     GPUs have a group for every pair of ranks that communicate, and so have CPU ranks that can share
-    memory. The messages of other pairs go through the world. Empty without a pipeline.
+    memory. The messages of other pairs go through the world. The result is empty without a
+    pipeline.
     """
     if plan.pipeline is None:
         return {}
@@ -129,8 +133,10 @@ def make_channels(
 
 
 def _new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-    """Return a group for tensors on the ranks' devices. With GPUs it is NCCL's alone: only the
-    world has a group for tensors on the host."""
+    """Return a group for tensors on the ranks' devices.
+
+    With GPUs the group has NCCL only: only the world also serves tensors on the host.
+    """
     backend = "nccl" if "nccl" in dist.get_backend_config() else None
     group: dist.ProcessGroup = dist.new_group(
         ranks, timeout=timeout, backend=backend, group_desc=group_desc
@@ -145,17 +151,19 @@ def _talking(pipeline: PlannedPipeline) -> list[tuple[int, int]]:
     for copy in pipeline.copies:
         for start, end, _ in pipeline.edges:
             for a, b in set(zip(copy.owners[start], copy.owners[end], strict=True)):
-                here, there = copy.positions[a], copy.positions[b]
-                width = max(len(here), len(there)) if a != b else 0
+                senders, receivers = copy.positions[a], copy.positions[b]
+                width = max(len(senders), len(receivers)) if a != b else 0
                 for j in range(width):
-                    one, other = here[j % len(here)], there[j % len(there)]
+                    one, other = senders[j % len(senders)], receivers[j % len(receivers)]
                     pairs.add((min(one, other), max(one, other)))
     return sorted(pairs)
 
 
 def homes() -> list[str]:
-    """Return the id of the host whose shared memory each rank can map, by rank. The id is different
-    for every rank where none can. All ranks call it."""
+    """Return the id of the host whose shared memory each rank can map, by rank.
+
+    A rank that cannot share memory has an id of its own. A collective of the world.
+    """
     host_ids = [str(rank) for rank in range(dist.get_world_size())]
     if dist.get_backend() == "gloo":
         dist.all_gather_object(host_ids, home() or host_ids[dist.get_rank()])
@@ -172,8 +180,8 @@ def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Yield the name of the `sums_of` group, and the lists of ranks, of every TaskGraph whose
     gradients DistributedDataParallel sums.
 
-    It does where a step has one backward, or the model runs unchanged, without ZeRO or a split.
-    Shared memory sums fp32 alone: with another `reduce_dtype` nothing is yielded.
+    It sums them where a step has one backward, or the model runs unchanged, without ZeRO or a
+    split. Shared memory sums fp32 only: with another `reduce_dtype` nothing is yielded.
     """
     if plan.reduce_dtype != "fp32":
         return  # shared memory sums fp32 alone
@@ -194,8 +202,11 @@ def _is_split(name: str, ranks: tuple[int, ...]) -> bool:
 
 
 def limit_waits(timeout: timedelta) -> None:
-    """Set the limit of waits in all groups of this rank. DeepSpeed makes some of its own, with
-    torch's default. Groups in shared memory keep the limit that they were made with."""
+    """Set the limit of waits in all groups of this rank.
+
+    DeepSpeed makes groups with torch's default limit. Groups in shared memory keep the limit that
+    they were made with.
+    """
     for group in _world.pg_map:
         if isinstance(group, PacedGroup):
             _set_pg_timeout(timeout, group.inner)
@@ -205,7 +216,9 @@ def limit_waits(timeout: timedelta) -> None:
 
 
 def leave() -> None:
-    """Wait for all ranks, and destroy the groups. A rank that left first would abort the others'
-    pending connections."""
+    """Wait for all ranks, and destroy the groups.
+
+    A rank that left first would abort the others' pending connections.
+    """
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Compilation of the blocks of an unchanged model: the outermost members of its module lists.
+"""Compile the blocks of an unchanged model: the outermost members of its module lists.
 
-A block that computes a loss is left as it is, as `GlobalMeans` must see the loss's operations.
+A block that computes a loss is not compiled, as `GlobalMeans` must see the loss's operations.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,17 +20,17 @@ from whale_train.strategies.graph.operation_graph import is_repeated
 
 
 def compile_blocks(module: nn.Module, compiler: Compiler) -> list[nn.Module]:
-    """Make every block of `module` run code of `compiler` from its second forward on, and return
-    the blocks.
+    """Make every block of `module` run code of `compiler` from its second forward on; return the
+    blocks.
 
-    The first forward runs uncompiled and tells whether the block computes a loss. Blocks of one
-    class that differ in nothing but the values of their tensors have the same code. Batch norms
-    that communicate stay uncompiled.
+    The first forward runs uncompiled and shows whether the block computes a loss. Blocks of one
+    class that differ only in the values of their tensors share their code. Batch norms that
+    communicate stay uncompiled.
     """
     blocks: list[nn.Module] = []
     within: tuple[str, ...] = ()
     for name, part in module.named_modules():
-        if isinstance(part, GlobalBatchNorm):  # it asks other ranks
+        if isinstance(part, GlobalBatchNorm):  # it communicates with other ranks
             alone: Any = torch.compiler.disable
             part.forward = alone(part.forward)  # type: ignore[method-assign]
         if not is_repeated(model_path(name)) or name.startswith(within):
@@ -45,7 +45,7 @@ def compile_blocks(module: nn.Module, compiler: Compiler) -> list[nn.Module]:
 
 
 class _Block:
-    """The forward of one block, as it is and compiled."""
+    """The forward of one block, uncompiled and compiled."""
 
     def __init__(self, forward: Callable[..., Any], compiler: Compiler, name: str) -> None:
         self._forward, self._compiler, self._name = forward, compiler, name
@@ -74,8 +74,8 @@ class _Block:
 
 
 class _Calls(TorchFunctionMode):
-    """Records whether a mean over targets (`losses`) or dropout (`drops`) is computed inside this
-    mode."""
+    """A mode that records whether a mean over targets (`losses`) or dropout (`drops`) is
+    computed."""
 
     def __init__(self) -> None:
         super().__init__()

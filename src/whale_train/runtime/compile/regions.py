@@ -1,4 +1,4 @@
-"""The regions of a graph that torch.compile gets: runs of consecutive operations of one block.
+"""Compile the regions of a graph: runs of consecutive operations of one block.
 
 A region ends before any node that is not an operation of torch: a collective, a split loss, a
 product that computes its weight's gradient itself.
@@ -16,7 +16,7 @@ from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.kernels.rms_norm import rms_norm
 from whale_train.strategies.graph.operation_graph import is_repeated
 
-_FEWEST = 2  # operations that compute, for which a region is worth its call
+_FEWEST = 2  # the least number of computing operations for which a region is worth its call
 
 
 def compile_regions(graph: fx.GraphModule, compiler: Compiler) -> None:
@@ -47,8 +47,10 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Return whether torch.compile sees all that `node` does: it changes no tensor in place, and no
-    object decides what it does."""
+    """Return whether torch.compile sees everything that `node` does.
+
+    Such a node changes no tensor in place, and depends on no state of an object.
+    """
     if node.op != "call_function":
         return False
     if isinstance(node.target, OpOverload):
@@ -63,28 +65,28 @@ def _computes(node: fx.Node) -> bool:
     """Return whether a node makes a tensor that is not a view."""
     if isinstance(node.target, OpOverload):
         returns = node.target._schema.returns
-        made = [x for x in returns if x.alias_info is None and "Tensor" in str(x.type)]
-        return bool(made) and node.target._schema.name not in _OFTEN_VIEWS
+        results = [x for x in returns if x.alias_info is None and "Tensor" in str(x.type)]
+        return bool(results) and node.target._schema.name not in _OFTEN_VIEWS
     return node.target is rms_norm
 
 
-# Composite operations whose schemas do not say that they give views where they can.
+# Composite operations that return views where they can, although their schemas do not declare it.
 _OFTEN_VIEWS = frozenset(("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten"))
 
 
 def _replace(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler) -> None:
-    """Replace a region by a call of its compiled code. A region without a use outside of it
-    stays."""
+    """Replace a region by a call of its compiled code; do nothing if nothing reads the region's
+    values."""
     inside = set(nodes)
     takes = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
     gives = [node for node in nodes if any(user not in inside for user in node.users)]
     if not gives:
         return
     region = fx.Graph()
-    made = {x: region.placeholder(f"taken_{i}") for i, x in enumerate(takes)}
+    copies = {x: region.placeholder(f"taken_{i}") for i, x in enumerate(takes)}
     for node in nodes:
-        made[node] = region.node_copy(node, lambda x: made[x])
-    region.output(tuple(made[node] for node in gives))
+        copies[node] = region.node_copy(node, lambda x: copies[x])
+    region.output(tuple(copies[node] for node in gives))
     block = nodes[0].meta.get(BLOCK, "")
     module = compiler.compiled(fx.GraphModule({}, region), _text(region), block)
     name = f"region_{nodes[0].name}"
@@ -106,7 +108,7 @@ def _replace(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler
 
 
 def _text(region: fx.Graph) -> str:
-    """Return a text that is equal for regions that compute the same from their arguments."""
+    """Return a text that is equal for regions with the same computation on their arguments."""
     number = {node: i for i, node in enumerate(region.nodes)}
 
     def written(value: Any) -> Any:

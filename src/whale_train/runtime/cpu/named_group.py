@@ -7,7 +7,7 @@ from torch import distributed as dist
 
 
 class NamedGroup(dist.ProcessGroup):
-    """A process group that keeps its name: torch keeps it only for groups written in C++ (2.13).
+    """A process group that keeps its name: torch keeps names only for groups written in C++ (2.13).
 
     BACKEND: the name of this kind of group in torch.
     """
@@ -19,7 +19,8 @@ class NamedGroup(dist.ProcessGroup):
 
     @classmethod
     def new(cls, ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-        """Return a group of CPU ranks, made by `dist.new_group`. Every rank of the job calls it.
+        """Return a group of CPU ranks, made by `dist.new_group`. Every rank of the job must call
+        it.
 
         ranks: the members.
         timeout: the limit of every wait in the group.

@@ -1,12 +1,12 @@
 """Process groups whose members share one host's memory: the collectives of a split on CPUs.
 
-A split puts a collective between any two layers, and everyone waits for it. gloo sends it through
-the loopback's TCP by a thread of its own. On a host whose cores all compute, that took 0.6 to 5 ms
+A split puts a collective between any two layers, and all members wait for it. gloo sends it through
+the loopback's TCP by a thread of its own. On a host whose cores are all busy, that took 0.6 to 5 ms
 for a sum of 1 MB over two processes; two copies and an addition take a tenth of that.
 
-Owns the transport and the collectives over it (all-reduce, all-gather, reduce-scatter, all-to-all);
-which groups use it is `runtime/comms/process_groups.py`'s choice. torch.distributed's own functions
-accept such a group like any other.
+This file owns the transport and the collectives over it (all-reduce, all-gather, reduce-scatter,
+all-to-all); `runtime/comms/process_groups.py` chooses the groups that use it. torch.distributed's
+own functions accept such a group like any other.
 """
 
 import mmap
@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import Store
 
 from whale_train.runtime.cpu.named_group import NamedGroup
 
-# What a member writes at once. Larger tensors go in parts, so that the sum of one is computed from
-# caches, and the memory shared does not grow with the model.
+# The most that a member writes at once. Larger tensors are sent in parts, so that a sum is computed
+# from caches, and the shared memory does not grow with the model.
 SLOT_BYTES = 1 << 20
 
 _Combine = Callable[..., Tensor]
@@ -35,8 +35,11 @@ _Take = Callable[[Tensor, int], None]
 
 
 def home() -> str | None:
-    """Return an id that is equal in processes that can share memory: those of one kernel and one
-    network namespace. None where the system has no anonymous files to share."""
+    """Return an id that is equal in processes that can share memory.
+
+    Such processes have the same kernel and the same network namespace. The result is None if the
+    system has no anonymous files to share.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -46,9 +49,9 @@ def home() -> str | None:
 class SharedMemoryGroup(NamedGroup):
     """A process group that computes collectives in shared memory.
 
-    Sums are made in the order of the members, so that all members get the same bits. A collective
-    is completed by its `wait`, or when the next one begins. Reductions other than SUM, MAX and MIN
-    raise NotImplementedError.
+    Sums are computed in the order of the members, so that all members get the same bits. A
+    collective is completed by its `wait`, or when the next collective begins. Reductions other than
+    SUM, MAX and MIN raise NotImplementedError.
     """
 
     BACKEND = "shared_memory"
@@ -58,18 +61,19 @@ class SharedMemoryGroup(NamedGroup):
         self._slots = _Slots(store, rank, size, timeout)
         self._begun: _Exchange | None = None
 
-    # torch has several overloads of these three; its functions call those with lists of a tensor.
+    # torch has several overloads of these three methods; its functions call those with lists of one
+    # tensor.
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: Any
     ) -> dist.Work:
         """Begin to reduce a tensor over the members, in place."""
         (tensor,) = tensors
-        combine, whole = _combination(options.reduceOp), tensor.view(-1)
+        combine, flat = _combination(options.reduceOp), tensor.view(-1)
 
         def take(parts: Tensor, start: int) -> None:
-            _combine(combine, parts, whole[start : start + parts.shape[1]])
+            _combine(combine, parts, flat[start : start + parts.shape[1]])
 
-        return self._begin(whole, take)
+        return self._begin(flat, take)
 
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None
@@ -86,14 +90,13 @@ class SharedMemoryGroup(NamedGroup):
         return self._begin(sent.reshape(-1), take)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
-        """Begin to gather the members' tensors, of one size, into `output`, [members * n] in
-        all."""
+        """Begin to gather the members' tensors, [n] each, into `output`, [members * n]."""
         return self.allgather([list(output.view(self.size(), -1))], [tensor], options)
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any
     ) -> dist.Work:
-        """Begin to reduce a list of one tensor per member, of which this member gets its own."""
+        """Begin to reduce a list of one tensor per member; this member gets the sum of its own."""
         (output,), (chunks,) = outputs, inputs
         combine, own_sum = _combination(options.reduceOp), output.view(-1)
         first = sum(chunk.numel() for chunk in chunks[: self.rank()])
@@ -107,7 +110,7 @@ class SharedMemoryGroup(NamedGroup):
         return self._begin(torch.cat([chunk.reshape(-1) for chunk in chunks]), take)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any) -> dist.Work:
-        """Begin to reduce `whole`, [members * n] in all, of which this member gets its part."""
+        """Begin to reduce `whole`, [members * n]; this member gets its part, [n]."""
         return self.reduce_scatter([output], [list(whole.view(self.size(), -1))], options)
 
     def alltoall_base(
@@ -118,12 +121,15 @@ class SharedMemoryGroup(NamedGroup):
         input_sizes: Sequence[int],
         options: Any = None,
     ) -> dist.Work:
-        """Begin to exchange rows: `input_sizes` go to the members, and `output_sizes` come from
-        them. Without sizes, parts are equal."""
+        """Begin to exchange rows: `input_sizes` rows go to the members, `output_sizes` come from
+        them.
+
+        Without sizes, parts are equal.
+        """
         sent = _elements(tensor, input_sizes, self.size())
         all_sent = torch.empty(self.size(), self.size(), dtype=torch.int64)
         self.all_gather_single(all_sent, torch.tensor(sent)).wait()
-        whole = output.view(-1)
+        flat = output.view(-1)
         ends = (all_sent.cumsum(1)[:, self.rank()]).tolist()
         sizes = all_sent[:, self.rank()].tolist()
         assert sizes == _elements(output, output_sizes, self.size())
@@ -134,13 +140,13 @@ class SharedMemoryGroup(NamedGroup):
                 low, high = max(end - size, start), min(end, start + parts.shape[1])
                 if low < high:
                     first = to[member] + low - (end - size)
-                    whole[first : first + high - low] = parts[member, low - start : high - start]
+                    flat[first : first + high - low] = parts[member, low - start : high - start]
 
-        padded = tensor.new_zeros(int(all_sent.sum(1).max()))  # all members put as much
+        padded = tensor.new_zeros(int(all_sent.sum(1).max()))  # all members put equally many
         padded[: tensor.numel()] = tensor.view(-1)
         return self._begin(padded, take)
 
-    # The names of these two up to torch 2.12.
+    # These are the names of both methods up to torch 2.12.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -149,7 +155,8 @@ class SharedMemoryGroup(NamedGroup):
         self._slots.close()
 
     def _begin(self, sent: Tensor, take: _Take) -> dist.Work:
-        """Begin a collective of the flat tensor `sent`, after completing the one before."""
+        """Begin a collective of the flat tensor `sent`, after completing the previous
+        collective."""
         if self._begun is not None:
             self._begun.wait()
         self._begun = _Exchange(self._slots, sent, take)
@@ -160,8 +167,8 @@ class _Exchange(dist.Work):
     """A collective: every member's flat tensor, in parts that all members can read.
 
     sent: [n]; this member's tensor.
-    take: called with (parts, start) for each part: parts is [members, m], all members' elements
-        [start, start + m).
+    take: called with (parts, start) for each part: parts is [members, m], the elements [start,
+        start + m) of all members.
     """
 
     def __init__(self, slots: "_Slots", sent: Tensor, take: _Take) -> None:
@@ -184,9 +191,9 @@ class _Exchange(dist.Work):
 class _Slots:
     """Shared memory in which every member has two slots, and a socket to every other member.
 
-    A member writes its part into one slot and notifies the others. When all have, it reads theirs,
-    and the next part goes to the other slot: a member that writes there has been notified by all
-    others that they are past reading it.
+    A member writes its part into one slot and notifies the others. When all members have written,
+    it reads their parts, and the next part goes to the other slot. A member that writes there has
+    been notified by all others that they have finished reading it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -202,18 +209,19 @@ class _Slots:
             peer.send(b".")
 
     def parts(self, part: Tensor) -> Tensor:
-        """Wait until all members have put a part, and return the parts, [members, n]. `part` is the
-        one that this member put. They are valid until the next `put`.
+        """Wait until all members have put a part, and return the parts, [members, n].
+
+        `part` is the part that this member put. The result is valid until the next `put`.
 
         Raises RuntimeError after the group's time limit, ConnectionError if a member has ended.
         """
         for member, peer in self._peers.items():
             try:
-                said = peer.recv(1)
+                notice = peer.recv(1)
             except TimeoutError:
                 limit_s = peer.gettimeout()
                 raise RuntimeError(f"timed out: {limit_s:g} s for member {member}") from None
-            if not said:
+            if not notice:
                 raise ConnectionResetError(f"connection closed by peer, member {member}")
         all_parts = self._of(part)
         self._turn = 1 - self._turn
@@ -224,7 +232,7 @@ class _Slots:
             peer.close()
 
     def _of(self, part: Tensor) -> Tensor:
-        """Return the slots in turn, as [members, n] of the dtype of `part`, [n]."""
+        """Return the current slots, as [members, n] of the dtype of `part`, [n]."""
         slots = self._memory.view(2, len(self._peers) + 1, SLOT_BYTES)[self._turn]
         return slots[:, : part.numel() * part.element_size()].view(part.dtype)
 
@@ -232,7 +240,7 @@ class _Slots:
 def _elements(tensor: Tensor, sizes: Sequence[int], members: int) -> list[int]:
     """Return the number of elements of `tensor` that belong to each member.
 
-    They are those of `sizes` rows, or equal parts where `sizes` is empty.
+    They are the elements of `sizes` rows, or equal parts if `sizes` is empty.
     """
     if not sizes:
         return [tensor.numel() // members] * members
@@ -241,14 +249,16 @@ def _elements(tensor: Tensor, sizes: Sequence[int], members: int) -> list[int]:
 
 
 def _combination(operation: Any) -> _Combine:
-    """Return the function that combines two tensors by a reduction of torch.distributed. Raises
-    NotImplementedError for any but SUM, MAX and MIN."""
+    """Return the function that combines two tensors by a reduction of torch.distributed.
+
+    Raises NotImplementedError for any reduction but SUM, MAX and MIN.
+    """
     for known, combine in (
         (dist.ReduceOp.SUM, torch.add),
         (dist.ReduceOp.MAX, torch.maximum),
         (dist.ReduceOp.MIN, torch.minimum),
     ):
-        if operation == known:  # torch's type of them has no hash of its own
+        if operation == known:  # torch's type of reductions has no hash of its own
             return combine
     raise NotImplementedError(f"{operation} through shared memory")
 
@@ -262,7 +272,7 @@ def _combine(combine: _Combine, parts: Tensor, out: Tensor) -> None:
         combine(out, part, out=out)
 
 
-_CREDENTIALS = struct.Struct("3i")  # of Linux's SO_PEERCRED: process, user and group
+_CREDENTIALS = struct.Struct("3i")  # Linux's SO_PEERCRED: process, user and group
 
 
 def user_of(peer: socket.socket) -> int:
@@ -282,9 +292,9 @@ def meet(
 ) -> dict[int, socket.socket]:
     """Return a socket to every other member, by rank in the group.
 
-    Members find each other's sockets by abstract names in `store`. An abstract name (one that
-    begins with a null) is no file, and ends with its socket. All users of the host can see it and
-    connect to it, so a connection from another user, as told by `user_of`, is closed. Raises
+    Members find each other's sockets by abstract names in `store`. An abstract name (it begins with
+    a null) is no file, and disappears with its socket. All users of the host can see it and connect
+    to it, so a connection from another user, as reported by `user_of`, is closed. Raises
     PermissionError where a name in the store leads to another user's socket.
     """
     peers: dict[int, socket.socket] = {}
@@ -315,8 +325,8 @@ def meet(
 def _shared_memory(peers: Mapping[int, socket.socket], rank: int, num_bytes: int) -> Tensor:
     """Return memory that all members see, uint8 [num_bytes].
 
-    It is a file without a name, made by the first member and handed to the others. It ends with the
-    last of them.
+    The memory is a file without a name, which the first member makes and sends to the others. It is
+    freed when the last member has ended.
     """
     if rank == 0:
         file = os.memfd_create("whale-train")

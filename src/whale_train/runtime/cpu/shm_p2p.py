@@ -1,12 +1,12 @@
 """Messages between two CPU ranks of one host, through memory that both see.
 
 Between stages gloo sends a value through the loopback's TCP by a thread of its own. Where ranks
-compute on all cores, the sending thread is preempted as soon as it has woken the other side. It
+compute on all cores, the sending thread is preempted as soon as it has woken the receiving side. It
 then holds a lock for which gloo's thread on that side spins (docs/adr/013). Here the sender copies
-a value into a slot that both have mapped and notifies the receiver; the receiver copies it out and
-returns the slot.
+a value into a slot that both sides have mapped and notifies the receiver; the receiver copies the
+value out and returns the slot.
 
-Owns that protocol. Which ranks use it is `runtime/comms/process_groups.py`'s choice;
+This file owns that protocol. `runtime/comms/process_groups.py` chooses the ranks that use it;
 torch.distributed's own `isend` and `irecv` accept such a group like any other.
 """
 
@@ -50,11 +50,11 @@ class SharedMessages(NamedGroup):
         )  # free slots of `_mine`, by size
         self._theirs: dict[int, Tensor] = {}
         self._read: list[int] = []  # slots of `_theirs` to be returned
-        # (slot, bytes) of received values, by tag, in the order in which they came.
+        # (slot, bytes) of received values, by tag, in the order of arrival.
         self._come: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> dist.Work:
-        """Send a tensor. It is copied into a slot before this returns."""
+        """Send a tensor. It is copied into a slot before this method returns."""
         (tensor,) = tensors
         value = tensor.detach().reshape(-1).view(torch.uint8)
         slot = self._slot(value.numel())
@@ -63,14 +63,15 @@ class SharedMessages(NamedGroup):
         return _Sent()
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Return the work of a receive into a tensor, of which `wait` does all."""
+        """Return the work of a receive into a tensor; all of it is done in `wait`."""
         (tensor,) = tensors
         return _Receive(self, tensor, tag)
 
     def take(self, tensor: Tensor, tag: int) -> None:
         """Wait for a tensor that was sent with `tag`, and copy it into `tensor`.
 
-        Raises RuntimeError after the group's time limit, ConnectionError if the other has ended.
+        Raises RuntimeError after the group's time limit, ConnectionError if the other rank has
+        ended.
         """
         while not self._come[tag]:
             self._hear()
@@ -85,15 +86,17 @@ class SharedMessages(NamedGroup):
         self._peer.close()
 
     def _give_back(self) -> None:
-        """Return the slots that were read, as far as the other side's queue has room. The other
-        side may have received all its messages and wait elsewhere for this rank, so this rank must
-        not wait for room."""
+        """Return the slots that were read, as far as the other side's queue has room.
+
+        The other side may have received all its messages and wait elsewhere for this rank, so this
+        rank must not wait for room.
+        """
         while self._read and self._is_ready(POLLOUT):
             self._say(_FREE, 0, self._read.pop(), 0)
 
     def _slot(self, num_bytes: int) -> int:
-        """Return the number of a free slot of at least `num_bytes`; a new one where there is
-        none."""
+        """Return the number of a free slot of at least `num_bytes`, making a new slot if none is
+        free."""
         self._give_back()
         size = max(_PAGE, 1 << (num_bytes - 1).bit_length()) if num_bytes else _PAGE
         while not self._free[size] and self._is_ready(POLLIN):
@@ -107,13 +110,15 @@ class SharedMessages(NamedGroup):
         os.close(file)
         return len(self._mine) - 1
 
-    def _say(self, what: int, tag: int, slot: int, num_bytes: int, *files: int) -> None:
-        """Send a record, with `files`, to the other side. While its queue is full, read its
-        records, so that two ranks that send do not wait for each other.
+    def _say(self, kind: int, tag: int, slot: int, num_bytes: int, *files: int) -> None:
+        """Send a record, with `files`, to the other side.
+
+        While the other side's queue is full, this rank reads its own, so that two ranks that send
+        do not wait for each other.
 
         Raises RuntimeError after the group's time limit.
         """
-        record = _RECORD.pack(what, tag, slot, num_bytes)
+        record = _RECORD.pack(kind, tag, slot, num_bytes)
         while not self._is_ready(POLLOUT):
             if not self._is_ready(POLLIN | POLLOUT, self._peer.gettimeout()):
                 raise self._late()
@@ -122,8 +127,10 @@ class SharedMessages(NamedGroup):
         socket.send_fds(self._peer, [record], list(files))
 
     def _is_ready(self, event: int, within_s: float | None = 0.0) -> bool:
-        """Return whether there is a record to read (POLLIN) or room to send one (POLLOUT) within
-        the time. None: without a limit."""
+        """Return whether a record can be read (POLLIN) or sent (POLLOUT) within `within_s` seconds.
+
+        None waits without a limit.
+        """
         look = poll()
         look.register(self._peer, event)
         return bool(look.poll(None if within_s is None else 1e3 * within_s))
@@ -131,7 +138,8 @@ class SharedMessages(NamedGroup):
     def _hear(self) -> None:
         """Wait for one record and act on it.
 
-        Raises RuntimeError after the group's time limit, ConnectionError if the other has ended.
+        Raises RuntimeError after the group's time limit, ConnectionError if the other rank has
+        ended.
         """
         try:
             record, files, _, _ = socket.recv_fds(self._peer, _RECORD.size, 1)
@@ -139,10 +147,10 @@ class SharedMessages(NamedGroup):
             raise self._late() from None
         if not record:
             raise ConnectionResetError(f"connection closed by peer, member {1 - self.rank()}")
-        what, tag, slot, num_bytes = _RECORD.unpack(record)
-        if what == _VALUE:
+        kind, tag, slot, num_bytes = _RECORD.unpack(record)
+        if kind == _VALUE:
             self._come[tag].append((slot, num_bytes))
-        elif what == _FREE:
+        elif kind == _FREE:
             self._free[self._mine[slot].numel()].append(slot)
         else:
             self._theirs[slot] = _mapped(files[0], num_bytes)
@@ -165,7 +173,7 @@ class _Sent(dist.Work):
 
 
 class _Receive(dist.Work):
-    """A receive, done by `wait`."""
+    """A receive, which `wait` carries out."""
 
     def __init__(self, group: SharedMessages, tensor: Tensor, tag: int) -> None:
         super().__init__()
@@ -177,5 +185,5 @@ class _Receive(dist.Work):
 
 
 def _mapped(file: int, num_bytes: int) -> Tensor:
-    """Return the memory of a file, uint8 [num_bytes]."""
+    """Map a file, and return its memory, uint8 [num_bytes]."""
     return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)

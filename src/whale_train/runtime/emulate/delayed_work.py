@@ -1,7 +1,7 @@
-"""Operations over an emulated slow link: gloo's own, with their ends delayed.
+"""Operations over an emulated slow link: gloo's own, with delayed ends.
 
-Only the calling thread ever waits for a rank whose progress may depend on this one: a group's
-collectives end in the order they were begun, which is the same on all its members, and a send waits
+Only the calling thread ever waits for a rank whose progress may depend on this rank. A group's
+collectives end in the order in which they began, which is the same on all members, and a send waits
 for no rank. Delays sleep and so use no processor.
 """
 
@@ -20,8 +20,9 @@ from whale_train.runtime.emulate.worker_thread import InTurn
 class LateWork(dist.Work):
     """A collective in progress that ends when its emulated transfer does.
 
-    The transfer can begin when all members have begun the operation. That moment is taken to be
-    gloo's end less the transfer's time on this machine, or this rank's beginning if that is later.
+    The transfer can begin when all members have begun the operation. That moment is estimated as
+    gloo's end less the transfer's time on this machine, or as this rank's beginning if that is
+    later.
 
     inner: gloo's work.
     transfer: the emulated transfer.
@@ -62,9 +63,9 @@ class LateWork(dist.Work):
 
 
 class LateSend(dist.Work):
-    """A message that is handed to gloo when it has been on its emulated link long enough.
+    """A message that is passed to gloo when it has been on its emulated link long enough.
 
-    It so arrives late at a receiver that knows of no link. `send` hands it to gloo.
+    So it arrives late at a receiver that knows of no link. `send` passes it to gloo.
     """
 
     def __init__(self, send: Callable[[], dist.Work], transfer: Transfer) -> None:
@@ -85,7 +86,7 @@ class LateSend(dist.Work):
         link.in_turn.do(job)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait until the message has been handed to gloo and gloo has sent it."""
+        """Wait until the message has been passed to gloo and gloo has sent it."""
         self._end.wait()
         assert self._inner is not None
         return bool(self._inner.wait(timeout))
@@ -96,7 +97,7 @@ class LateSend(dist.Work):
 
 
 class _End:
-    """The end of an operation, in the future, with or without an error."""
+    """The future end of an operation, with or without an error."""
 
     def __init__(self) -> None:
         self._here: Future[None] = Future()
@@ -114,8 +115,8 @@ class _End:
     def wait(self) -> None:
         """Wait for the end. Raises the operation's error, if any.
 
-        The error has no frames of the other thread: the frames of this one tell what was waited for
-        (runtime/failures/timeout_frames.py).
+        The error is raised without frames of the other thread, because the frames of this thread
+        show the wait (runtime/failures/timeout_frames.py).
         """
         self._here.wait()
         if self._error is not None:
@@ -124,8 +125,8 @@ class _End:
     def then(self, value: Callable[[], Any]) -> Future[Any]:
         """Return a future of `value()` that completes after this end.
 
-        DistributedDataParallel reads it in C++. An error set in Python would be a value there; one
-        that is raised is not.
+        DistributedDataParallel reads the future in C++. An error that is set in Python would be a
+        value there; an error that is raised is not.
         """
 
         def outcome(_: object) -> Any:

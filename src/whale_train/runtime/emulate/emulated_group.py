@@ -1,7 +1,7 @@
 """Process groups of ranks that emulate devices and links of several speeds.
 
 A rank that emulates a slower device (runtime/emulate/throttle.py) sleeps for the difference before
-it communicates; an operation over a slow link (runtime/emulate/emulated_links.py) ends later.
+it communicates. An operation over a slow link (runtime/emulate/emulated_links.py) ends later.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from whale_train.runtime.emulate.emulated_links import EmulatedLinks, Transfer, 
 from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.emulate.worker_thread import InTurn
 
-# What takes less on a free link is not slowed: to hand it to a thread would take as long.
+# A shorter transfer on a free link is not slowed: passing it to a thread would take as long.
 _SHORTEST_S = 1e-4
 
 
 def register(pace: Pace | None = None, links: EmulatedLinks | None = None) -> str:
-    """Register a backend whose groups are gloo's with this rank's `pace` and `links`, and return
-    its name."""
+    """Register a backend of gloo groups with this rank's `pace` and `links`, and return its
+    name."""
 
     def make(options: Any, _: object) -> dist.ProcessGroup:
         return PacedGroup(options, pace, links)
@@ -37,8 +37,8 @@ class PacedGroup(NamedGroup):
 
     options: torch's DistributedBackendOptions.
     pace: the slowdown that this rank emulates; None: full speed.
-    links: the slow links that this rank emulates; None: none.
-    inner: the gloo group that does all the work.
+    links: the slow links that this rank emulates; None: no slow links.
+    inner: the gloo group that carries out all operations.
     """
 
     def __init__(self, options: Any, pace: Pace | None, links: EmulatedLinks | None) -> None:
@@ -51,15 +51,16 @@ class PacedGroup(NamedGroup):
         self.inner._set_default_backend(kind)
         self.pace = pace
         self._links = links
-        self._ranks = options.global_ranks_in_group or list(range(size))  # none given: the world
+        self._ranks = options.global_ranks_in_group or list(range(size))  # without ranks: the world
         self._link = None if links is None else links.among(self._ranks)
         self._ends_in_turn = InTurn("collectives")
 
     def transfer(self, operation: str, arguments: tuple[Any, ...]) -> Transfer | None:
-        """Return the emulated transfer of an operation of `inner`; None where it is not delayed.
+        """Return the emulated transfer of an operation of `inner`, or None for an operation without
+        delay.
 
-        An operation is not delayed over a fast link, before links are measured, where it moves no
-        bytes, or where it is short and its link is free.
+        An operation is not delayed over a fast link, before links are measured, if it moves no
+        bytes, or if it is short and its link is free.
         """
         link = self._link
         if operation == "send" and self._links is not None:
@@ -72,8 +73,8 @@ class PacedGroup(NamedGroup):
         return None if transfer.nominal_s < _SHORTEST_S and link.is_free() else transfer
 
     def begin(self, operation: str, *args: Any, **kwargs: Any) -> dist.Work:
-        """Begin an operation of `inner`, by its name, and return its work, which ends as late as on
-        its link."""
+        """Begin the operation `operation` of `inner`, and return work that ends as late as on its
+        link."""
         if self.pace is not None:
             self.pace.settle()
         operate = getattr(self.inner, operation)
@@ -91,8 +92,8 @@ class PacedGroup(NamedGroup):
 
 
 class _Work(dist.Work):
-    """An operation in progress. What this rank has computed since its beginning is slowed before
-    its end.
+    """An operation in progress. The computing of this rank since its beginning is slowed before its
+    end.
 
     group: the group of a collective, by which a timeout is reported
         (runtime/failures/timeout_frames.py); None for a message.
@@ -129,7 +130,7 @@ _OPERATIONS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter"),
     *("allgather", "allgather_into_tensor_coalesced", "alltoall", "alltoall_base"),
     *("reduce_scatter", "reduce_scatter_tensor_coalesced", *_MESSAGES),
-    # These two by both of their names: torch gave them new ones in 2.13.
+    # Both names of two operations that torch renamed in 2.13.
     *("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
 )
 for _name in _OPERATIONS:

@@ -1,11 +1,11 @@
-"""The emulated links of a rank, each as slow against the fastest as the link it stands for.
+"""The emulated links of a rank, each as slow against the fastest as the link that it stands for.
 
-For `launcher.link_speed`: between CPU processes of one machine all links are equal. A transfer over
-a slower link takes the bytes it moves over that link's fraction of the full bandwidth, which is the
-bandwidth of this machine's gloo, as measured.
+This serves `launcher.link_speed`: between CPU processes of one machine all links are equally fast.
+A transfer over a slower link takes as long as its bytes take at that link's fraction of the full
+bandwidth, which is the measured bandwidth of this machine's gloo.
 
-Owns those figures and when a link is free; delaying transfers is left to
-`runtime/emulate/delayed_work.py` and `runtime/emulate/emulated_group.py`.
+This file owns those figures and the times at which a link is free;
+`runtime/emulate/delayed_work.py` and `runtime/emulate/emulated_group.py` delay transfers.
 """
 
 import time
@@ -21,8 +21,8 @@ from torch import distributed as dist
 
 from whale_train.runtime.emulate.worker_thread import InTurn
 
-# All-reduces of this many bytes give the full bandwidth: the fastest of so many, as the others may
-# have shared the processors with something else.
+# All-reduces of this many bytes measure the full bandwidth. The fastest of several counts, as the
+# others may have shared the processors with something else.
 _MEASURED_BYTES = 4 << 20
 _MEASUREMENTS = 10
 
@@ -30,10 +30,11 @@ _MEASUREMENTS = 10
 class EmulatedLinks:
     """The emulated links of one rank.
 
-    relative: `relative[i][j]` is the bandwidth between ranks i and j over that of the fastest link.
+    relative: `relative[i][j]` is the bandwidth between ranks i and j divided by that of the fastest
+        link.
     clock: returns seconds.
-    full_bytes_s: the bandwidth of the fastest link; None until `measure`, and until then all links
-        are fast.
+    full_bytes_s: the bandwidth of the fastest link, in bytes per second; None until `measure`, and
+        until then all links are fast.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class EmulatedLinks:
         self._links: dict[float, EmulatedLink] = {}
 
     def among(self, ranks: Sequence[int]) -> "EmulatedLink | None":
-        """Return the link that a transfer among `ranks` occupies: that of the slowest pair. None
-        for a fast one.
+        """Return the link that a transfer among `ranks` occupies: the link of the slowest pair.
 
-        Transfers over links of one bandwidth wait for each other.
+        The result is None for a fast link. Transfers over links of one bandwidth wait for each
+        other.
         """
         relative = min((self._relative[i][j] for i, j in combinations(ranks, 2)), default=1.0)
         if relative >= 1:
@@ -55,10 +56,10 @@ class EmulatedLinks:
         return self._links.setdefault(relative, EmulatedLink(self, relative, self._clock))
 
     def measure(self, group: dist.ProcessGroup) -> None:
-        """Measure the full bandwidth: the bytes that a member of a ring over all ranks moves in a
-        second.
+        """Measure the full bandwidth: the bytes per second that a member of a ring over all ranks
+        moves.
 
-        All ranks call it and get the same figure. `group` joins all of them, without emulation.
+        All ranks must call it, and get the same figure. `group` has all ranks, without emulation.
         """
         tensor, taken = torch.zeros(_MEASURED_BYTES // 4), []
         for _ in range(_MEASUREMENTS):
@@ -75,8 +76,8 @@ class EmulatedLinks:
 class EmulatedLink:
     """An emulated link, which carries one transfer after another.
 
-    relative: its bandwidth over that of the fastest link.
-    in_turn: the thread for sends over it.
+    relative: the link's bandwidth divided by that of the fastest link.
+    in_turn: the thread for sends over the link.
     """
 
     def __init__(self, links: EmulatedLinks, relative: float, clock: Callable[[], float]) -> None:
@@ -86,7 +87,7 @@ class EmulatedLink:
         self._lock, self._free_at_s = Lock(), 0.0
 
     def transfer(self, num_bytes: float) -> "Transfer | None":
-        """Return the transfer of `num_bytes` over this link; None before the bandwidth is
+        """Return the transfer of `num_bytes` over this link, or None before the bandwidth is
         measured."""
         full = self._links.full_bytes_s
         if full is None:
@@ -94,8 +95,11 @@ class EmulatedLink:
         return Transfer(self, num_bytes / (self._relative * full), num_bytes / full)
 
     def occupy(self, ready_s: float, seconds: float) -> float:
-        """Reserve the link for `seconds`, from `ready_s` or from its last transfer's end on, and
-        return the time at which this transfer ends."""
+        """Reserve the link for `seconds`, and return the time at which this transfer ends.
+
+        The transfer begins at `ready_s`, or at the end of the link's last transfer if that is
+        later.
+        """
         with self._lock:
             self._free_at_s = max(self._free_at_s, ready_s) + seconds
             return self._free_at_s
@@ -109,8 +113,8 @@ class EmulatedLink:
 class Transfer:
     """The times of one transfer over `link`.
 
-    nominal_s: its seconds on the emulated link.
-    native_s: the part of them that this machine itself takes.
+    nominal_s: the seconds on the emulated link.
+    native_s: the seconds that this machine itself takes, which are part of `nominal_s`.
     """
 
     link: EmulatedLink
@@ -119,26 +123,26 @@ class Transfer:
 
 
 def wire_bytes(operation: str, arguments: Sequence[Any], members: int) -> float:
-    """Return the bytes that each member moves over its link in an operation; 0 for one that moves
-    nothing.
+    """Return the bytes that each member moves over its link in an operation; 0 if it moves nothing.
 
     Collectives are rings, as in `strategies/cost/collectives.py`.
 
-    operation: ProcessGroup's name of it.
-    arguments: the positional arguments that it is called with.
+    operation: ProcessGroup's name of the operation.
+    arguments: the operation's positional arguments.
     members: the size of the group.
     """
     if operation not in _MOVED or members == 1:
         return 0.0
     position, rings = _MOVED[operation]
-    whole = _bytes(arguments[position])
-    if rings is None:  # `whole` is then one member's part
-        return whole * (members - 1)
-    return whole * (rings * (members - 1) / members if rings else 1)
+    num_bytes = _bytes(arguments[position])
+    if rings is None:  # the argument is one member's part
+        return num_bytes * (members - 1)
+    return num_bytes * (rings * (members - 1) / members if rings else 1)
 
 
-# The argument that is, or has as many bytes as, the whole value; how often a ring moves all of it
-# but one part (0: the value is handed on whole; None: the argument is one part).
+# For each operation: the position of an argument with as many bytes as the whole value, and the
+# number of times that a ring moves all of the value but one part (0: the value is passed on whole;
+# None: the argument is one part).
 _MOVED: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), (0, 2)),
     **dict.fromkeys(("reduce", "broadcast", "send"), (0, 0)),
@@ -153,7 +157,7 @@ _MOVED: dict[str, tuple[int, int | None]] = {
 
 
 def _bytes(value: Tensor | Sequence[Any]) -> int:
-    """Return the bytes of a tensor, or of all tensors in nested sequences."""
+    """Return the number of bytes of a tensor, or of all tensors in nested sequences."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(_bytes(part) for part in value)

@@ -1,29 +1,29 @@
-"""A process slowed, against the others, to the speed of the device it stands for.
+"""Slow a process, against the others, to the speed of the device that it stands for.
 
-For `launcher.device_speed`: every rank is a CPU process, and all are equally fast. A rank that
-stands for a slower device sleeps as long as that device would still be computing, before it
-communicates. The others then wait for it as they would for the device.
+This serves `launcher.device_speed`: every rank is a CPU process, and all are equally fast. Before
+it communicates, a rank that stands for a slower device sleeps as long as that device would still be
+computing. The others then wait for it as they would for the device.
 """
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-# A rank that started among many others has waited for seconds, which its steps must not make up.
+# A rank that started among many others may have waited for seconds, which steps must not make up.
 _MOST_OVERSLEPT_S = 0.5
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Pace:
-    """Makes a thread's computing take `factor` times the processor time it takes.
+    """Makes a thread's computing take `factor` times its processor time.
 
     computing: returns the thread's seconds on a processor and its seconds of waiting for one, both
-        since any fixed time; None: by the kernel. The seconds of waiting count as slept.
-    sleep: sleeps for so many seconds.
+        since any fixed time; None: from the kernel. The seconds of waiting count as slept.
+    sleep: sleeps for a number of seconds.
     clock: returns seconds.
 
-    Time slept too much, because no processor was free or a sleep lasted too long, is subtracted
-    from the next sleeps, up to half a second of it.
+    Excess sleep, because no processor was free or a sleep lasted too long, is subtracted from the
+    next sleeps, up to half a second of it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Pace:
         self._last = self._computing()
 
     def settle(self) -> None:
-        """Sleep the time owed for all computing since the last call."""
+        """Sleep for the time that all computing since the last call still has to take."""
         on, waited = self._computing()
         self._owed += (on - self._last[0]) * (self.factor - 1) - (waited - self._last[1])
         self._owed = max(self._owed, -_MOST_OVERSLEPT_S)
@@ -53,8 +53,10 @@ class Pace:
 
 
 def _of_this_thread() -> tuple[float, float]:
-    """Return the thread's seconds on a processor, and its seconds ready to run without one (0 where
-    the kernel does not say: Documentation/scheduler/sched-stats)."""
+    """Return the thread's seconds on a processor, and its seconds ready to run without one.
+
+    The latter are 0 if the kernel does not report them (Documentation/scheduler/sched-stats).
+    """
     try:
         on, waited, _ = _SCHEDSTAT.read_text(encoding="utf-8").split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""DeepSpeed's accelerator: the type of device on which it expects all tensors."""
+"""Select the accelerator, the type of device on which DeepSpeed expects all tensors."""
 
 import torch
 
@@ -6,8 +6,8 @@ import torch
 def use_accelerator(device: torch.device) -> None:
     """Make DeepSpeed work on devices of the type of `device`.
 
-    By itself it takes the type that it finds on the host (0.19.8): GPUs, even where CPU processes
-    stand for other GPUs beside them.
+    DeepSpeed 0.19.8 would otherwise select the type that it detects on the host: GPUs, even in a
+    CPU process that stands for another GPU.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
@@ -18,11 +18,11 @@ def use_accelerator(device: torch.device) -> None:
             from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
         set_accelerator(Accelerator())
     if device.type == "cuda":
-        # It would look for an index in `CUDA_VISIBLE_DEVICES`, which has the UUID of a rank's GPU.
+        # DeepSpeed would look for an index in `CUDA_VISIBLE_DEVICES`, which has the GPU's UUID.
         get_accelerator().available_memory = _free_bytes
 
 
 def _free_bytes(device_index: int | None = None) -> int:
-    """Return the free bytes of a GPU (None: of the current one)."""
+    """Return the free memory of a GPU in bytes; None is the current GPU."""
     free, _ = torch.cuda.mem_get_info(device_index)
     return free

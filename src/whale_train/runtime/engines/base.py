@@ -1,9 +1,9 @@
-"""The engine of one TaskGraph on one rank: gradients reduced over its copies, then the update.
+"""The engine of one TaskGraph on one rank: it reduces gradients over the copies and updates.
 
 ZeRO 0 is torch's DistributedDataParallel and optimizer (`runtime/engines/ddp.py`), ZeRO 1 to 3 a
-DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). Engines that average gradients over
-their copies scale a loss by the number of copies first; `backward` hides that. Where a step has
-several backwards, a gradient is summed over the copies once, when it is final
+DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). An engine that averages gradients
+over its copies first multiplies the loss by the number of copies; `backward` hides that. Where a
+step has several backwards, a gradient is summed over the copies once, when it is final
 (`runtime/engines/grad_reduce.py`). The global gradient norm spans the engines of a job, so an
 update concerns all of a rank's engines at once (`runtime/train/optimizer_step.py`).
 """
@@ -23,14 +23,14 @@ from whale_train.runtime.engines.grad_reduce import Reduction
 class ParameterState:
     """The part of a trained parameter's optimizer state that this rank holds.
 
-    All tensors are views: what is written to them becomes state. They are the whole local tensor,
-    or, where copies partition it, a range of its flattened elements.
+    All tensors are views, so writing to a tensor changes the state. A tensor is the whole local
+    tensor, or, where copies partition it, a range of its flattened elements.
 
     parameter: the parameter.
     value: the values that updates change (the fp32 master of a 16-bit parameter).
-    slots: the optimizer's moments, by its names for them, each of the shape of `value`.
-    entries: the optimizer's own dictionary of its state of the parameter.
-    apart: names of the numbers in `entries`, and of the tensors that are no moments.
+    slots: the optimizer's moments by the optimizer's names, each of the shape of `value`.
+    entries: the optimizer's own state dictionary of the parameter.
+    apart: names of the entries that are numbers, or tensors other than moments.
     start: the index of the first flattened element; None for the whole local tensor.
     is_owner: whether this rank, of all that hold these elements, is the one that saves them.
     """
@@ -53,10 +53,10 @@ class Engine(Protocol):
     holders: the ranks that hold the same parameters.
     module: the module that the engine runs.
     partitions: True for a PartitionedEngine, False for a WholeEngine.
-    on_gradients: called in every update, when the gradients are reduced and neither clipped nor
-        used.
+    on_gradients: called in every update, after the gradients are reduced and before they are
+        clipped or used.
     loss_scale: the scalar that the step's gradients were multiplied by (fp16); None: 1.
-    reduction: to be told of every gradient that is final; None: nothing is to be told.
+    reduction: the Reduction to notify of every final gradient; None: nothing to notify.
     scale: the factor by which the backward multiplies gradients, those of other engines' parameters
         included.
     """
@@ -78,22 +78,25 @@ class Engine(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Accumulate the gradients of the parameters, given those of `outputs`.
+        """Accumulate the gradients of the parameters, given the gradients of `outputs`.
 
-        By the time of the update they are summed over the copies. The gradients left in inputs'
-        `.grad` may be scaled; `input_gradient` gives the true ones.
+        `gradients` has one tensor for each of `outputs`. By the time of the update the parameters'
+        gradients are summed over the copies. The gradients left in inputs' `.grad` may be scaled;
+        `input_gradient` returns the true ones.
         """
 
     def input_gradient(self, value: Tensor) -> Tensor | None:
-        """Return the gradient that `backward` left in `value`, an input of this engine; None if it
-        left none."""
+        """Return the gradient that `backward` left in `value`, an input of this engine, or None if
+        there is no gradient."""
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Return the context for a forward and its backward that are not the last of the step.
-        Inside it, reductions that can wait are postponed."""
+        """Return the context for every forward and backward of a step but the last.
+
+        Reductions that can wait are postponed inside the context.
+        """
 
     def finish_backward(self) -> None:
-        """Begin the reductions that the step's last backward has left."""
+        """Begin all reductions that have not begun yet, after the step's last backward."""
 
     def set_learning_rate(self, lr: float) -> None: ...
 
@@ -101,37 +104,46 @@ class Engine(Protocol):
         """Yield every trained parameter with its gradient, summed over the copies and without the
         loss scale.
 
-        It is for use in `on_gradients`. Where copies partition gradients, one copy gets the whole
-        gradient and the others None; all copies must iterate.
+        Call it in `on_gradients`. Where copies partition gradients, one copy gets the whole
+        gradient and the others get None; all copies must iterate.
         """
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield every trained parameter with the value that the optimizer has of it, outside of an
-        update.
+        """Yield every trained parameter with its value in the optimizer, outside of an update.
 
-        Where copies partition values, one copy gets the whole value and the others None; all copies
-        must iterate.
+        Where copies partition values, one copy gets the whole value and the others get None; all
+        copies must iterate.
         """
 
     def states(self) -> Iterator[ParameterState]:
-        """Yield the state that this rank has of every trained parameter, outside of an update.
+        """Yield this rank's part of the optimizer state of every trained parameter, outside of an
+        update.
 
-        State that one of our optimizers would make in its first update is made, as that update
-        would find it. Other optimizers have none before.
+        State that one of our optimizers would create in its first update is created, with the
+        values that the update would start from. Other optimizers have no state before their first
+        update.
         """
 
     def make_states(self, parameters: Collection[nn.Parameter]) -> None:
-        """Make the state of trained `parameters` that is still to be made, outside of an update,
-        for values that are written to it."""
+        """Create the state of `parameters` (trained ones) that does not exist yet, outside of an
+        update.
+
+        The caller then writes values to the state.
+        """
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
-        """Return the part of a buffer or of a frozen parameter that this rank has: the tensor, and
-        the index of its first flattened element (None: it is the whole local tensor), as in
-        `ParameterState`."""
+        """Return this rank's part of a buffer or of a frozen parameter.
+
+        The result is the tensor and the index of its first flattened element, or None for the whole
+        local tensor, as in `ParameterState`.
+        """
 
     def computed_with(self) -> Iterator[nn.Parameter]:
-        """Yield the trained parameters whose whole data the next forward reads and `states` does
-        not contain, so that a checkpoint has to be read into them as well."""
+        """Yield the trained parameters whose data the next forward reads and `states` does not
+        contain.
+
+        A checkpoint has to be read into these parameters as well.
+        """
 
     def read_states(self) -> None:
         """Make the next forward use the values that were written to `states`."""
@@ -174,7 +186,9 @@ def without_scale(gradient: Tensor, loss_scale: Tensor | None) -> Tensor:
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of all parameter groups of `optimizer` (None: do nothing), times the
-    `lr_scale` of the groups that have one."""
+    """Set the learning rate of all parameter groups of `optimizer`; do nothing if it is None.
+
+    A group that has an `lr_scale` gets `lr` times its `lr_scale`.
+    """
     for group in optimizer.param_groups if optimizer is not None else ():
         group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -1,9 +1,8 @@
-"""A queue of buckets that are sent in one order on all ranks, while each rank fills them in its
-own.
+"""Send buckets in one order on all ranks, although each rank fills them in an order of its own.
 
 The members of a group must call its collectives in the same order. The time at which a gradient is
-ready depends on a rank's instructions and its part of the model. The order in which gradients are
-sent must not: no bucket is sent before those ahead of it.
+ready depends on a rank's instructions and its part of the model, but the order in which gradients
+are sent must not. So no bucket is sent before the buckets ahead of it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -13,9 +12,10 @@ Item = TypeVar("Item")
 
 
 class InOrder(Generic[Item]):
-    """Gives `buckets` to `send` from the first to the last, each once a round.
+    """A queue that passes `buckets` to `send` from the first to the last, each once a round.
 
-    A bucket is sent when all of it is ready and all before it are sent, or when the round ends.
+    A bucket is sent when all of its items are ready and all earlier buckets are sent, or when the
+    round ends.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class InOrder(Generic[Item]):
         return self._bucket_of.keys()
 
     def ready(self, item: Item) -> None:
-        """Report that `item` will not change any more in this round. At most once a round."""
+        """Report that `item` will not change any more in this round; call it at most once a
+        round."""
         bucket = self._bucket_of[item]
         self._missing[bucket] -= 1
         assert self._missing[bucket] >= 0, "ready twice"

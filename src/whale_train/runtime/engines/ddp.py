@@ -31,13 +31,13 @@ class TorchEngine:
     """The engine of copies that hold whole parameters.
 
     optimizer: makes the optimizer of parameters.
-    precision: of every forward (autocast where it is of 16 bits).
+    precision: the precision of every forward; autocast if it has 16 bits.
     may_skip_parameters: whether a forward may leave out parameters (`find_unused_parameters`).
     overlap: whether a step has one backward, under which DistributedDataParallel reduces gradients;
         otherwise `reduction` sums each gradient when it is final.
-    excess: how many times too large gradients are made by another engine that runs these
-        parameters; 1 if this engine runs them.
-    buckets: makes the substitute for DistributedDataParallel; None: there is none.
+    excess: the factor by which gradients are too large, where another engine runs these parameters;
+        1 if this engine runs them.
+    buckets: makes the substitute for DistributedDataParallel of a rehearsal; None: no substitute.
     """
 
     loss_scale: Tensor | None = None
@@ -79,8 +79,8 @@ class TorchEngine:
                 self._run = _data_parallel(module, copies, device, precision, may_skip_parameters)
             else:
                 self._run = buckets(module, copies)
-        # The factor that averaging undoes. fp16 has it in any case, so that gradients are as large
-        # when they are made as they would be on one device.
+        # This factor undoes averaging. fp16 always has it, so that gradients are computed at the
+        # magnitude they would have on one device.
         averages = copies.sums is None or precision == "fp16"
         self._scale = self.copies if self._run is not module and averages else 1
         self.optimizer = optimizer(self.parameters, copies) if self.parameters else None
@@ -89,8 +89,8 @@ class TorchEngine:
 
     @property
     def scale(self) -> int:
-        """Return the number of copies where DistributedDataParallel averages gradients over them, 1
-        where nothing averages."""
+        """Return the factor that undoes averaging: the number of copies, or 1 where gradients are
+        summed."""
         return self._scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,27 +98,28 @@ class TorchEngine:
             return self._run(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Accumulate gradients in `.grad`, `scale` times as large until they are averaged."""
+        """Accumulate gradients in `.grad`; until they are averaged, they are `scale` times too
+        large."""
         if self._scale > 1:
             gradients = [gradient * self._scale for gradient in gradients]
         torch.autograd.backward(outputs, gradients)
 
     def input_gradient(self, value: Tensor) -> Tensor | None:
-        """Return the gradient that `backward` left in `value`, divided by `scale`; None if it left
-        none."""
+        """Return the gradient that `backward` left in `value`, divided by `scale`, or None if there
+        is no gradient."""
         if value.grad is None or self._scale == 1:
             return value.grad
         return value.grad / self._scale
 
     @property
     def buckets(self) -> Sequence[Tensor]:
-        """Return the gradient buckets of the substitute for DistributedDataParallel; empty without
-        one."""
+        """Return the gradient buckets of the substitute for DistributedDataParallel, or () where
+        the engine has no substitute."""
         return getattr(self._run, "buckets", ())
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Return a context without reductions (DistributedDataParallel's `no_sync`); a null context
-        where the module has none."""
+        """Return a context without reductions (DistributedDataParallel's `no_sync`), or a null
+        context for a module without `no_sync`."""
         no_sync: Callable[[], AbstractContextManager[Any]]
         no_sync = getattr(self._run, "no_sync", nullcontext)
         return no_sync()
@@ -173,8 +174,10 @@ class TorchEngine:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield every trained parameter with its summed gradient, without the loss scale: zeros for
-        one without a gradient."""
+        """Yield every trained parameter with its summed gradient, without the loss scale.
+
+        A parameter without a gradient has zeros.
+        """
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -188,24 +191,27 @@ class TorchEngine:
             yield parameter, parameter.detach()
 
     def states(self) -> Iterator[ParameterState]:
-        """Yield the whole local state of every trained parameter. The copies share out the saving
-        of parameters by their bytes."""
+        """Yield the whole local state of every trained parameter.
+
+        The parameters to save are distributed over the copies by bytes.
+        """
         savers = shared_out([p.nbytes for p in self.parameters], self.copies)
         own = self.holders.group.rank() if self.holders.group is not None else 0
         for parameter, saver in zip(self.parameters, savers, strict=True):
             assert self.optimizer is not None
-            kept = state_of(self.optimizer, parameter)
+            optimizer_state = state_of(self.optimizer, parameter)
             is_owner = saver == own and self.holders.counts(parameter)
-            of_optimizer = (kept.moments, kept.entries, kept.apart)
+            of_optimizer = (optimizer_state.moments, optimizer_state.entries, optimizer_state.apart)
             yield ParameterState(parameter, parameter.detach(), *of_optimizer, None, is_owner)
 
     def make_states(self, parameters: Collection[nn.Parameter]) -> None:
-        """Make the state of `parameters` that is still to be made."""
+        """Create the state of `parameters` that does not exist yet."""
         if isinstance(self.optimizer, Together):
             self.optimizer.make_states(parameters)
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
-        """Return `tensor` detached, which is whole on this rank, and None."""
+        """Return `tensor` detached, whole on this rank, and None for the index of its first
+        element."""
         return tensor.detach(), None
 
     def computed_with(self) -> Iterator[nn.Parameter]:
@@ -227,23 +233,27 @@ class TorchEngine:
 
 
 class StreamedEngine(TorchEngine):
-    """The engine of the only copy of weights that are kept on the host. `streamed` brings them to
-    the device where they are read."""
+    """The engine of the only copy of weights that are kept on the host.
+
+    `streamed` copies a weight to the device where the weight is read.
+    """
 
     def __init__(self, *args: Any, streamed: StreamedWeights, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._streamed = streamed
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
-        """Update as TorchEngine does, after waiting for `norm` and `found_inf`. Later reads of the
-        weights get their new values."""
+        """Update as TorchEngine does, after waiting for `norm` and `found_inf`.
+
+        Later reads of the weights get the new values.
+        """
         # The host branches on these, so they must have arrived: torch would not wait for them.
         norm, found_inf = (None if x is None else x.cpu() for x in (norm, found_inf))
         super().step(norm, clip, found_inf)
         self._streamed.changed()
 
     def read_states(self) -> None:
-        """Have later reads of the weights get the values that were written to `states`."""
+        """Make later reads of the weights return the values that were written to `states`."""
         self._streamed.changed()
 
 
@@ -254,28 +264,31 @@ def _data_parallel(
     precision: str,
     may_skip_parameters: bool,
 ) -> DistributedDataParallel:
-    """Return `module` wrapped in DistributedDataParallel, with a hook where the plan sends
-    gradients in another dtype or sums them in a group of their own."""
-    made = DistributedDataParallel(
+    """Return `module` wrapped in DistributedDataParallel.
+
+    A communication hook is registered where the plan sends gradients in another dtype than fp32, or
+    sums them in a group of their own.
+    """
+    wrapped = DistributedDataParallel(
         module,
         process_group=copies.group,
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=REDUCE_BUCKET_ELEMENTS * 4 / 2**20,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # BatchNorm's agree already, being global
+        broadcast_buffers=False,  # BatchNorm's statistics are global, so its buffers agree already
         find_unused_parameters=may_skip_parameters,
-        init_sync=False,  # the same seed made them everywhere
+        init_sync=False,  # all copies initialise from the same seed
     )
     if copies.reduce_dtype != torch.float32:
-        made.register_comm_hook((copies.group, copies.reduce_dtype), _average)
+        wrapped.register_comm_hook((copies.group, copies.reduce_dtype), _average)
     elif copies.sums is not None:
-        made.register_comm_hook((copies.sums, precision == "fp16"), _sum)
-    return made
+        wrapped.register_comm_hook((copies.sums, precision == "fp16"), _sum)
+    return wrapped
 
 
 def shared_out(sizes: Sequence[int], copies: int) -> list[int]:
-    """Return, for each of `sizes`, the index of the copy that takes it: always the one with the
-    smallest sum so far."""
+    """Return, for each of `sizes`, the index of the copy that takes it: the copy with the smallest
+    sum so far."""
     taken = [0] * copies
     savers = []
     for size in sizes:
@@ -288,9 +301,10 @@ def _sum(
     how: tuple[dist.ProcessGroup, bool],
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch's checks ask for
 ) -> Future[Tensor]:
-    """Sum a bucket of DistributedDataParallel's over a group, within the backward that filled it.
+    """Sum a gradient bucket of DistributedDataParallel over a group, within the backward that
+    filled it.
 
-    `how` is the group, and whether the sum is divided by its size.
+    `how` is the group, and whether the sum is divided by the group's size.
     """
     group, averages = how
     gradients, done = bucket.buffer(), Future[Tensor]()
@@ -303,9 +317,9 @@ def _average(
     how: tuple[dist.ProcessGroup, torch.dtype],
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Average a bucket of DistributedDataParallel's over a group, sent in another dtype.
+    """Average a gradient bucket of DistributedDataParallel over a group, sent in another dtype.
 
-    `how` is the group and the dtype. torch's own hook, `bf16_compress_hook`, is for NCCL alone.
+    `how` is the group and the dtype. torch's own hook, `bf16_compress_hook`, works with NCCL only.
     """
     group, dtype = how
     gradients = bucket.buffer()

@@ -1,4 +1,4 @@
-"""The engine of copies that partition their common state: DeepSpeed's ZeRO and offload."""
+"""The engine of copies that partition state among them: DeepSpeed's ZeRO and offload."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -38,15 +38,15 @@ class DeepSpeedEngine:
     It accumulates and reduces every gradient in fp32 (docs/adr/007).
 
     config: DeepSpeed's configuration.
-    device: where the module computes.
-    precision: of 16 bits, it is autocast. The engine holds the parameters of `copies.narrow` as the
-        values that autocast would make of them.
-    excess: how many times too large gradients are made by another engine that runs these
-        parameters; None: this engine runs them.
-    reached: ensures that every copy has gradients of the same parameters, where their forwards may
-        differ; None: they do not.
-    own: the optimizer's options of parameters that have their own.
-    optimizer: makes the optimizer, of groups of parameters; None: `config` names it.
+    device: the device that the module computes on.
+    precision: the precision of every forward; autocast if it has 16 bits. The engine holds the
+        parameters of `copies.narrow` as the 16-bit values that autocast would make of them.
+    excess: the factor by which gradients are too large, where another engine runs these parameters;
+        None: this engine runs them.
+    reached: ensures that every copy has gradients of the same parameters, where copies' forwards
+        may differ; None: they do not differ.
+    own: the optimizer options of the parameters that have their own.
+    optimizer: makes the optimizer of a list of parameter groups; None: `config` names it.
     """
 
     loss_scale: Tensor | None = None
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
         self._is_first_copy = copies.is_first
         self._stage = config["zero_optimization"]["stage"]
         self._excess, self._reached = excess, reached
-        # DeepSpeed will average these gradients, which are then the same on all copies.
+        # DeepSpeed will average these gradients, although they are already the same on all copies.
         self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         for parameter in module.parameters():
             # DeepSpeed's own norm reads these two attributes.
@@ -93,8 +93,8 @@ class DeepSpeedEngine:
             for parameter in narrow:
                 weights.narrow(parameter)
         else:
-            # A parameter that ZeRO 3 gathers inside of inference mode would be an inference tensor,
-            # which no backward can save, wherever the parameter is read next.
+            # A parameter that ZeRO 3 gathers in inference mode becomes an inference tensor, which
+            # no later backward can save.
             self._modes.enter_context(inference_as_no_grad())
         # Without a topology, DeepSpeed takes all ranks for copies.
         is_world = copies.shard_group is None and copies.size == dist.get_world_size()
@@ -130,8 +130,10 @@ class DeepSpeedEngine:
         return self._engine(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Accumulate gradients, by DeepSpeed's backward of a scalar: the sum of outputs times
-        gradients, times the number of copies."""
+        """Accumulate gradients by DeepSpeed's backward of a scalar.
+
+        The scalar is the sum of outputs times gradients, times the number of copies.
+        """
         # Only a scalar through the engine's own backward is right at every stage: an
         # `output.backward(gradient)` is refused at 0, crashes at 2, and is silently wrong at 2
         # with offload.
@@ -141,8 +143,8 @@ class DeepSpeedEngine:
         self._engine.backward(sum(scalars[1:], scalars[0]) * self.copies)
 
     def input_gradient(self, value: Tensor) -> Tensor | None:
-        """Return the gradient that `backward` left in `value`, divided by the number of copies;
-        None if it left none."""
+        """Return the gradient that `backward` left in `value`, divided by the number of copies, or
+        None if there is no gradient."""
         return None if value.grad is None else value.grad / self.copies
 
     def accumulating(self) -> AbstractContextManager[Any]:
@@ -150,8 +152,8 @@ class DeepSpeedEngine:
         return nullcontext()  # ZeRO 1 reduces in the step, 2 and 3 partition every gradient
 
     def finish_backward(self) -> None:
-        """Correct gradients that another engine made too large, and begin to sum those of shared
-        parameters."""
+        """Correct gradients that another engine made too large, and begin to sum the gradients of
+        shared parameters."""
         if self._excess is not None:  # DeepSpeed will average them over the copies
             gradients = [p.grad for p in self._trained if p.grad is not None]
             torch._foreach_mul_(gradients, self.copies / self._excess)
@@ -202,48 +204,52 @@ class DeepSpeedEngine:
                 inner.found_inf = None
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield every trained parameter with its summed gradient on the first copy, and None on the
+        """Yield every trained parameter with its summed gradient on the first copy, or None on the
         others."""
-        # Not safe_get_full_grad: under ZeRO 1 that is this copy's own, before the reduction.
+        # safe_get_full_grad would not do: under ZeRO 1 it returns this copy's unreduced gradient.
         for parameter in self._trained:
             if self._stage == 3:
-                whole = self._optimizer.get_fp32_grad_for_param(parameter)
+                summed = self._optimizer.get_fp32_grad_for_param(parameter)
             else:
-                whole = parameter.get_full_hp_grad()  # type: ignore[attr-defined]
-            gradient = without_scale(whole, self.loss_scale) if self._is_first_copy else None
+                summed = parameter.get_full_hp_grad()  # type: ignore[attr-defined]
+            gradient = without_scale(summed, self.loss_scale) if self._is_first_copy else None
             yield parameter, gradient
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Yield every trained parameter with its fp32 value: on every copy where copies hold it
-        whole, otherwise on the first copy, with None on the others."""
+        """Yield every trained parameter with its fp32 value.
+
+        Every copy gets the values that copies hold whole. The first copy alone gets partitioned
+        values, and the others get None.
+        """
         for parameter in self._trained:
             if self._stage < 3 and parameter.dtype == torch.float32:
                 yield parameter, parameter.detach()  # every copy has it
             else:
-                whole = import_deepspeed().utils.safe_get_full_fp32_param(parameter)
-                yield parameter, whole if self._is_first_copy else None
+                full_value = import_deepspeed().utils.safe_get_full_fp32_param(parameter)
+                yield parameter, full_value if self._is_first_copy else None
 
     def states(self) -> Iterator[ParameterState]:
         """Yield the state of this rank's partition, for every trained parameter that has elements
-        in it."""
+        in the partition."""
         for parameter in self._trained:
             fragment = self._fragment(parameter)
             if fragment is None:
                 continue
             flat, at, start, size = fragment
-            kept = state_of(self._optimizer.optimizer, flat)
+            flat_state = state_of(self._optimizer.optimizer, flat)
             yield ParameterState(
                 parameter,
                 flat.detach().narrow(0, at, size),
-                {name: moment.narrow(0, at, size) for name, moment in kept.moments.items()},
-                kept.entries,
-                kept.apart,
+                {name: moment.narrow(0, at, size) for name, moment in flat_state.moments.items()},
+                flat_state.entries,
+                flat_state.apart,
                 start,
                 self.holders.counts(parameter),
             )
 
     def make_states(self, parameters: Collection[nn.Parameter]) -> None:
-        """Make the state of the partitions that have elements of `parameters` and no state yet."""
+        """Create the state of the partitions that have elements of `parameters` and no state
+        yet."""
         inner = self._optimizer.optimizer
         if isinstance(inner, Together):
             groups: Mapping[Tensor, int] = {}
@@ -255,11 +261,11 @@ class DeepSpeedEngine:
             inner.make_states({x: groups[x] for x in held} if groups else list(held))
 
     def _fragment(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
-        """Return the range of this rank's fp32 partition that holds elements of `parameter`; None
-        if it has none.
+        """Return the range of this rank's fp32 partition that holds elements of `parameter`, or
+        None if the partition holds none.
 
-        The result is the flat partition, where the range starts in it, the index of its first
-        element in the flattened parameter, and its length.
+        The result is the flat partition, the start of the range in the partition, the index of the
+        range's first element in the flattened parameter, and the length of the range.
         """
         optimizer = self._optimizer
         if self._stage == 3:
@@ -277,25 +283,30 @@ class DeepSpeedEngine:
         return flat, own.start, held.start, held.numel
 
     def _part(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return the first index and the number of the flattened `parameter`'s elements that ZeRO 3
-        leaves to this rank. Parts are equal; the last ones are padded or empty."""
-        whole = parameter.ds_numel  # type: ignore[attr-defined]
-        size = -(-whole // self.copies)
+        """Return the first index and the number of the elements of the flattened `parameter` that
+        ZeRO 3 leaves to this rank.
+
+        Parts are equal; the last ones are padded or empty.
+        """
+        num_elements = parameter.ds_numel  # type: ignore[attr-defined]
+        size = -(-num_elements // self.copies)
         assert self.holders.group is not None
-        start = min(size * self.holders.group.rank(), whole)
-        return start, min(size, whole - start)
+        start = min(size * self.holders.group.rank(), num_elements)
+        return start, min(size, num_elements - start)
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         """Return this rank's part of a buffer or of a frozen parameter, and the index of its first
-        flattened element. Buffers, and parameters below ZeRO 3, are whole, with None for the
-        index."""
+        flattened element.
+
+        Buffers are whole, and so are parameters below ZeRO 3; the index is then None.
+        """
         if self._stage < 3 or not isinstance(tensor, nn.Parameter):
             return tensor.detach(), None
         start, held = self._part(tensor)
         return tensor.ds_tensor.detach()[:held], start  # type: ignore[attr-defined]
 
     def computed_with(self) -> Iterator[nn.Parameter]:
-        """Yield all trained parameters below ZeRO 3, whose data copies hold whole beside the
+        """Yield all trained parameters below ZeRO 3: copies hold their data whole beside the
         partitioned state."""
         if self._stage < 3:
             yield from self._trained
@@ -346,13 +357,13 @@ class _Topology:
 def import_deepspeed() -> Any:
     """Return the module `deepspeed`, with its shared-memory all-reduce disabled.
 
-    DeepSpeed would compile that one (20 s of g++) and initialise it at its first process group,
-    only for inference. To find out if it can, it would also run a compiler for every other
-    operation that it has, in every rank.
+    DeepSpeed would compile the all-reduce (20 s of g++) and initialise it at its first process
+    group, only for inference. To find out whether it can, it would also run a compiler for every
+    other DeepSpeed operation, in every rank.
     """
     import deepspeed
 
-    backend = import_module("deepspeed.comm.torch")  # whose name in deepspeed.comm is torch itself
+    backend = import_module("deepspeed.comm.torch")  # as an attribute, this name is torch itself
     assert callable(backend.build_shm_op)
     backend.build_shm_op = _no_shm_op  # type: ignore[attr-defined]
     return deepspeed
@@ -365,7 +376,8 @@ def _no_shm_op() -> None:
 def _by_width(
     trained: Sequence[nn.Parameter], narrow: frozenset[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split `trained` into the parameters held in fp32 and those of `narrow`, held in 16 bits.
+    """Split `trained` into the parameters held in fp32 and the parameters of `narrow`, held in 16
+    bits.
 
     Where all are narrow, the smallest is held in fp32 as well: DeepSpeed's buckets have the dtype
     of one parameter, and must be fp32.
@@ -378,8 +390,10 @@ def _by_width(
 
 
 def _accumulate_in_fp32(optimizer: Any) -> None:
-    """Give `optimizer` (ZeRO 1 or 2 with offload) fp32 tensors on the host in which it accumulates
-    gradients; DeepSpeed 0.19.8 would make them in the parameter's dtype."""
+    """Make `optimizer` (ZeRO 1 or 2 with offload) accumulate gradients in fp32 tensors on the host.
+
+    DeepSpeed 0.19.8 would make the tensors in the parameter's dtype.
+    """
     sums = optimizer.accumulated_grads_in_cpu
     for parameter in (p for group in optimizer.params_in_partition for p in group):
         zeros = torch.zeros(parameter.numel(), device=optimizer.device)
@@ -392,8 +406,10 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _run_within(module: nn.Module, context: AbstractContextManager[Any]) -> None:
-    """Make the forwards of `module` run in `context`, by hooks inside of DeepSpeed's wrapper, which
-    turns off an autocast around it."""
+    """Make the forwards of `module` run in `context`, by forward hooks.
+
+    The hooks run inside DeepSpeed's wrapper, which turns off an autocast around it.
+    """
 
     def enter(*_: object) -> None:
         context.__enter__()

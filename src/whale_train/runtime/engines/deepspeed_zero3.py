@@ -1,8 +1,8 @@
-"""Adaptations of DeepSpeed, most of all of how stage 3 takes over a module: one parameter at a
+"""Adaptations of DeepSpeed, chiefly of the way stage 3 takes over a module: one parameter at a
 time.
 
-`deepspeed.initialize` by itself takes the whole module: it sends all of it from the first copy to
-the others, casts all of it under bf16, and keeps the partition twice. A rank would need far more
+By itself `deepspeed.initialize` takes the whole module: it sends all weights from the first copy to
+the others, casts all of them under bf16, and keeps the partition twice. A rank would need far more
 memory to begin than to train.
 """
 
@@ -25,7 +25,8 @@ def partition(
     narrow: NarrowWeights,
     place: tuple[int, int],
 ) -> None:
-    """Replace every parameter of `module` by this rank's part of it, in 16 bits if `narrow` has it.
+    """Replace every parameter of `module` by this rank's part, in 16 bits if `narrow` has the
+    parameter.
 
     topology: the engine's groups, as DeepSpeed's `mpu`; None: all ranks are copies.
     config: DeepSpeed's configuration.
@@ -35,7 +36,8 @@ def partition(
     """
     import deepspeed
 
-    # As its own launcher says it. On a CPU it otherwise starts `numactl` at every reduction.
+    # DeepSpeed's own launcher sets this. Without it, DeepSpeed starts `numactl` at every reduction
+    # on a CPU.
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     deepspeed.zero.Init(
         module=_Cast(module, narrow, place),
@@ -57,7 +59,7 @@ class _Cast(nn.Module):
         """Yield the parameters, each filled and converted just before DeepSpeed partitions it."""
         for parameter in self._module.parameters(recurse):
             again = fill(parameter)
-            if parameter.dtype == torch.float32:  # it is looked at more than once
+            if parameter.dtype == torch.float32:  # DeepSpeed iterates more than once
                 self._narrow.narrow(parameter, *self._place, again)
             yield parameter
 
@@ -66,10 +68,10 @@ class _Cast(nn.Module):
 def one_master_copy() -> Iterator[None]:
     """Make engines that are built in this context update an fp32 partition in place.
 
-    Stage 3 makes a copy of the weights for the optimizer beside those that are gathered, except of
-    weights that are fp32 and on the optimizer's device already. It never recognises these, as it
-    compares a `torch.device` with a device's name (DeepSpeed 0.19.8). During the comparison this
-    context gives it a device. Offloaded weights are a second copy in any case.
+    Stage 3 copies the weights for the optimizer, except weights that are fp32 and already on the
+    optimizer's device. It never recognises these, as it compares a `torch.device` with a device's
+    name (DeepSpeed 0.19.8). During the comparison this context replaces the name by a
+    `torch.device`. Offloaded weights are a second copy in any case.
     """
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
@@ -93,19 +95,20 @@ def one_master_copy() -> Iterator[None]:
 
 @contextmanager
 def partitions_by_dtype() -> Iterator[None]:
-    """Let engines that are built in this context partition parameters of several dtypes, each
-    parameter group having one.
+    """Let engines that are built in this context partition parameters of several dtypes; each
+    parameter group has one dtype.
 
-    Stage 3 (DeepSpeed 0.19.8) moves all partitions into one flat tensor; with parameters offloaded,
-    into one for each group, of the first parameter's dtype. During the initialisation it gets one
-    flat tensor for each dtype, and for each group one of the group's dtype.
+    Stage 3 (DeepSpeed 0.19.8) moves all partitions into one flat tensor. With offloaded parameters,
+    it moves each group's into a flat tensor of the first parameter's dtype. During the
+    initialisation, this context gives it one flat tensor for each dtype, and for each group a flat
+    tensor of the group's dtype.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
 
     optimizer_class = stage3.DeepSpeedZeroOptimizer_Stage3
     names = ("_set_fp16_partitioned_groups_flat", "_create_param_groups_fp16_flat_cpu_memory")
-    kept = {name: getattr(optimizer_class, name) for name in names}
+    originals = {name: getattr(optimizer_class, name) for name in names}
     flatten = stage3.defragment
 
     def flat_of_each_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
@@ -125,18 +128,18 @@ def partitions_by_dtype() -> Iterator[None]:
     def make_groups_on_host(optimizer: Any) -> None:
         for group in optimizer.trainable_param_groups:
             size = sum(p.partition_numel() for p in group["params"])
-            made = torch.empty(size, dtype=group["params"][0].ds_tensor.dtype)
-            pinned = get_accelerator().pin_memory(made)
+            flat = torch.empty(size, dtype=group["params"][0].ds_tensor.dtype)
+            pinned = get_accelerator().pin_memory(flat)
             optimizer.param_groups_fp16_flat_cpu_memory.append(pinned)
 
     stage3.defragment = flat_of_each_dtype
-    for name, made in zip(names, (set_groups_flat, make_groups_on_host), strict=True):
-        setattr(optimizer_class, name, made)
+    for name, replacement in zip(names, (set_groups_flat, make_groups_on_host), strict=True):
+        setattr(optimizer_class, name, replacement)
     try:
         yield
     finally:
         stage3.defragment = flatten
-        for name, own in kept.items():
+        for name, own in originals.items():
             setattr(optimizer_class, name, own)
 
 
@@ -145,8 +148,8 @@ def without_broadcast() -> Iterator[None]:
     """Keep engines that are built in this context from sending the first copy's weights to the
     others.
 
-    The same seed made the weights everywhere. DeepSpeed's broadcast fails on parameters without
-    dimensions (0.19.8).
+    All copies initialise their weights from the same seed. DeepSpeed's broadcast fails on
+    parameters without dimensions (0.19.8).
     """
     from deepspeed import DeepSpeedEngine
 
@@ -162,26 +165,25 @@ def without_broadcast() -> Iterator[None]:
 def unchecked_norms() -> Iterator[None]:
     """Keep steps in this context from checking whether their norm is finite.
 
-    DeepSpeed would read the norm on the host, and wait for all work of the device (0.19.8).
+    DeepSpeed would read the norm on the host, and so wait for all work of the device (0.19.8).
     """
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     modules = (stage3, stage_1_and_2)
-    asked = [module.is_invalid_grad_norm for module in modules]
+    checks = [module.is_invalid_grad_norm for module in modules]
     for module in modules:
         module.is_invalid_grad_norm = lambda norm: False
     try:
         yield
     finally:
-        for module, ask in zip(modules, asked, strict=True):
+        for module, ask in zip(modules, checks, strict=True):
             module.is_invalid_grad_norm = ask
 
 
 def gather_whole(blocks: Sequence[nn.Module]) -> None:
     """Make stage 3 gather all weights of a block when the block is called, for each of `blocks`.
 
-    No hooks are then attached to modules inside of a block; torch.compile would end a region at
-    each.
+    Modules inside a block then have no hooks. torch.compile would end a region at each hook.
     """
     import deepspeed
 

@@ -1,9 +1,9 @@
-"""Gradients of a step with several backwards, summed over the holders of a parameter.
+"""Sum the gradients of a step with several backwards over the holders of a parameter.
 
-A reduction after every backward would be repeated work. A gradient is sent when it is final
-(`runtime/pipeline/grad_ready.py` knows when), which for most is during the last backward that adds
-to it, so that communication overlaps with the rest of that backward and with other stages' work.
-Copies send their buckets in one order, which follows from the plan
+A reduction after every backward would repeat work. A gradient is sent when it is final
+(`runtime/pipeline/grad_ready.py` determines when). For most gradients that is during the last
+backward that adds to them, so that communication overlaps with the rest of that backward and with
+other stages' work. Copies send their buckets in one order, which follows from the plan
 (`runtime/engines/bucket_queue.py`).
 """
 
@@ -27,8 +27,8 @@ class Reduction:
     group: the ranks that the gradients of `parameters` are summed over; None: one rank holds them.
     shared: parameters that several TaskGraphs hold (tied ones), each whole on every member of its
         shard group, with the group of all its holders. All holders list them in one order.
-    excess: how many times too large this rank's gradients of `shared` are in the sum, as the
-        members of a shard group all have the same one.
+    excess: the divisor of this rank's gradients of `shared`: the members of a shard group all add
+        the same gradient to the sum.
     dtype: the dtype in which gradients of `parameters` are sent; `shared` ones are sent in fp32.
     """
 
@@ -41,7 +41,7 @@ class Reduction:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         several = group is not None and group.size() > 1
-        # The last used is the first whose gradient is final.
+        # The parameter that is used last is the first whose gradient is final.
         buckets = in_buckets(reversed(parameters)) if several else ()
         self._group, self._dtype = group, dtype
         self._buckets = InOrder(buckets, self._sum)
@@ -51,23 +51,23 @@ class Reduction:
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Return the parameters of which `final` is to be told."""
+        """Return the parameters for which the caller must call `final`."""
         return self._buckets.items
 
     def final(self, parameter: nn.Parameter) -> None:
         """Report that no backward of this step adds to the gradient of `parameter` any more.
 
-        The gradient is sent once those before it are. At most once a step.
+        The gradient is sent once the gradients before it are sent. Call it at most once a step.
         """
         self._buckets.ready(parameter)
 
     def finish(self) -> None:
         """Send all remaining gradients, after this rank's last backward of the step.
 
-        The gradients of shared parameters are sent only here. They are final last in the first of
-        the stages that hold them, which waits for messages that the others have yet to send. A GPU
-        has few queues, so a collective that waits for that stage must not be enqueued before those
-        messages.
+        The gradients of shared parameters are sent only here. They become final last in the first
+        of the stages that hold them, and that stage waits for messages that the other stages have
+        yet to send. A GPU has few queues, so a collective that waits for that stage must not be
+        enqueued before the messages.
         """
         self._buckets.end()
         for parameter, holders in self._shared.items():
@@ -103,7 +103,7 @@ class Reduction:
 class _Sent:
     """A sum in progress.
 
-    work: its handle.
+    work: the handle of the collective.
     group: the group of the collective, by which a timeout is reported
         (`runtime/failures/timeout_frames.py`).
     sent: the tensor that is summed, in the dtype that is sent.
@@ -123,8 +123,11 @@ class _Sent:
 
 
 def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return one tensor of all gradients of `parameters`, and make each `.grad` a view of it. A
-    single contiguous gradient is returned as it is."""
+    """Return the gradients of all `parameters` as one flat tensor, and make each `.grad` a view of
+    it.
+
+    A single contiguous gradient is returned unchanged.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len(gradients) == 1 and gradients[0].is_contiguous():
         return gradients[0]
@@ -136,8 +139,11 @@ def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return `parameters` in buckets: neighbours of one dtype, of at most REDUCE_BUCKET_ELEMENTS
-    elements together. A larger parameter is a bucket of its own."""
+    """Return `parameters` in buckets of neighbours that have one dtype and at most
+    REDUCE_BUCKET_ELEMENTS elements in all.
+
+    A larger parameter is a bucket of its own.
+    """
     buckets: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:

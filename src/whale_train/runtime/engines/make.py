@@ -1,4 +1,4 @@
-"""The choice of the engine of a TaskGraph on a rank."""
+"""Choose the engine of a TaskGraph on a rank."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,12 +40,12 @@ def make_engine(
 ) -> Engine:
     """Return the engine of `module`, the part of `task_graph` that `seat.rank` holds.
 
-    It is a DeepSpeedEngine where the plan has a configuration of it and there are copies to
+    It is a DeepSpeedEngine where the plan has a DeepSpeed configuration and several copies to
     partition among, a StreamedEngine where `task_graph` streams its weights, and a TorchEngine
     otherwise.
 
     by_path: the rank's tensors by their paths in the model.
-    streamed: brings weights from the host; needed where `task_graph` streams them.
+    streamed: copies weights from the host; required where `task_graph` streams them.
     agreement: given where copies may reach different parameters.
 
     The other parameters are TorchEngine's.
@@ -72,8 +72,8 @@ def make_engine(
     torchs: Callable[..., Engine] = TorchEngine
     if task_graph.streams:
         assert streamed is not None
-        made = StreamedEngine if seat.stand_ins is None else seat.stand_ins.streamed
-        torchs = partial(made, streamed=streamed)
+        engine_class = StreamedEngine if seat.stand_ins is None else seat.stand_ins.streamed
+        torchs = partial(engine_class, streamed=streamed)
     return torchs(
         module,
         copies,

@@ -1,10 +1,10 @@
 """Weights that ZeRO holds in 16 bits, with an fp32 master partition in the optimizer.
 
-A weight that is read only by operations that autocast lowers is held as the 16-bit value autocast
-would make of it. The results are the same, and a rank needs 2 bytes for an element instead of 4 and
-a copy of 2. The gradient is fp32 from the backward that makes it on (`Tensor.grad_dtype`).
-DeepSpeed 0.19.8 makes the fp32 master from the 16-bit value; `NarrowWeights` replaces that by the
-exact value.
+A weight that is read only by operations that autocast lowers is held as the 16-bit value that
+autocast would make of it. The results are the same, and a rank needs 2 bytes for an element instead
+of 4 bytes and a copy of 2. The backward already makes the gradient in fp32 (`Tensor.grad_dtype`).
+DeepSpeed 0.19.8 makes the fp32 master from the 16-bit value; `NarrowWeights` replaces the master by
+the exact value.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 
 class NarrowWeights:
-    """Weights to be held in 16 bits, and their fp32 values until the optimizer has them.
+    """Weights to hold in 16 bits, and their fp32 values until the optimizer has them.
 
-    parameters: the trained ones.
-    frozen: frozen ones, which have no optimizer and no fp32 value.
-    dtype: the 16-bit dtype; None only where there are none.
+    parameters: the trained parameters.
+    frozen: the frozen parameters, which have no optimizer and no fp32 value.
+    dtype: the 16-bit dtype; may be None only if both are empty.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class NarrowWeights:
         ranks: int = 1,
         again: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Convert `parameter` to its 16-bit value, if it is one of these weights, and remember the
+        """Convert `parameter` to its 16-bit value, if it is one of these weights, and store the
         fp32 value.
 
-        Only the part that ZeRO 3 leaves to `rank` of `ranks` is remembered: equal parts of the
-        flattened tensor, of which the last is padded. Where `again` is given, it makes the whole
-        value once more and nothing is kept.
+        Only the part that ZeRO 3 leaves to `rank` of `ranks` is stored: equal parts of the
+        flattened tensor, of which the last is padded. If `again` is given, nothing is stored;
+        `again` computes the whole value once more when it is needed.
         """
         if parameter in self._frozen:
             parameter.data = parameter.data.to(self._dtype)
@@ -57,14 +57,14 @@ class NarrowWeights:
         elif ranks > 1:
             part = _part(parameter.detach(), rank, ranks).clone()
             self._exact[parameter] = lambda: part
-        else:  # the whole value would be too much beside the GPU's other tensors
-            whole = parameter.detach().cpu()
-            self._exact[parameter] = lambda: whole
+        else:  # the whole value may not fit beside the GPU's other tensors
+            on_host = parameter.detach().cpu()
+            self._exact[parameter] = lambda: on_host
         parameter.data = parameter.data.to(self._dtype)
 
     def give_masters(self, optimizer: Any, stage: int) -> None:
-        """Write the remembered fp32 values into the partitions of `optimizer`, under ZeRO `stage`,
-        and forget them."""
+        """Write the stored fp32 values into the partitions of `optimizer`, under ZeRO `stage`, and
+        drop the stored values."""
         for parameter, remembered in self._exact.items():
             if stage == 3:
                 exact = remembered().flatten()

@@ -16,10 +16,11 @@ from whale_train.runtime.engines.base import Engine
 class StandIns:
     """Substitutes for the parts of engines that need storage, for a rehearsed rank.
 
-    buckets: makes the substitute for DistributedDataParallel, of a module and its copies.
-    zero: makes that of DeepSpeedEngine, of its arguments with an optimizer after the configuration.
-    streamed: makes that of StreamedEngine, of the same arguments.
-    forget: is told of tensors that stand for the host's.
+    buckets: makes the substitute for DistributedDataParallel, given a module and its copies.
+    zero: makes the substitute for DeepSpeedEngine, given its arguments with an optimizer after the
+        configuration.
+    streamed: makes the substitute for StreamedEngine, given the same arguments.
+    forget: called with tensors that stand for tensors of the host.
     """
 
     buckets: Callable[[nn.Module, Copies], nn.Module]
@@ -33,8 +34,8 @@ class RankContext:
     """The place of this rank in the job.
 
     rank: the rank.
-    device: where it computes.
-    groups: the groups it is in, by the plan's names.
+    device: the device that the rank computes on.
+    groups: the groups that the rank is a member of, by the plan's names.
     channels: groups of two for a pipeline's messages, by the rank at the other end. Messages with
         other ranks go through the world.
     stand_ins: given where the rank is rehearsed.

@@ -1,9 +1,10 @@
-"""Gradients of the same parameters on all copies, whatever their forwards ran.
+"""Give all copies gradients of the same parameters, whichever branches their forwards took.
 
 ZeRO 1 reduces gradients in the step, in one order. A copy of a model that branches on values gets a
-gradient of zeros for every parameter that it did not reach; that is its samples' contribution. ZeRO
-2 reduces gradients in the order in which backwards make them, and ZeRO 3 gathers parameters in the
-order in which modules run. Copies that differ would mix up each other's, and are stopped.
+gradient of zeros for every parameter that its forward did not reach; zeros are what its samples
+contribute. ZeRO 2 reduces gradients in the order in which backwards make them, and ZeRO 3 gathers
+parameters in the order in which modules run. Copies that differ would mix up each other's tensors,
+so they are stopped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +20,12 @@ from whale_train.runtime.comms.forward_agreement import ForwardAgreement, Forwar
 
 
 class ReachedAlike:
-    """Watches that the copies of `module` make gradients of the same parameters, under ZeRO
-    `stage`.
+    """Checks that the copies of `module` make gradients of the same parameters, under ZeRO `stage`.
 
     copies: the ranks that hold the same shards.
-    agreement: compares the copies' places of a forward.
+    agreement: compares the point that each copy's forward has reached.
 
-    It must be made before DeepSpeed partitions the module, so that its hooks run before
-    DeepSpeed's.
+    Make it before DeepSpeed partitions the module, so that its hooks run before DeepSpeed's.
     """
 
     def __init__(
@@ -41,8 +40,10 @@ class ReachedAlike:
                 part.register_forward_pre_hook(self._noting(model_path(path)))
 
     def _noting(self, path: str) -> Callable[..., None]:
-        """Return a forward pre-hook that records that the module at `path` runs in training, and
-        under ZeRO 3 checks that it runs on all copies."""
+        """Return a forward pre-hook that records that the module at `path` runs in training.
+
+        Under ZeRO 3 the hook also checks that the module runs on all copies.
+        """
 
         def note(part: nn.Module, _: object) -> None:
             if part.training:  # an evaluation has no backward whose order would matter
@@ -53,8 +54,10 @@ class ReachedAlike:
         return note
 
     def missing(self, losses: Sequence[Tensor]) -> list[Tensor]:
-        """Return scalars of 0 that depend on the parameters that `losses` depend on only on other
-        copies.
+        """Return scalars of 0 that depend on the parameters reached by the losses of other copies
+        only.
+
+        losses: this copy's losses of one backward.
 
         Raises ForwardsDiffer where copies differ and the stage does not allow that, and for a
         parameter that no copy reaches.
@@ -80,7 +83,7 @@ class ReachedAlike:
                 rule += f"{self._stage} reduces gradients in the order in which they are made"
                 raise ForwardsDiffer(f"{rule}; use strategy=zero1 or strategy=dp")
         elsewhere = ((copies > 0) & ~flags).nonzero().flatten().tolist()
-        # A sum of no elements: the gradient is all zeros, and no value, however large, is in it.
+        # The gradient of a sum over no elements is zeros, even where the parameter is infinite.
         return [parameters[i].flatten()[:0].sum() for i in elsewhere]
 
 

@@ -1,4 +1,4 @@
-"""The exchange of failures between ranks that were started by another tool than this launcher.
+"""Exchange failures between ranks that were started by another tool than this launcher.
 
 Their hosts may share no files, and no process watches them all.
 """
@@ -28,18 +28,18 @@ from whale_train.runtime.failures.failure import (
 
 _ANY = "failures"  # the number of ranks that have failed
 _WATCH_S = 0.3
-# How long the others may take to publish their failures, or to say that they are alive.
+# The time for other ranks to publish their failures, or to report that they are alive.
 _SETTLE_S = 3.0
-# From another rank's failure to the end of a rank that does not notice it.
+# The time from another rank's failure to the end of a rank that does not notice it.
 _NOTICE_S = 5.0
-# From the end of the store to the end of a rank that notices nothing else.
+# The time from the end of the store to the end of a rank that notices nothing else.
 _LOST_S = 10.0
 
 
 class FailureExchange:
     """The failures of a job of `world_size` ranks, exchanged through its store.
 
-    If the store is gone, as the process that it lived in has ended, no failures are read from it.
+    If the store is gone because its process has ended, no failures are read.
     """
 
     def __init__(self, store: Store, key: JobKey, world_size: int) -> None:
@@ -55,7 +55,7 @@ class FailureExchange:
     def heard(self) -> dict[int, RankError]:
         """Return the failures that were published so far, by rank.
 
-        One that no rank of this job signed is nobody's, and left out.
+        A failure that no rank of this job signed is ignored.
         """
         errors = {}
         with suppress(dist.DistError):
@@ -63,13 +63,13 @@ class FailureExchange:
                 if self._store.check([f"failed/{rank}"]):
                     message = self._store.get(f"failed/{rank}")
                     with suppress(LaunchError):
-                        said = self._key.checked(message, f"rank {rank}")
-                        errors[rank] = RankError.from_json(said)
+                        text = self._key.checked(message, f"rank {rank}")
+                        errors[rank] = RankError.from_json(text)
         return errors
 
     def living(self) -> set[int]:
-        """Return the ranks that have said, after a failure, that they are alive; none if the store
-        is gone."""
+        """Return the ranks that have reported, after a failure, that they are alive; empty without
+        a store."""
         with suppress(dist.DistError):
             ranks = range(self._world_size)
             return {rank for rank in ranks if self._store.check([f"lives/{rank}"])}
@@ -98,13 +98,13 @@ class FailureExchange:
         """Start a thread that ends this process after a failure of another rank, or after the end
         of the store.
 
-        After a failure the thread says that `rank` is alive. Five seconds after a failure, and ten
-        after the end of the store, it settles the cause (`settle`) and ends the process, with
-        status 1: a rank that waits for one that does not come may notice no failure for long.
-        Returns a function that stops the watch.
+        After a failure the thread reports that `rank` is alive. Five seconds after a failure, and
+        ten after the end of the store, it settles the cause (`settle`) and ends the process with
+        status 1: a rank that waits for another may not notice a failure for long. Returns a
+        function that stops the watch.
         """
         over = threading.Event()
-        # A connection of its own: a thread that waits for a key keeps the store to itself.
+        # The thread has a connection of its own, as a thread that waits for a key blocks the store.
         connection: Store = self._store.clone()  # type: ignore[attr-defined]  # torch's stub has none
         own = FailureExchange(connection, self._key, self._world_size)
         watching = threading.Thread(target=own._watch, args=(run_dir, rank, over), daemon=True)
@@ -118,7 +118,7 @@ class FailureExchange:
                 if over.wait(_WATCH_S):
                     return
             self._store.set(f"lives/{rank}", "")
-        except dist.DistError:  # the store ended, and rank 0 or who started the ranks with it
+        except dist.DistError:  # the store ended, with rank 0 or the process that started the ranks
             notice_s = _LOST_S
         if not over.wait(notice_s):
             self.settle(run_dir)

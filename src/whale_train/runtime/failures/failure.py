@@ -1,8 +1,9 @@
-"""The failures that ranks record, and the choice of the one that a run failed of.
+"""Record the failures of ranks, and choose the one that a run failed by.
 
 A rank that fails leaves `logs/rank_N.failure.json`. When it ends, every other rank's collectives
-break, and they fail too. `first_failure` tells the cause from its echoes, and the host writes it to
-`failure.json`, the only one of these files the parent reads. Needs no torch.
+break, and they fail too. `first_failure` distinguishes the cause from its echoes, and the host
+writes it to `failure.json`, the only one of these files that the parent reads. This module does not
+import torch.
 """
 
 import json
@@ -23,8 +24,8 @@ from whale_train.runtime.failures.timeouts import StackCall, Wait, find_hang, st
 FAILURE_FILE = "failure.json"
 HOST_LOG = "logs/host.log"
 
-# torch's own type of everything that goes wrong between ranks; gloo raises bare RuntimeErrors,
-# told by their text.
+# torch's own type for all errors between ranks. gloo raises bare RuntimeErrors, which are
+# recognised by their text.
 COMMUNICATION_TYPE = "torch.distributed.DistError"
 COMMUNICATION_TEXTS = (
     "connection closed by peer",
@@ -37,8 +38,7 @@ TIMEOUT_TEXTS = ("timed out", "timeout")
 
 
 class CollectiveTimeout(RuntimeError):
-    """A wait of this rank that nobody ended in time; `wait` describes it. The cause is torch's
-    error."""
+    """A wait of this rank timed out; `wait` describes it. The cause is torch's error."""
 
     def __init__(self, wait: Wait) -> None:
         super().__init__(str(wait))
@@ -49,10 +49,13 @@ class CollectiveTimeout(RuntimeError):
 class RankError:
     """The exception that a rank failed with (`logs/rank_N.failure.json`).
 
+    rank: the rank.
     time_s: seconds since the epoch.
     type: the exception's class.
+    message: the exception's text.
     communication: whether another rank's end may have caused it.
     step: as in `Failure`.
+    traceback: the exception's traceback.
     wait: the wait that timed out; None for other exceptions.
     host: as in `Failure`.
     """
@@ -69,7 +72,7 @@ class RankError:
 
     @classmethod
     def from_json(cls, text: str) -> "RankError":
-        """Return the error that a file's `text` holds."""
+        """Return the error in the `text` of a file."""
         content = json.loads(text)
         wait = content["wait"]
         return cls(**{**content, "wait": wait and Wait.from_json(wait)})
@@ -79,6 +82,7 @@ class RankError:
 class RankEnd:
     """The end of a rank's process.
 
+    rank: the rank.
     code: its exit status, or minus the signal that killed it.
     time_s: seconds since the epoch, when the host noticed the end.
     """
@@ -94,16 +98,17 @@ class Failure:
 
     rank: the rank that failed; None where the host itself failed.
     kind: `signal`, `exception`, `timeout`, `exit` or `host`. A `timeout` is a wait of `rank` for
-        the ranks `absent`. `host` is the end of all ranks of a host without a word, of which `rank`
-        is the first.
-    log: the path of the log, relative to the run directory: that of `host` where one is given.
+        the ranks `absent`. `host` is the end of all ranks of a host without a report, of which
+        `rank` is the first.
+    log: the path of the log, relative to the run directory (of `host`, if that is given).
     step: the optimizer step in progress; None before the first one is done.
-    signal: the signal's name, of a `signal`.
-    exit_status: the exit status, of an `exit`.
-    type: the exception's class, of an `exception`, a `timeout` or a `host`.
-    message: the exception's text; of a `timeout` or a `host`, a sentence without its subject.
-    traceback: the traceback of an exception. Of a `timeout`, the stack of the first absent rank
+    signal: the signal's name, for a `signal`.
+    exit_status: the exit status, for an `exit`.
+    type: the exception's class, for an `exception`, a `timeout` or a `host`.
+    message: the exception's text; for a `timeout` or a `host`, a sentence without its subject.
+    traceback: the traceback of an exception. For a `timeout`, the stack of the first absent rank
         that was seen, else the waiting rank's.
+    absent: the ranks that did not come, for a `timeout`.
     host: the host of `rank`, where every host has a run directory of its own.
     """
 
@@ -123,10 +128,12 @@ class Failure:
 def record_failure(
     run_dir: Path, rank: int, error: BaseException, step: int | None, host: str | None = None
 ) -> RankError:
-    """Write a rank's failure to its own file, if that is possible, and print its traceback to
-    stderr (the rank's log). Return the record.
+    """Write a rank's failure to its own file, print the traceback to stderr (the rank's log), and
+    return the record.
 
-    step: the step in progress, unless `error` tells its own.
+    A full disk prevents the file without an error.
+
+    step: the step in progress, unless `error` has its own.
     host: the rank's host, where it has a run directory of its own.
     """
     wait = error.wait if isinstance(error, CollectiveTimeout) else None
@@ -168,7 +175,7 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
 def write_failure(run_dir: Path, failure: Failure) -> None:
     """Write the failure that a run ended by to `run_dir`.
 
-    A full disk prevents it without an error. The launcher then finds no file and reports that.
+    A full disk prevents it without an error. The launcher then reports that there is no file.
     """
     with suppress(OSError):
         write_record(run_dir / FAILURE_FILE, asdict(failure))
@@ -183,7 +190,7 @@ def read_errors(run_dir: Path) -> dict[int, RankError]:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether `error`, or one it was raised `from`, may be the echo of another rank's
+    """Return whether `error`, or an error it was raised `from`, may be the echo of another rank's
     end."""
     cause: BaseException | None = error
     while cause is not None:
@@ -202,21 +209,21 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def _is_of_torch(error: BaseException) -> bool:
-    """Return whether `error` is of torch's type for errors between ranks."""
+    """Return whether `error` has torch's type for errors between ranks."""
     types = {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
     return COMMUNICATION_TYPE in types
 
 
 def _says(error: BaseException, texts: Sequence[str]) -> bool:
-    """Return whether the text of `error` has one of `texts` in it, in any case of letters."""
-    said = str(error).lower()
-    return any(text in said for text in texts)
+    """Return whether the text of `error` contains one of the lower-case `texts`, ignoring case."""
+    message = str(error).lower()
+    return any(text in message for text in texts)
 
 
 def is_decisive(end: RankEnd) -> bool:
-    """Return whether `end` is the cause whatever other ranks report.
+    """Return whether `end` is the cause, whatever other ranks report.
 
-    A rank killed by a signal is, unless it aborted: communication libraries abort the process when
+    An end by a signal is, unless the process aborted: communication libraries abort a process when
     a peer is lost.
     """
     return end.code < 0 and -end.code != signal.SIGABRT
@@ -230,8 +237,8 @@ def first_failure(
 ) -> Failure:
     """Return the failure that caused the others.
 
-    A decisive signal comes first, then any error that is not of communication, then a wait in vain,
-    then other communication errors; the earliest of each.
+    A decisive signal comes first, then any error that is not a communication error, then a
+    timed-out wait, then other communication errors; the earliest of each.
 
     ends: the ranks that ended before any was told to, at least one of them badly.
     errors: the errors that ranks recorded.
@@ -276,8 +283,10 @@ def hang_among(
     step: int | None,
     stacks: Mapping[int, Sequence[StackCall]],
 ) -> Failure:
-    """Return the failure of ranks that waited in vain, at least one of `errors`. The arguments are
-    as in `first_failure`."""
+    """Return the failure of ranks whose waits timed out, at least one of `errors`.
+
+    The arguments are those of `first_failure`.
+    """
     ordered = sorted(errors.values(), key=lambda error: (error.time_s, error.rank))
     waits = {error.rank: error.wait for error in ordered if error.wait is not None}
     hang = find_hang(waits, errors.keys() - waits.keys(), stacks, step)
@@ -305,8 +314,8 @@ def failure_among(
     """Return the failure that caused the others, where no host saw how the ranks ended.
 
     Ranks that recorded no error, and are not known to live, are silent. They are the cause, killed
-    or cut off, if all errors are communication errors, none of them a wait in vain, and the silent
-    ranks are a single one or all ranks of one of several `hosts`. Otherwise it is the
+    or cut off, if all errors are communication errors other than timed-out waits, and the silent
+    ranks are a single one or all ranks of one of several `hosts`. Otherwise the failure is the
     `first_failure` of the errors.
 
     errors: the errors that ranks recorded, at least one.
@@ -335,8 +344,8 @@ def failure_among(
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as `SIGKILL` for 9. Real-time signals have no name of their
-    own."""
+    """Return the name of a signal, such as `SIGKILL` for 9. Real-time signals are named by
+    number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -344,19 +353,21 @@ def signal_name(number: int) -> str:
 
 
 def step_in_progress(run_dir: Path) -> int | None:
-    """Return the step after the last one in `metrics.jsonl`. None where there is none, or the run's
-    last step is done."""
+    """Return the step after the last one in `metrics.jsonl`.
+
+    The result is None if there is no step yet, or the run's last step is done.
+    """
     try:
         lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
     except FileNotFoundError:
         return None
-    # What follows the last newline is a line still being written.
+    # Text after the last newline is a line that is still being written.
     done = int(json.loads(lines[-2])["step"]) if len(lines) > 1 else None
     return None if done is None or done == _steps(run_dir) else done + 1
 
 
 def _steps(run_dir: Path) -> int | None:
-    """Return the number of steps that the run was asked for; None where that is unknown."""
+    """Return the number of steps of the request, or None if it is unknown."""
     with suppress(OSError, ValueError, KeyError):
         return int(
             json.loads((run_dir / "request.json").read_text(encoding="utf-8"))["train"]["steps"]
@@ -365,12 +376,12 @@ def _steps(run_dir: Path) -> int | None:
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` as JSON, so that a reader sees all of it or no file."""
+    """Write `content` as JSON atomically: a reader sees all of it or no file."""
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text`, so that a reader sees all of it or no file."""
+    """Write `text` atomically: a reader sees all of it or no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,7 +1,7 @@
-"""The place at which a rank waited when a collective timed out, read from the exception.
+"""Determine where a rank waited when a collective timed out, from the exception.
 
-gloo says `Timed out waiting 3000ms for recv operation` and no more. The frames of the traceback
-still hold the group, the peer, the instruction and the step.
+gloo's message is `Timed out waiting 3000ms for recv operation` and nothing else. The frames of the
+traceback still hold the group, the peer, the instruction and the step.
 """
 
 import traceback
@@ -26,12 +26,12 @@ from whale_train.strategies.schedule.instructions import Instruction
 
 _LIBRARIES = ("torch", "deepspeed")
 _OURS = "whale_train"
-# Rooms of ours that stand between torch and who asks for something.
+# Our own modules between torch and the caller of a collective.
 _BETWEEN = (
     "whale_train.runtime.emulate.delayed_work",
     "whale_train.runtime.emulate.emulated_group",
 )
-# What the frames and objects that communicate call their group: torch's, DeepSpeed's and ours.
+# The names of the group in frames and objects that communicate: torch's, DeepSpeed's and ours.
 _GROUPS = ("group", "_group", "process_group", "dp_process_group")
 
 
@@ -53,8 +53,10 @@ def named_waits(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def find_wait(error: BaseException, plan: Plan, rank: int, timeout_s: float) -> Wait | None:
-    """Return the wait whose timeout is `error`, or one it was raised `from`. None if there is none,
-    or if the user's own code raised it."""
+    """Return the wait that timed out with `error`, or with an error it was raised `from`.
+
+    The result is None if no wait timed out, or if the user's own code raised the error.
+    """
     cause: BaseException | None = error
     while cause is not None and not is_timeout(cause):
         cause = cause.__cause__
@@ -70,15 +72,16 @@ def find_wait(error: BaseException, plan: Plan, rank: int, timeout_s: float) -> 
 
 
 def _whom(frames: Sequence[FrameType], plan: Plan, rank: int) -> tuple[str, str, tuple[int, ...]]:
-    """Return the group's name, its path and its ranks; those of the whole job where no frame tells.
+    """Return the group's name, its path and its ranks; those of the whole job if no frame has a
+    group.
 
-    `frames` are the innermost first. The first frame that is not a library's is the last to be
-    asked: outer ones may hold the groups of other collectives.
+    `frames` are the innermost first. The search ends at the first frame that is not a library's:
+    outer frames may hold the groups of other collectives.
     """
     ranks = tuple(range(plan.world_size))
     for frame in frames:
         if frame.f_globals["__name__"] == shared_messages.__name__:
-            continue  # its group is of two ranks and has no name in the plan: see the Transport
+            continue  # a group of two has no name in the plan; the Transport's frame has the peer
         owner = frame.f_locals.get("self")
         if isinstance(owner, Transport) and isinstance(frame.f_locals.get("source"), int):
             return _between(plan, frame.f_locals["source"], rank)
@@ -102,7 +105,8 @@ def _between(plan: Plan, source: int, target: int) -> tuple[str, str, tuple[int,
 
 
 def _group(frame: FrameType, owner: object) -> dist.ProcessGroup | None:
-    """Return the process group that a frame's locals or its `self` hold; None if they hold none."""
+    """Return the process group that a frame's locals or its `self` hold, or None if they hold
+    none."""
     if isinstance(owner, dist.ProcessGroup):
         return owner
     attributes: dict[str, Any] = getattr(owner, "__dict__", {})
@@ -118,7 +122,7 @@ def _group(frame: FrameType, owner: object) -> dist.ProcessGroup | None:
 
 
 def _step(frame: FrameType) -> int | None:
-    """Return the number of the training step that a frame runs, from 1; None if it runs none."""
+    """Return the number of the training step that a frame runs, from 1, or None if it runs none."""
     number = frame.f_locals.get("number")
     if isinstance(frame.f_locals.get("self"), Loop) and isinstance(number, int):
         return number + 1
@@ -126,7 +130,7 @@ def _step(frame: FrameType) -> int | None:
 
 
 def _doing(frame: FrameType) -> str | None:
-    """Return a text for the schedule's instruction that a frame runs; None if it runs none."""
+    """Return a text for the schedule's instruction that a frame runs, or None if it runs none."""
     instruction = frame.f_locals.get("instruction")
     if not isinstance(instruction, Instruction):
         return None

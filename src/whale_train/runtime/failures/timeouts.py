@@ -1,8 +1,7 @@
-"""A collective that timed out: the place where a rank waited in it, and the ranks that did not
-come.
+"""Report a collective that timed out: where a rank waited, and which ranks did not come.
 
-Owns the report of a wait and of who is blamed for it, on the host's side, without torch. The rank
-itself finds where it waited (`runtime/failures/timeout_frames.py`).
+This file owns the report of a wait and the choice of the ranks blamed for it, on the host's side,
+without torch. The rank itself determines where it waited (`runtime/failures/timeout_frames.py`).
 """
 
 import re
@@ -20,13 +19,13 @@ _TRANSPORTS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("cpu", "
 
 @dataclass(frozen=True)
 class Wait:
-    """The place where a rank waited when its time was up.
+    """The place where a rank waited when its wait timed out.
 
     group: the plan's name of the group.
     path: the key of the strategy that the group is made for.
     ranks: the ranks that had to come, the waiting one among them.
-    timeout_s: how long it waited.
-    doing: the schedule's instruction it was at; None outside of a pipeline.
+    timeout_s: the duration of the wait, in seconds.
+    doing: the schedule's instruction that the rank was at; None outside of a pipeline.
     step: the optimizer step, from 1; None before the first.
     """
 
@@ -44,7 +43,7 @@ class Wait:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Wait":
-        """Return the wait that `content`, of a JSON object, describes."""
+        """Return the wait that `content`, a JSON object, describes."""
         return cls(**{**content, "ranks": tuple(content["ranks"])})
 
 
@@ -82,14 +81,14 @@ def find_hang(
 ) -> Hang:
     """Return the wait to report, and the ranks that are blamed for it.
 
-    Absent is a member that has reported nothing and does not wait itself; if there is none, one
-    that has reported nothing; if there is none, one whose wait was cut off by the end of the
-    others: it may have come too late. Of the waits for an absent rank, the one in the smallest
-    group is reported, as it says most, and of those the earliest.
+    The absent ranks are, in this order of preference: members that have reported nothing and do not
+    wait themselves; members that have reported nothing; members whose wait was cut off by the end
+    of the others, as they may have come too late. Of the waits for an absent rank, the one in the
+    smallest group is reported, as it is the most specific, and of those the earliest.
 
-    waits: waits in vain by rank, the earliest first, at least one.
+    waits: timed-out waits by rank, the earliest first, at least one.
     others: the ranks that failed otherwise.
-    stacks: the calls of ranks that live, the innermost first; empty for a rank that did not answer.
+    stacks: the calls of living ranks, the innermost first; empty for a rank that did not answer.
     step: the step after the last that the host has seen finished.
     """
     awaited = {rank for wait in waits.values() for rank in wait.ranks}
@@ -110,8 +109,8 @@ def find_hang(
 
 
 def is_waiting(stack: Sequence[StackCall]) -> bool:
-    """Return whether a stack, the innermost call first, is of a rank that itself waits for
-    others."""
+    """Return whether a stack, the innermost call first, is that of a rank waiting for other
+    ranks."""
     if not stack:
         return False
     innermost = stack[0]
@@ -124,7 +123,7 @@ def is_waiting(stack: Sequence[StackCall]) -> bool:
 def read_stack(dump: str) -> tuple[StackCall, ...]:
     """Return the main thread's calls, the innermost first, from faulthandler's dump of all threads.
 
-    The dump lists the main thread last. Empty where nothing was dumped.
+    The dump lists the main thread last. The result is empty if nothing was dumped.
     """
     _, header, main = dump.rpartition("(most recent call first):\n")
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
@@ -133,8 +132,10 @@ def read_stack(dump: str) -> tuple[StackCall, ...]:
 
 
 def stack_text(stack: Sequence[StackCall]) -> str:
-    """Return a stack as Python shows a traceback: the innermost call last, without the calls of the
-    host process."""
+    """Return a stack in the form of a Python traceback, without the calls of the host process.
+
+    The innermost call is last.
+    """
     calls = [
         c for c in stack if Path(c.file).name != "fork_server.py" and not c.file.startswith("<")
     ]
@@ -147,12 +148,12 @@ _WATCHED = re.compile(r"\[PG ID \d+ PG GUID [^\s(]+\(([^)]*)\) Rank \d+\] .*time
 
 
 def read_watchdog(log: str, plan: Plan, rank: int, step: int | None) -> Wait | None:
-    """Return the wait for which NCCL's watchdog ended `rank`, from the rank's `log`; None where it
+    """Return the wait for which NCCL's watchdog ended `rank`, from the rank's `log`, or None if it
     did not.
 
-    The watchdog aborts the process, which then cannot report the wait itself. The two lines, the
-    wait's and the group's, are those of torch 2.6 (ProcessGroupNCCL.cpp). Where the second reads
-    otherwise, the group is taken for the whole job.
+    The watchdog aborts the process, which then cannot report the wait itself. The two lines in the
+    log, of the wait and of the group, have the form of torch 2.6 (ProcessGroupNCCL.cpp). If the
+    second has another form, the group is assumed to be the whole job.
     """
     timed_out = _WATCHDOG.search(log)
     if timed_out is None:
@@ -175,7 +176,7 @@ def _for_absent(
 
 
 def _last_seen(rank: int, stack: Sequence[StackCall], step: int | None) -> str:
-    """Return a text about where `rank` was last seen; empty where that is unknown."""
+    """Return a text about where `rank` was last seen, or '' if that is unknown."""
     if stack:
         return f"rank {rank} was last seen in {stack[0]}"
     return f"rank {rank} was last seen in step {step - 1}" if step is not None else ""

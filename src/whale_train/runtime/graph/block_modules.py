@@ -1,8 +1,8 @@
 """Run a segment's graph in blocks, each of which can be gathered or recomputed on its own.
 
 ZeRO 3 gathers the parameters of a module when the module is called, so a segment under ZeRO 3
-becomes one module a block. Recomputation (Chen et al. 2016, arXiv 1604.06174) keeps the inputs of a
-block and computes the block's other values again for its backward.
+becomes one module per block. Recomputation (Chen et al. 2016, arXiv 1604.06174) saves the inputs of
+a block and computes the block's other values again for its backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ class BlockModule(nn.Module):
     """Consecutive operations of one block, with the tensors that only this block reads.
 
     `tensors` are these parameters and buffers, by attribute name. `random` is given where the block
-    is recomputed for its backward: the state from which all members of a shard group draw alike.
-    None keeps the block's values for the backward.
+    is recomputed for its backward: the random state that all members of a shard group share. None
+    saves the block's values for the backward.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], random: SharedRandom | None) -> None:
@@ -35,7 +35,7 @@ class BlockModule(nn.Module):
             else:
                 self.register_buffer(name, tensor)
         self._random = random
-        # Not submodules: they own nothing, and an engine must not walk into them.
+        # The graphs are not submodules: they own nothing, and an engine must not walk into them.
         self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
 
     def set_graph(self, training: bool, graph: fx.GraphModule, names: tuple[str, ...]) -> None:
@@ -46,10 +46,9 @@ class BlockModule(nn.Module):
         self._graphs[training] = (graph, names)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        """Return the values that the block's graph gives for `values`.
+        """Return the outputs of the block's graph for the inputs `values`.
 
-        With `random`, a training forward keeps the arguments alone, and is recomputed in the
-        backward.
+        With `random`, a training forward saves its inputs only, and is recomputed in the backward.
         """
         graph, names = self._graphs[self.training]
         arguments = (*values, *(getattr(self, name) for name in names))
@@ -57,16 +56,17 @@ class BlockModule(nn.Module):
             result: tuple[Any, ...] = graph(*arguments)
             return result
         random = self._random
-        kept: tuple[Any, ...] = checkpoint(
+        recomputed: tuple[Any, ...] = checkpoint(
             graph, *arguments, use_reentrant=False, context_fn=lambda: _same_draws(random)
         )
-        return kept
+        return recomputed
 
 
 def _same_draws(
     random: SharedRandom,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts in which a forward runs and runs again, with equal shared random draws.
+    """Return the contexts of a forward and of its recomputation, in which the shared random draws
+    are equal.
 
     The second context restores the shared state and the autocast mode of the first run. The rank's
     own random state is restored by `torch.utils.checkpoint`.
@@ -90,7 +90,7 @@ class Run:
     """Consecutive operations of one block, as a graph of their own.
 
     name: the block's path, `#`, and the number of the run in that block.
-    graph: the operations. Arguments are `takes`, then `tensors`; the outputs are `gives`.
+    graph: the operations. Its arguments are `takes`, then `tensors`; its outputs are `gives`.
     takes: names of the values that the run reads from earlier runs or from the segment's arguments.
     gives: names of the values that the run computes and others read.
     tensors: names of the placeholders of the parameters and buffers that the run reads.
@@ -104,10 +104,10 @@ class Run:
 
 
 def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], tuple[str, ...]]:
-    """Return the graph of `module` as runs of consecutive operations of one block.
+    """Return the graph of `module` as runs of consecutive operations of one block, and the names of
+    the values that the graph returns.
 
-    `tensors` are the names of the placeholders that are parameters and buffers. The second value is
-    the names of the values that the graph returns.
+    `tensors` are the names of the placeholders that are parameters and buffers.
     """
     parts: list[tuple[str, list[fx.Node]]] = []
     seen: dict[str, int] = {}
@@ -129,17 +129,17 @@ def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], 
 
 
 def _run(module: fx.GraphModule, name: str, nodes: list[fx.Node], tensors: set[str]) -> Run:
-    """Return `nodes`, consecutive ones of `module`, as the run `name`."""
+    """Return `nodes`, consecutive nodes of `module`, as the run `name`."""
     inside = set(nodes)
     read = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
     held = [x for x in read if x.op == "placeholder" and x.name in tensors]
     takes = [x for x in read if x not in held]
     gives = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
-    made = {x: graph.placeholder(x.name) for x in (*takes, *held)}
+    copies = {x: graph.placeholder(x.name) for x in (*takes, *held)}
     for node in nodes:
-        made[node] = graph.node_copy(node, lambda x: made[x])
-    graph.output(tuple(made[node] for node in gives))
+        copies[node] = graph.node_copy(node, lambda x: copies[x])
+    graph.output(tuple(copies[node] for node in gives))
     return Run(
         name,
         fx.GraphModule(module, graph),
@@ -153,10 +153,10 @@ class Blocks(nn.Module):
     """Graphs of a segment that run block by block.
 
     `graphs` maps training (True) and evaluation (False) to a graph and the attributes of `owner`
-    that hold the tensors of its last placeholders. `recompute` gives a block's shared random state
-    by the block's path, or None for a block whose values are kept. A tensor that one block alone
-    reads moves out of `owner` into that block, unless its attribute is in `lent` (another engine
-    owns it).
+    that hold the tensors of the graph's last placeholders. `recompute` maps a block's path to the
+    block's shared random state, or to None for a block that is not recomputed. A tensor that only
+    one block reads moves out of `owner` into that block, unless its attribute is in `lent` (another
+    engine owns it).
     """
 
     def __init__(
@@ -201,18 +201,18 @@ class Blocks(nn.Module):
                     self.blocks[key] = BlockModule(held, recompute(run.name.partition("#")[0]))
                 block = self.blocks[key]
                 assert isinstance(block, BlockModule)
-                here = [p for p in run.tensors if attribute[training][p] not in self._kept]
-                passed = [p for p in run.tensors if p not in here]
-                # The tensors held here come last; those several blocks read are passed as values.
-                graph = _reordered(run.graph, (*run.takes, *passed, *here))
-                block.set_graph(training, graph, tuple(attribute[training][p] for p in here))
+                exclusive = [p for p in run.tensors if attribute[training][p] not in self._kept]
+                passed = [p for p in run.tensors if p not in exclusive]
+                # The block's own tensors come last, after the tensors that several blocks read.
+                graph = _reordered(run.graph, (*run.takes, *passed, *exclusive))
+                block.set_graph(training, graph, tuple(attribute[training][p] for p in exclusive))
                 done = frozenset(name for name in run.takes if last.get(name) == number)
                 self._order[training].append((key, run, tuple(passed), done))
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        """Return the values that the segment gives.
+        """Return the outputs of the segment.
 
-        `values` are the graph's plain arguments, then the tensors that `kept` names.
+        `values` are the graph's plain arguments, then the tensors of the attributes in `kept`.
         """
         arguments, names = self._arguments[self.training]
         plain = arguments[: len(arguments) - len(names)]
@@ -222,7 +222,7 @@ class Blocks(nn.Module):
             if name in self._kept:
                 known[placeholder] = next(shared)
         for key, run, passed, done in self._order[self.training]:
-            # Drop each value after its last reader: an evaluation keeps nothing for a backward.
+            # Drop each value after its last reader: an evaluation saves nothing for a backward.
             given = self.blocks[key](
                 *(known.pop(name) if name in done else known[name] for name in run.takes),
                 *(known[name] for name in passed),
@@ -231,20 +231,20 @@ class Blocks(nn.Module):
         return tuple(known[name] for name in self._gives[self.training])
 
     def kept(self, training: bool) -> list[str]:
-        """Return the attributes of the owner whose tensors `forward` takes, in order.
+        """Return the attributes of the owner whose tensors are arguments of `forward`, in order.
 
-        They are the tensors that several blocks read, and the lent ones.
+        They are the lent tensors and the tensors that several blocks read.
         """
         return [name for name in self._arguments[training][1] if name in self._kept]
 
 
 def _reordered(module: fx.GraphModule, arguments: Sequence[str]) -> fx.GraphModule:
     """Return the graph of `module` with its placeholders in the order of `arguments`."""
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     for name in arguments:
-        made[by_name[name]] = graph.placeholder(name)
+        copies[by_name[name]] = graph.placeholder(name)
     for node in module.graph.nodes:
         if node.op != "placeholder":
-            made[node] = graph.node_copy(node, lambda x: made[x])
+            copies[node] = graph.node_copy(node, lambda x: copies[x])
     return fx.GraphModule(module, graph)

@@ -1,6 +1,6 @@
 """Write the casts between layouts as nodes of one rank's graph.
 
-The plan says where a cast stands, and between which layouts. A cast is one or two collectives of
+The plan gives the place of each cast, and its two layouts. A cast is one or two collectives of
 `comms/layout_collectives.py`, or an exchange of experts' rows (`comms/expert_rows.py`).
 """
 
@@ -38,7 +38,7 @@ from whale_train.strategies.plan.program import PlannedCast
 
 
 class CastNodes:
-    """The casts of a segment, written into `out` when a user asks for them.
+    """The casts of a segment, written into `out` when an operation first needs them.
 
     Equal casts of one value share their nodes. `values` maps the names of the exported graph's
     values to their examples (tensors or symbolic numbers).
@@ -56,10 +56,10 @@ class CastNodes:
         self._nodes: dict[tuple[Any, ...], fx.Node] = {}
 
     def of(self, user: str, value: str) -> fx.Node | int:
-        """Return the node of `value` in the layout that `user` wants.
+        """Return the node of `value` in the layout that `user` reads.
 
-        A number that follows the batch and has a cast is returned as an int: the number on this
-        rank.
+        A number that depends on the batch size and has a cast is returned as an int: its value on
+        this rank.
         """
         cast = self.casts.get((user, value))
         node = self._out.made[value]
@@ -83,7 +83,8 @@ class CastNodes:
         return node
 
     def _resharded(self, cast: PlannedCast, node: fx.Node) -> fx.Node:
-        """Return `node` cut along another dimension; equal cuts of one value share a node."""
+        """Return `node` sharded along another dimension; equal reshards of one value share a
+        node."""
         assert cast.source is not None
         assert cast.shard is not None
         key = (cast.value, cast.kind, cast.source, cast.shard)
@@ -102,7 +103,8 @@ class CastNodes:
         return self._nodes[key]
 
     def _shards(self, laid: Laid, value: str) -> ShardGroup:
-        """Return each member's extent of the dimension of `value` that `laid` cuts."""
+        """Return the extent of each member's shard of `value`, in the dimension that `laid`
+        cuts."""
         rows = 1
         if laid.axis == BATCH:
             size = size_of(self._values[value].shape[laid.dim])
@@ -111,15 +113,16 @@ class CastNodes:
         return self._place.along(laid, rows)
 
     def _number(self, cast: PlannedCast) -> int:
-        """Return a number that follows the batch, for this rank's samples or for those gathered."""
+        """Return the value of a number that depends on the batch size, for this rank's samples or
+        for the gathered samples."""
         size = size_of(self._values[cast.value])
-        assert size is not None, cast  # the plan refuses others
+        assert size is not None, cast  # the plan refuses any other number
         assert cast.shard is not None
         samples = self._place.along(cast.shard)
         return size.at(samples.total if cast.kind == "gather" else samples.size)
 
     def _rows_elsewhere(self, cast: PlannedCast, rows: fx.Node) -> fx.Node:
-        """Return `rows` on the ranks of their experts, or back on the ranks they came from.
+        """Return `rows` on the ranks of their experts, or back on the ranks that they came from.
 
         One node serves all users of a value.
         """
@@ -142,7 +145,8 @@ class CastNodes:
         self._nodes[value, COMBINE, "begun"] = self._out.call(combine_begin, args, COMBINE)
 
     def _exchanged(self, cast: PlannedCast, attribute: str = "") -> fx.Node:
-        """Return the exchange by which a cast's rows are sent, or its attribute `attribute`."""
+        """Return the node of the exchange that sends a cast's rows, or of its attribute
+        `attribute`."""
         key: tuple[Any, ...] = (cast.ends, EXCHANGE)
         if key not in self._nodes:
             assert cast.shard is not None
@@ -156,12 +160,12 @@ class CastNodes:
         return self._nodes[*key, attribute] if attribute else self._nodes[key]
 
     def forget(self, value: str) -> None:
-        """Drop the casts of `value`, which an operation has changed in place."""
+        """Drop the cached casts of `value`, which an operation has changed in place."""
         for key in [key for key in self._nodes if key[0] == value]:
             del self._nodes[key]
 
     def _collective(self, kind: str, laid: Laid | None, value: str) -> Callable[..., Tensor]:
-        """Return one collective of a cast of `value`, as a function of the value alone."""
+        """Return the collective `kind` of a cast of `value`, as a function of the value alone."""
         if laid is None:
             return partial(_WITHOUT_CUT[kind], group=self._place.group)
         dim, outer, shards = laid.dim, laid.outer, self._shards(laid, value)
@@ -174,7 +178,7 @@ class CastNodes:
         return partial(cutting[kind], dim=dim, outer=outer, shards=shards)
 
 
-# Casts that are two collectives. Other casts of the value may share the first.
+# Casts that are two collectives. Other casts of the value may share the first collective.
 _TWO_STEPS = {
     "reduce_enter": ("reduce", "enter"),
     "reduce_slice": ("reduce", "slice"),
@@ -192,7 +196,8 @@ CUTTING = ("slice", "reduce_scatter", "reduce_slice", "repeated_slice", "reshard
 
 
 def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:
-    """Return the collectives of a cast, each with the cut it makes or undoes (None: no cut)."""
+    """Return the collectives of a cast, each with the shard that it makes or gathers (None: no
+    shard)."""
     return [
         (step, cast.shard if step not in _WITHOUT_CUT else None)
         for step in _TWO_STEPS.get(cast.kind, (cast.kind,))

@@ -1,4 +1,7 @@
-"""Count the rows of each expert in a step: before the experts' products, read one step later."""
+"""Count the rows of each expert in a step.
+
+Rows are counted before the experts' products, and read on the host one step later.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,15 +13,15 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
-_LISTED = 1024  # with more experts, a model's loads are not written one by one
+_LISTED = 1024  # with more experts, the load of each expert is not written
 
 
 @dataclass(frozen=True)
 class MixtureLoad:
-    """Rows of one mixture's experts in one step, over all ranks.
+    """The rows of one mixture's experts in one step, over all ranks.
 
-    rows: number of rows that each expert computed.
-    slots: number of (token, chosen expert) pairs. Rows are dropped where experts have limits.
+    rows: the number of rows that each expert computed.
+    slots: the number of (token, chosen expert) pairs. Rows are dropped where experts have limits.
     """
 
     rows: tuple[int, ...]
@@ -26,7 +29,8 @@ class MixtureLoad:
 
     @property
     def imbalance(self) -> float:
-        """Return the rows of the busiest expert over the mean rows of an expert; 0 without rows."""
+        """Return the rows of the busiest expert divided by the mean rows of an expert; 0 without
+        rows."""
         total = sum(self.rows)
         return max(self.rows) * len(self.rows) / total if total else 0.0
 
@@ -42,21 +46,21 @@ def load_metrics(mixtures: Sequence[MixtureLoad]) -> dict[str, Any]:
     Each entry is a list in the model's order: imbalance, number of idle experts, dropped slots. The
     load of every expert is added where the model has at most 1024 experts.
     """
-    said: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "imbalance": [round(mixture.imbalance, 4) for mixture in mixtures],
         "idle": [mixture.rows.count(0) for mixture in mixtures],
         "dropped": [mixture.dropped for mixture in mixtures],
     }
     if sum(len(mixture.rows) for mixture in mixtures) <= _LISTED:
-        said["load"] = [mixture.rows for mixture in mixtures]
-    return said
+        entries["load"] = [mixture.rows for mixture in mixtures]
+    return entries
 
 
 class ExpertLoads:
-    """Counter of the rows of a rank's experts, by mixture.
+    """A counter of the rows of a rank's experts, by mixture.
 
-    `mixtures` are the plan's: the number of experts, by the name of the value that says where the
-    rows of each expert end. Counts are kept on `device`.
+    `mixtures` are the plan's: the number of experts, by the name of the value that holds the end of
+    each expert's rows. Counts are stored on `device`.
     """
 
     def __init__(self, mixtures: Mapping[str, int], device: torch.device) -> None:
@@ -74,7 +78,7 @@ class ExpertLoads:
     def counting(self) -> Iterator[None]:
         """Count the rows of forwards inside the context.
 
-        Forwards that a backward runs again lie outside it, and are not counted.
+        Forwards that a backward recomputes run outside it, and are not counted.
         """
         self._counts = True
         try:
@@ -84,7 +88,8 @@ class ExpertLoads:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the rows of grouped products inside the context, in an unrewritten model."""
+        """Count the rows of grouped products inside the context, for a model whose graph is not
+        rewritten."""
         with self.counting(), _Watch(self.note, tuple(self._mixtures)):
             yield
 
@@ -92,7 +97,7 @@ class ExpertLoads:
     def note(self, mixture: str, ends: Tensor, rows: Tensor) -> None:
         """Count the rows of one forward of `mixture`.
 
-        `ends` [experts] says where each expert's rows end among `rows` [rows, ..]. Does nothing
+        `ends` [experts] holds the end of each expert's rows in `rows` [rows, ..]. Does nothing
         outside of `counting`.
         """
         if not self._counts:
@@ -116,10 +121,10 @@ class ExpertLoads:
 
 
 class PendingLoads:
-    """Loads of a step on their way to the host, which reads them one step later (as `ToHost`).
+    """The loads of a step on their way to the host, which reads them one step later (as `ToHost`).
 
-    `counts` (int64) holds, for each of `mixtures` in turn, the rows of its experts and its slots;
-    `work` is the all-reduce that sums it, or None where there is one rank.
+    `counts` (int64) holds, for each of `mixtures` in turn, the rows of its experts and its slots.
+    `work` is the all-reduce that sums `counts`, or None on one rank.
     """
 
     def __init__(self, counts: Tensor, work: dist.Work | None, mixtures: Mapping[str, int]) -> None:
@@ -141,8 +146,8 @@ class PendingLoads:
     def read(self) -> list[MixtureLoad]:
         """Return the loads by mixture, after waiting for them.
 
-        The list is empty where the products of some mixture were not seen: an unrewritten model may
-        compute them in another way.
+        The list is empty where the products of some mixture were not seen: a model whose graph is
+        not rewritten may compute them in another way.
         """
         self._wait()
         if self._event is not None:
@@ -159,14 +164,16 @@ class PendingLoads:
         )
 
     def _parts(self, counts: Tensor) -> tuple[Tensor, ...]:
-        """Return the slices of `counts` by mixture, [experts + 1]: the rows, then the slots."""
+        """Split `counts` by mixture into slices [experts + 1]: the rows of the experts, then the
+        slots."""
         return torch.split(counts, [1 + experts for experts in self._mixtures.values()])
 
 
 class _Watch(TorchFunctionMode):
-    """Mode that notes the first grouped product of each mixture, in the order of the model's calls.
+    """A mode that notes the first grouped product of each mixture, in the order of the model's
+    calls.
 
-    Products of one mixture share one tensor that says where the rows of each expert end.
+    Products of one mixture share one tensor of the ends of each expert's rows.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Run graphs inside an exported graph: regions under autocast or without gradients.
 
-Export makes such a region a graph of its own. The outer graph reads it as it reads a tensor
-(`get_attr`) and passes it to the operation that runs it.
+Export makes such a region a graph of its own. The outer graph reads the inner graph as it reads a
+tensor (`get_attr`) and passes it to the operation that runs it.
 """
 
 import copy
@@ -43,8 +43,9 @@ def runner(
 ) -> Callable[..., Any]:
     """Return a function that runs `inner` on `device` as `operation` of the exported graph does.
 
-    `mode` are the arguments of `operation` before the graph; the function takes the values after
-    it. `in_training` False makes operations such as dropout act as in evaluation.
+    `mode` are the arguments of `operation` before the inner graph; the function takes the arguments
+    after the inner graph. With `in_training` False, operations such as dropout run as in
+    evaluation.
     """
     graph = _as_run(inner, device, in_training)
     if operation == _SET_GRAD:
@@ -57,7 +58,7 @@ _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 
 
 def _as_run(inner: fx.GraphModule, device: torch.device, in_training: bool) -> fx.GraphModule:
-    """Return a copy of `inner` and the graphs inside it, moved to `device`.
+    """Return a copy of `inner` and of the graphs inside it, moved to `device`.
 
     The graphs were exported for training, perhaps on another kind of device.
     """

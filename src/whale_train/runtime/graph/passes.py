@@ -1,9 +1,9 @@
 """The passes over one rank's graph, in the order they run.
 
-The plan says what each of them replaces (`PlannedSegment.rewrites`, found by
-strategies/graph/rewrites.py). `shard_graph.py` writes the graph before, with layouts, casts and the
-rows that come back from experts under other work. A segment's weights from the host, its compiled
-regions and its blocks follow (`segment.py`).
+The plan lists the operations that each pass replaces (`PlannedSegment.rewrites`, from
+strategies/graph/rewrites.py). `shard_graph.py` runs earlier: it writes the graph, with layouts,
+casts and the overlapped return of rows from experts. `segment.py` runs later: it adds streamed
+weights, compiled regions and blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,10 @@ def run_passes(
 ) -> None:
     """Carry out `rewrites` in `graph`.
 
-    nodes: by operation, its node.
-    on_cpu: whether the graph runs on a CPU, perhaps in the place of a GPU. CPUs have no kernel for
+    nodes: the node of each operation, by the operation's name.
+    on_cpu: whether the graph runs on a CPU, perhaps in place of a GPU. CPUs have no kernel for
         grouped keys.
-    owner: makes the gradients of weights; None for a graph that has no backward.
+    owner: computes the gradients of weights; None for a graph that has no backward.
     """
 
     def of(kind: str) -> list[list[fx.Node]]:

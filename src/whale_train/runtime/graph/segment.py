@@ -1,6 +1,7 @@
 """One segment of the plan on one rank: a module that owns its parameters and runs graphs.
 
-`shard_graph.py` writes the graphs. This file owns how they are called, and what evaluation counts.
+`shard_graph.py` writes the graphs. This file owns how the graphs are called, and the counts of an
+evaluation.
 """
 
 import operator
@@ -23,16 +24,16 @@ from whale_train.runtime.kernels.streamed_weights import Fetched, StreamedWeight
 
 
 class Counts:
-    """Counts of an evaluation graph's cross-entropies, one scalar tensor a loss call.
+    """The counts of an evaluation graph's cross-entropies, one scalar tensor per loss call.
 
     correct: numbers of right answers.
     targets: numbers of targets.
-    answers: where the answers of a micro-batch go too; None: nowhere.
-    predicts: whether answers are as a keeper wants them that `predicts`. It is the same on all
-        ranks, some of which keep no answers.
+    answers: the keeper that also gets the answers of a micro-batch; None: no keeper.
+    predicts: whether answers must have probabilities (`AnswerKeeper.predicts`). It is the same on
+        all ranks, some of which have no keeper.
     weight: the weight of the batch that is evaluated.
     samples: the numbers of the samples of the micro-batch whose forward runs.
-    calls: how many losses that forward has called.
+    calls: the number of losses that this forward has called.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Counts:
         self.calls = 0
 
     def begin(self, samples: Int64s) -> None:
-        """Note the samples of the micro-batch whose forward runs next."""
+        """Set the samples of the micro-batch whose forward runs next, int64 `[n]`."""
         self.samples, self.calls = samples, 0
 
     def add(self, answers: Answers) -> None:
@@ -58,18 +59,18 @@ class Counts:
         self.calls += 1
 
     def add_logits(self, logits: Tensor, target: Tensor, counted: Tensor, dim: int) -> None:
-        """Add the answers of one loss call over whole logits, whose classes are in dimension
+        """Add the answers of one loss call over unsharded logits, whose classes are in dimension
         `dim`."""
         predicted = logits.argmax(dim)
-        sure = probability(logits, predicted, dim) if self.predicts else None
-        self.add(Answers(predicted, target, counted, sure))
+        probabilities = probability(logits, predicted, dim) if self.predicts else None
+        self.add(Answers(predicted, target, counted, probabilities))
 
     def add_values(self, kind: ValueLoss, values: Tensor, target: Tensor) -> None:
-        """Keep the values of one loss call of `kind`, where answers are kept that predict."""
+        """Add the values of one loss call of `kind`, where the keeper has `predicts`."""
         if self.answers is not None and self.predicts:
-            predicted, sure = kind.predicted(values)
+            predicted, probabilities = kind.predicted(values)
             counted = torch.ones_like(target, dtype=torch.bool)
-            answers = Answers(predicted, target, counted, sure)
+            answers = Answers(predicted, target, counted, probabilities)
             self.answers.add(self.weight, self.samples, self.calls, answers)
             self.calls += 1
 
@@ -84,11 +85,11 @@ class Counts:
 class SegmentModule(nn.Module):
     """One segment of the plan on one rank.
 
-    Call it with the values `takes`, then the model inputs that `inputs` names; it returns the
-    values `gives`, as a tuple. Its parameters are attributes of this module, or of its blocks once
-    it is divided; the graphs get them as arguments.
+    Call it with the values `takes`, then the model inputs `inputs`; it returns the values `gives`,
+    as a tuple. Its parameters are attributes of this module, or of its blocks once it is divided;
+    the graphs take them as arguments.
 
-    takes: names of the values that other segments give this one.
+    takes: names of the values that other segments pass to this one.
     gives: names of the values that it returns.
     tensors: parameters and buffers that it owns, by path in the model.
     lent: parameters that it reads and another module owns, by path in the model.
@@ -104,7 +105,7 @@ class SegmentModule(nn.Module):
         super().__init__()
         self.takes, self.gives = takes, gives
         self.tensor_names: dict[str, str] = {}  # path in the model -> attribute
-        # Not registered: they are another engine's.
+        # Lent parameters are not registered: another engine owns them.
         self._lent = {path.replace(".", "__"): parameter for path, parameter in lent.items()}
         self.tensor_names |= dict(zip(lent, self._lent, strict=True))
         for path, tensor in tensors.items():
@@ -116,21 +117,22 @@ class SegmentModule(nn.Module):
                 self.register_buffer(name, tensor)
         self.inputs: tuple[str, ...] = ()
         self._streamed: StreamedWeights | None = None
-        # Not submodules: they own nothing, and an engine must not walk into them.
+        # The graphs are not submodules: they own nothing, and an engine must not walk into them.
         self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
         self.blocks: Blocks | None = None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers that the segment owns, with their path in the model."""
+        """Yield the parameters and buffers that the segment owns, each with its path in the
+        model."""
         paths = {name: path for path, name in self.tensor_names.items()}
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             yield paths[name.rpartition(".")[2]], tensor
 
     def divide(self, recompute: Callable[[str], SharedRandom | None]) -> None:
-        """Run the segment's graphs block by block from here on.
+        """Run the segment's graphs block by block from the next call on.
 
-        `recompute` gives, by the block's path, the shared random state of a block that is
-        recomputed in its backward, and None for a block whose values are kept.
+        `recompute` maps a block's path to the shared random state of a block that is recomputed in
+        its backward, and to None for any other block.
         """
         self.blocks = Blocks(self, self._graphs, recompute, frozenset(self._lent))
         self._graphs = {}
@@ -140,14 +142,15 @@ class SegmentModule(nn.Module):
     ) -> None:
         """Use `graph` in training or in evaluation.
 
-        Its arguments are the values `takes`, the model inputs `inputs`, then the tensors at
-        `paths`.
+        The arguments of `graph` are the values `takes`, the model inputs `inputs`, then the tensors
+        at `paths`.
         """
         self._graphs[training] = (graph, tuple(self.tensor_names[path] for path in paths))
         self.inputs = inputs
 
     def stream(self, weights: StreamedWeights) -> None:
-        """Have `weights` fetch those lent parameters that it holds when a graph first reads them.
+        """Make the graphs fetch the lent parameters that are in `weights`, each before its first
+        reader.
 
         Call it before the segment is divided.
         """
@@ -169,7 +172,7 @@ class SegmentModule(nn.Module):
             graph.recompile()
 
     def compile(self, compiler: Compiler) -> None:
-        """Have `compiler` compile regions of the training graph.
+        """Compile regions of the training graph with `compiler`.
 
         Call it before the segment is divided.
         """
@@ -177,7 +180,7 @@ class SegmentModule(nn.Module):
 
     @property
     def lent(self) -> Iterable[nn.Parameter]:
-        """Return the parameters that the segment runs and another module owns."""
+        """Return the parameters that the segment reads and another module owns."""
         return self._lent.values()
 
     def _tensor(self, name: str) -> Tensor:
@@ -202,6 +205,7 @@ class SegmentModule(nn.Module):
 
 
 def _tensor_arguments(graph: fx.GraphModule, names: Sequence[str]) -> Iterator[tuple[fx.Node, str]]:
-    """Return pairs of placeholder and tensor name: the last placeholders of `graph` get `names`."""
+    """Return pairs of placeholder and tensor name: the last placeholders of `graph` take
+    `names`."""
     arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return zip(arguments[len(arguments) - len(names) :], names, strict=True)

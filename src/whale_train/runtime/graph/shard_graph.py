@@ -1,8 +1,9 @@
 """Rewrite the exported graph for one rank: insert casts, and shard sizes and parameters.
 
-The plan's `rewrite` says which operations make up each segment, how their values are laid out and
-where a cast stands; this file carries it out on the very graph that it was resolved on. A segment
-is one module that owns its parameters and runs two graphs, of the model's training and evaluation.
+The plan's `rewrite` lists the operations of each segment, the layouts of their values and the
+places of casts; this file carries it out on the same graph that the plan was resolved on. A segment
+is one module that owns its parameters and runs two graphs, the model's training and evaluation
+graphs.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,11 +59,12 @@ def write_segment_graph(
     counts: Counts | None,
     owner: WeightGradients,
 ) -> None:
-    """Give `segment` the graph of the plan's segment `written`, taken from the export `source`.
+    """Write the graph of the plan's segment `written` into `segment`, from the export `source`.
 
     `canonical` maps a tied parameter's names to the one name that the parameter is held under.
     `counts` is given for an evaluation graph, and filled when the graph runs; None writes the
-    training graph, in which `owner` makes the gradients of weights that operations make themselves.
+    training graph. In the training graph, `owner` computes the weight gradients that operations
+    take out of autograd.
     """
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
@@ -72,31 +74,32 @@ def write_segment_graph(
 
 
 class _Writer:
-    """Copier of one segment's nodes into a new graph, which applies the segment's layouts."""
+    """Copies one segment's nodes into a new graph, and applies the segment's layouts."""
 
     def __init__(
         self,
-        written: PlannedSegment,
+        planned: PlannedSegment,
         source: fx.GraphModule,
         canonical: dict[str, str],
         place: ShardContext,
         counts: Counts | None,
     ) -> None:
-        self.written, self.source, self.canonical = written, source, canonical
+        self.written, self.source, self.canonical = planned, source, canonical
         self.place, self.counts = place, counts
         self.out = WrittenGraph()
         self.graph, self.made = self.out.graph, self.out.made
         values = {node.name: node.meta.get("val") for node in source.graph.nodes}
-        self.casts = CastNodes(written.casts, self.out, place, values)
+        self.casts = CastNodes(planned.casts, self.out, place, values)
         self.counted: set[str] = set()  # mixtures whose experts' rows are counted already
         self.nodes: dict[str, fx.Node] = {}  # the node of every operation
-        overlapped = [x.operations for x in written.rewrites if x.kind == OVERLAPPED_ROWS]
+        overlapped = [x.operations for x in planned.rewrites if x.kind == OVERLAPPED_ROWS]
         self.sent_early = {value for value, *_ in overlapped}
 
     def write(
         self, takes: Iterable[str], gives: Iterable[str]
     ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
-        """Return the graph module, the paths of the tensors it reads, and the inputs it reads.
+        """Return the graph module, the paths of the tensors it reads, and the names of the inputs
+        it reads.
 
         Arguments of the graph module are the values `takes`, the inputs, then the tensors.
         """
@@ -123,7 +126,7 @@ class _Writer:
                     self.casts.begin_combine(node.name)
                 self.mark(module_path(node))
                 changed = self.written.changes.get(node.name)
-                if changed is not None:  # later readers read the new value
+                if changed is not None:  # an update in place: later readers read the new value
                     self.made[changed] = self.made[node.name]
                     self.casts.forget(changed)
         self.graph.output(tuple(self.casts.of("", name) for name in gives))
@@ -132,24 +135,25 @@ class _Writer:
         return module, tuple(held), tuple(str(node.target) for node in inputs)
 
     def is_training_only(self, node: fx.Node) -> bool:
-        """Return True for an update of a buffer that evaluation skips.
+        """Return True if `node` updates a buffer and evaluation skips the update.
 
-        Such a `node` writes a buffer, and no operation reads its value: BatchNorm's count of its
-        batches.
+        No operation reads the value of such a node. An example is BatchNorm's count of batches.
         """
         changed = self.written.changes.get(node.name)
         buffer = any(x.name == changed and x.op == "get_attr" for x in node.all_input_nodes)
         return self.counts is not None and buffer and not node.users
 
     def mark(self, path: str) -> None:
-        """Note on the nodes written since the last call the module at `path` and its block."""
+        """Store the module at `path` and its block in the `meta` of all nodes written since the
+        last call."""
         for new in reversed(self.graph.nodes):
             if BLOCK in new.meta or new.op == "placeholder":
                 break
             new.meta |= {BLOCK: block_of(path), MODULE: path}
 
     def operation(self, node: fx.Node) -> fx.Node:
-        """Return the node that does on this rank what `node` does on whole tensors."""
+        """Write the node that does on this rank's shards what `node` does on whole tensors, and
+        return it."""
         if any(is_graph(self.source, x) for x in node.all_input_nodes):
             return self.wrapped(node)
 
@@ -186,14 +190,15 @@ class _Writer:
             return self.out.call(draw, args, node.name, kwargs)
         return self.graph.call_function(function, tuple(args), kwargs)
 
-    def over_the_batch(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Return `made`, summed over the whole batch where the plan has copies exchange it."""
+    def over_the_batch(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """Return `value`, the new node of `node`, summed over the whole batch where the plan makes
+        copies exchange the sum."""
         degree = self.written.sums.get(node.name)
         if degree is None:
-            return made
+            return value
         assert self.place.share is not None
         exchanged = partial(batch_sum, degree=degree, share=self.place.share)
-        return self.out.call(exchanged, [made], "batch_sum")
+        return self.out.call(exchanged, [value], "batch_sum")
 
     def count_rows(self, node: fx.Node) -> None:
         """Write a count of the rows of a mixture's experts before the mixture's first product."""
@@ -212,7 +217,8 @@ class _Writer:
         return self.written.random.get(node.name) == "shared"
 
     def laid(self, node: fx.Node, position: int) -> Laid | None:
-        """Return the cut of an operand of `node` on arrival, or None where it is not cut."""
+        """Return the layout in which an operand of `node` arrives, or None for an operand that is
+        not sharded."""
         value = node.args[position] if position < len(node.args) else None
         if not isinstance(value, fx.Node):
             return None
@@ -226,16 +232,16 @@ class _Writer:
     def is_of_own_samples(self, user: str, cast: PlannedCast) -> bool:
         """Return True for a cast that leaves each member the rows of its own samples only.
 
-        The cast starts from the rows of all members' samples. To `user`, whose value is not cut,
-        the own rows are a whole.
+        The cast starts from the rows of all members' samples. The value of `user` is not sharded,
+        so `user` reads the member's rows as a whole tensor.
         """
         by_samples = cast.shard is not None and cast.shard.axis == BATCH
         return by_samples and user not in self.written.layouts
 
     def wrapped(self, node: fx.Node) -> fx.Node:
-        """Return the node of an inner graph, run without gradients or in another autocast mode.
+        """Write the call of an inner graph that runs without gradients or in another autocast mode.
 
-        Its inputs are whole.
+        The inputs of the inner graph are not sharded.
         """
         args: list[Any] = list(node.args)
         number = next(i for i, x in enumerate(args) if is_graph(self.source, x))
@@ -249,7 +255,7 @@ class _Writer:
         )
 
     def replacement(self, becomes: str, node: fx.Node, args: list[Any]) -> fx.Node:
-        """Return the node of the distributed operation `becomes`, in place of `node`."""
+        """Write the distributed operation `becomes` in place of `node`, and return its node."""
         if becomes.endswith("grouped_mm"):
             laid = self.laid(node, 1)
             assert laid is not None
@@ -259,7 +265,7 @@ class _Writer:
             shards = self.place.along(laid)
             product = partial(split_grouped_mm, node.target, shards=shards)
             return self.out.call(product, args[:3], node.name)
-        # The cut of the logits, of the embedding's table, or of the mean's input.
+        # The layout of the logits, of the embedding's table, or of the mean's input.
         laid = self.laid(node, 0)
         assert laid is not None
         shards = self.place.along(laid)
@@ -302,7 +308,8 @@ def _weighted(mean: Callable[..., Tensor], weight: float, *args: Any) -> Tensor:
 
 
 def _batch_norm(group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """Return `aten.batch_norm` of its first eight arguments, with the global batch's statistics."""
+    """Return a function of `aten.batch_norm`'s first eight arguments, with statistics of the global
+    batch."""
 
     def batch_norm(
         x: Tensor,

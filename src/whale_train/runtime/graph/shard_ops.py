@@ -1,6 +1,6 @@
 """Call one operation of the exported graph on a rank's shards of its operands.
 
-Most operations are called on shards as on whole tensors. This file owns the others: operations with
+Most operations are called on shards as on whole tensors. This file owns the operations that have
 extents, positions or numbers of groups among their arguments.
 """
 
@@ -33,9 +33,9 @@ def local_call(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return the function, arguments and keyword arguments that do on this rank what `node` does.
 
-    `args` and `kwargs` are those of `node`, with this rank's operands in place of the graph's.
-    `laid` is the cut of the result and `source` the cut of the first operand on arrival (None: not
-    cut). `extents` gives this rank's extent of each piece of a cut.
+    `args` and `kwargs` are the arguments of `node`, with this rank's operands in place of the
+    graph's. `laid` is the layout of the result and `source` the layout of the first operand on
+    arrival (None: not sharded). `extents` returns this rank's extent of each piece of a layout.
     """
     kind = str(node.target).removeprefix("aten.")
     given = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -46,8 +46,8 @@ def local_call(
         return node.target, sizes, kwargs
     if laid is not None and kind == "unflatten.int":
         first = args[1] % len(_shape(given))
-        inside, whole = replace(laid, dim=laid.dim - first), _shape(node)[first:]
-        return node.target, [args[0], args[1], _sizes(args[2], whole, inside, extents)], kwargs
+        inside, full_shape = replace(laid, dim=laid.dim - first), _shape(node)[first:]
+        return node.target, [args[0], args[1], _sizes(args[2], full_shape, inside, extents)], kwargs
     if source is not None and kind in _SPLITS:
         return _split(node, args, kwargs, source, extents)
     if source is not None and kind == "slice.Tensor":
@@ -66,13 +66,14 @@ def local_call(
     if laid is not None and kind == "group_norm.default":
         total = _shape(node)[1]
         return node.target, [args[0], args[1] * _extent(laid, extents) // total, *args[2:]], kwargs
-    if kind == "histc.default":  # exported for another device, where it takes integers
+    if kind == "histc.default":  # exported for another device, on which histc takes integers
         return _histc, args, kwargs
     return node.target, args, kwargs
 
 
 def _shape(node: fx.Node | None) -> tuple[Any, ...]:
-    """Return the shape of the whole value; extents that follow the batch are symbols."""
+    """Return the shape of the unsharded value; extents that depend on the batch size are
+    symbols."""
     assert node is not None
     value = node.meta["val"]
     assert isinstance(value, Tensor)
@@ -80,28 +81,29 @@ def _shape(node: fx.Node | None) -> tuple[Any, ...]:
 
 
 def _extent(laid: Laid, extents: Extents) -> int:
-    """Return this rank's extent of the cut dimension; 0 where the batch decides it."""
+    """Return this rank's extent of the sharded dimension, or 0 where it depends on the batch
+    size."""
     return laid.outer * sum(extents(laid))
 
 
-def _sizes(sizes: list[Any], whole: tuple[Any, ...], laid: Laid, extents: Extents) -> list[Any]:
-    """Return the extents that a view names, with this rank's extent of the cut dimension.
+def _sizes(sizes: list[Any], shape: tuple[Any, ...], laid: Laid, extents: Extents) -> list[Any]:
+    """Return the extents of a view, with this rank's extent of the sharded dimension.
 
-    Where the batch decides that extent, it becomes -1 (inferred), and an extent that was -1 before
-    is filled in from the shape `whole`.
+    Where the extent depends on the batch size, it becomes -1 (inferred), and an extent that was -1
+    before is filled in from the unsharded `shape`.
     """
     extent = _extent(laid, extents) or -1
     if extent == -1:
-        sizes = [whole[i] if x == -1 and type(x) is int else x for i, x in enumerate(sizes)]
+        sizes = [shape[i] if x == -1 and type(x) is int else x for i, x in enumerate(sizes)]
     known = [extent if i == laid.dim else x for i, x in enumerate(sizes)]
     assert all(isinstance(x, int | fx.Node) for x in known), (known, laid)
     return known
 
 
 def _expanded(sizes: list[Any], laid: Laid) -> list[Any]:
-    """Return the extents of an expansion, with the cut dimension left as it is (-1).
+    """Return the extents of an expansion, with -1 (unchanged) for the sharded dimension.
 
-    A cut dimension is never one that the expansion repeats.
+    An expansion never repeats a sharded dimension.
     """
     return [-1 if i == laid.dim else x for i, x in enumerate(sizes)]
 
@@ -111,10 +113,11 @@ def _split(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return the call that splits this rank's part of a dimension.
 
-    Parts of a cut dimension are whole pieces: each is as long as this rank's share of it.
+    Parts of a sharded dimension are whole pieces: each is as long as this rank's share of the
+    piece.
     """
-    whole = _shape(node.args[0])  # type: ignore[arg-type]
-    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(whole)
+    full_shape = _shape(node.args[0])  # type: ignore[arg-type]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(full_shape)
     if dim != source.dim:
         return node.target, args, kwargs
     parts = [value.shape[dim] for value in node.meta["val"]]
@@ -129,13 +132,13 @@ def _sliced(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return the call that slices this rank's part of a dimension.
 
-    The bounds of a slice of a cut dimension are ends of pieces.
+    The bounds of a slice of a sharded dimension are ends of pieces.
     """
-    whole = _shape(node.args[0])  # type: ignore[arg-type]
-    dim = (args[1] if len(args) > 1 else 0) % len(whole)
+    full_shape = _shape(node.args[0])  # type: ignore[arg-type]
+    dim = (args[1] if len(args) > 1 else 0) % len(full_shape)
     if dim != source.dim:
         return node.target, args, kwargs
-    length, extent = _shape(node)[dim], whole[dim]
+    length, extent = _shape(node)[dim], full_shape[dim]
     if length == extent:
         return aten.alias.default, [args[0]], {}
     start = args[2] if args[2] >= 0 else args[2] + extent
@@ -144,7 +147,8 @@ def _sliced(
 
 
 def _before(source: Laid, edge: int, extents: Extents) -> int:
-    """Return this rank's extent before `edge` of the whole dimension, the end of a piece."""
+    """Return this rank's extent before position `edge` of the unsharded dimension, the end of a
+    piece."""
     pieces, held = source.pieces, extents(source)
     if not pieces:
         pieces = (edge,) if edge else (1,)
@@ -161,16 +165,16 @@ def _before(source: Laid, edge: int, extents: Extents) -> int:
 def _squeezed(
     node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Any], dict[str, Any]]:
-    """Return the call that squeezes the dimensions of extent 1 in the whole tensor.
+    """Return the call that squeezes the dimensions of extent 1 in the unsharded tensor.
 
-    This rank's part of another dimension may have extent 1 too; that dimension stays.
+    A dimension whose shard has extent 1 on this rank only is not squeezed.
     """
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    whole = _shape(source)
-    asked = args[1] if len(args) > 1 else list(range(len(whole)))
-    dims = [x % len(whole) for x in (asked if isinstance(asked, list | tuple) else [asked])]
-    ones = [dim for dim in dims if isinstance(whole[dim], int) and whole[dim] == 1]
+    full_shape = _shape(source)
+    given = args[1] if len(args) > 1 else list(range(len(full_shape)))
+    dims = [x % len(full_shape) for x in (given if isinstance(given, list | tuple) else [given])]
+    ones = [dim for dim in dims if isinstance(full_shape[dim], int) and full_shape[dim] == 1]
     return aten.squeeze.dims, [args[0], ones], {}
 
 

@@ -1,4 +1,5 @@
-"""Describe where a rank's rewritten graph runs, and the rank's extents of cut dimensions."""
+"""The device and group of a rank's rewritten graph, and the rank's extents of sharded
+dimensions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,18 +18,19 @@ from whale_train.runtime.loss.graph_losses import LossWeight
 
 @dataclass(frozen=True)
 class ShardContext:
-    """Place at which a rewritten graph runs, on one rank.
+    """The context in which a rewritten graph runs, on one rank.
 
     device: the device of this rank.
     group: the process group that the graph's casts span.
-    index: position of this rank in `group`.
+    index: the position of this rank in `group`.
     axes: for each axis, the (start, stop) of every member, in units of the axis.
-    batch_norm_group: group over which BatchNorm is synchronised. None: statistics per replica.
-    loss_scale: factor of a loss that is a mean over targets, by the name of its operation; the loss
-        becomes a sum times the factor. None: the loss stays the mean over the targets at hand.
-    seed: seed of what all members of the group draw alike; unlike the seeds of other groups.
+    batch_norm_group: the group over which BatchNorm is synchronised. None: statistics per replica.
+    loss_scale: the factor of a loss that is a mean over targets, by the name of its operation; the
+        loss becomes a sum times the factor. None: the loss stays the mean over this rank's targets.
+    seed: the seed of the random draws that all members of the group share; it differs between
+        groups.
     share: this rank's part of the batch, where copies exchange sums over the batch.
-    loads: counter of the rows of experts.
+    loads: the counter of the rows of experts.
     """
 
     device: torch.device
@@ -43,11 +45,12 @@ class ShardContext:
 
     @cached_property
     def random(self) -> SharedRandom:
-        """Return the random state from which all members draw alike, for all segments here."""
+        """Return the random state that all members share, one for all segments of this context."""
         return SharedRandom(self.seed, self.device)
 
     def pieces(self, laid: Laid) -> tuple[tuple[int, ...], ...]:
-        """Return the members' extents of every piece of one repetition of a cut dimension."""
+        """Return every member's extent of each piece in one repetition of the sharded dimension,
+        `[piece][member]`."""
         intervals = self.axes[laid.axis]
         units = intervals[-1][1]
         return tuple(
@@ -56,13 +59,13 @@ class ShardContext:
         )
 
     def mine(self, laid: Laid) -> tuple[int, ...]:
-        """Return this rank's extent of each piece of one repetition."""
+        """Return this rank's extent of each piece in one repetition of the sharded dimension."""
         return tuple(sizes[self.index] for sizes in self.pieces(laid))
 
     def along(self, laid: Laid, rows: int = 1) -> ShardGroup:
-        """Return every member's extent of the dimension that `laid` cuts.
+        """Return the shards of the dimension that `laid` cuts: every member's extent.
 
-        `rows` is the number of rows per sample of a dimension that is cut by samples.
+        `rows` is the number of rows per sample of a dimension that is sharded by samples.
         """
         pieces = self.pieces(laid)
         if rows > 1:

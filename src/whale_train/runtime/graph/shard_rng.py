@@ -1,8 +1,8 @@
 """Draw random numbers that are equal on all members of a shard group.
 
-A value that is replicated over a group must stay so after dropout: every member draws the same
-mask, from a state of the group. Where values are sharded, members draw from their default
-generators, which differ.
+A value that is replicated over a group must stay replicated after dropout: every member draws the
+same mask, from a random state of the group. Where values are sharded, members draw from their
+default generators, which differ.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class SharedRandom:
-    """Random state of one group of ranks, beside the default generator's.
+    """The random state of one group of ranks, apart from the default generator's state.
 
-    `seed` must be the same on all members and differ between groups. Members must call it in the
-    same order. `state` may be saved and set again, as recomputation of a forward does.
+    `seed` must be the same on all members and differ between groups. Members must call this object
+    in the same order. `state` may be saved and set again, as recomputation of a forward does.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Hold a graph while it is written, with the module that holds the functions it calls."""
+"""A graph under construction, with the module that holds the functions it calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class WrittenGraph:
 
     graph: the graph.
     root: the module whose submodules hold the functions that the graph calls.
-    made: nodes of the graph, by the names of the exported values that they stand for.
+    made: nodes of the graph, by the names of the exported values that they compute.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -37,7 +37,7 @@ class WrittenGraph:
 
 
 class Called(nn.Module):
-    """Module that calls one function of a graph."""
+    """A module that calls one function of a graph."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
-"""Overlap the all-reduce of an entered value's gradient with its readers' weight gradients.
+"""Overlap the all-reduce of an input's gradient with the weight gradients of the products that read
+it.
 
-A replicated value that enters sharded work gets gradients from every member of the group; earlier
-layers wait for their sum. Nobody waits for the gradients of the work's own weights. So where all
-readers of an entered value are products with weights (the three projections of an attention, the
-two of a gated MLP, a head), they become one function whose backward begins the sum, computes the
-weights' gradients, and then waits for the sum. The plan says which (`joined_products` of
+A replicated value that enters sharded work gets gradients from every member of the group. Earlier
+layers wait for the sum of these gradients, but nothing waits for the work's weight gradients. So
+where all readers of such a value are products with weights (the three projections of an attention,
+the two of a gated MLP, a head), they become one function whose backward begins the sum, computes
+the weight gradients, and then waits for the sum. The plan lists the products (`joined_products` of
 strategies/graph/rewrites.py). Megatron-LM does the same for its column-parallel layers (Korthikanti
 et al. 2022, arXiv 2205.05198, section 4.2.2).
 """
@@ -28,10 +29,11 @@ from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_pro
 def join_products(
     graph: fx.GraphModule, joined: Iterable[Sequence[fx.Node]], owner: WeightGradients
 ) -> None:
-    """Replace each of `joined` in `graph`, and the value that enters for them, by one function.
+    """Replace each of `joined` in `graph`, and the node that copies its input to the parallel
+    region, by one function.
 
-    joined: products with weights of the placeholders, in the order they run. They alone read one
-        `copy_to_parallel_region`.
+    joined: products with weights of the placeholders, in the order they run. They are the only
+        readers of one `copy_to_parallel_region`.
     owner: computes the gradients of the weights and biases.
     """
     for nodes in joined:
@@ -44,12 +46,12 @@ def join_products(
         graph.add_module(name, _Joined([product.kind for product in products], group, owner))
         operands = [x for product in products for x in (product.weight, product.bias)]
         with graph.graph.inserting_after(entered):
-            made = graph.graph.call_module(name, (entered.args[0], *operands))
-        made.meta = dict(entered.meta)
-        after = made
+            joint = graph.graph.call_module(name, (entered.args[0], *operands))
+        joint.meta = dict(entered.meta)
+        after = joint
         for number, product in enumerate(products):
             with graph.graph.inserting_after(after):
-                after = graph.graph.call_function(getitem, (made, number))
+                after = graph.graph.call_function(getitem, (joint, number))
             replace_nodes(after, [product.node])
         graph.graph.erase_node(entered)
 
@@ -64,25 +66,28 @@ class _Joined(nn.Module):
         self.kinds, self.group, self.owner = tuple(kinds), group, owner
 
     def forward(self, x: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
-        """Return each product's value [.., out] for the common input `x` [.., in].
+        """Return the value [.., out] of each product for the common input `x` [.., in].
 
         `operands` are the weight and the bias (or None) of each product in turn.
         """
         dtype = autocast_dtype(x.device.type)
-        made: tuple[Tensor, ...] = _Products.apply(x, self, dtype, *operands)  # type: ignore[no-untyped-call]
-        return made
+        values: tuple[Tensor, ...] = _Products.apply(x, self, dtype, *operands)  # type: ignore[no-untyped-call]
+        return values
 
 
 class _Products(torch.autograd.Function):
-    """Function of several products of one input, which overlaps gradients as the module says."""
+    """Several products of one input, as one function of autograd.
+
+    The backward overlaps the sum of the input's gradient with the weight gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, joined: _Joined, dtype: torch.dtype | None, *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.joined, ctx.dtype = joined, x.dtype
-        ctx.operands = operands  # the very parameters, whose `.grad` is added to
-        if dtype is not None:  # autocast does not look into a Function
+        ctx.operands = operands  # the parameters themselves, whose `.grad` is added to
+        if dtype is not None:  # autocast does not reach into a Function
             x = x.to(dtype)
             cast = joined.owner.cast
             operands = tuple(None if t is None else cast(t, dtype) for t in operands)
@@ -97,7 +102,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         joined: _Joined = ctx.joined
-        # a name by which a wait in vain is told (runtime/failures/timeout_frames.py)
+        # A timeout is reported by the local name `group` (runtime/failures/timeout_frames.py).
         group = joined.group
         of_x, work = None, None
         if ctx.needs_input_grad[0]:
@@ -107,8 +112,8 @@ class _Products(torch.autograd.Function):
         operands, needed = ctx.operands, ctx.needs_input_grad[3:]
         operand_grads: list[Tensor | None] = []
         for number, (kind, grad) in enumerate(zip(joined.kinds, grads, strict=True)):
-            its = slice(2 * number, 2 * number + 2)  # weight and bias
-            wanted = of_product(kind, operands[its], needed[its], grad, x)
+            pair = slice(2 * number, 2 * number + 2)  # weight and bias
+            wanted = of_product(kind, operands[pair], needed[pair], grad, x)
             operand_grads += joined.owner.gradients(wanted)
         if work is not None:
             work.wait()
@@ -120,7 +125,7 @@ def _sum_of_inputs(
 ) -> Tensor:
     """Return the gradient [.., in] of the products' common input, summed in one buffer.
 
-    `grads` are [.., out] of each product.
+    `grads` are the gradients [.., out] of the products' values.
     """
     shape = grads[0].shape[:-1]
     rows = [as_rows(grad) for grad in grads]

@@ -1,4 +1,4 @@
-"""Multiply rows by a stack of experts of which a rank holds some."""
+"""Multiply rows by a stack of experts' weights of which a rank holds a part."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,12 @@ from whale_train.runtime.comms.layout_collectives import ShardGroup
 def own_grouped_mm(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor
 ) -> Tensor:
-    """Return the rows `x` [rows, in], all of this rank's experts, times their weights: [rows, out].
+    """Multiply the rows `x` [rows, in] of this rank's experts by the experts' weights; return
+    [rows, out].
 
-    `weight` is [own experts, in, out], and `ends` [own experts] says where each expert's rows end.
-    The product is `function(x, weight, ends)`. Without rows the result is [0, out], and the weight
-    has a gradient all the same.
+    `weight` is [own experts, in, out], and `ends` [own experts] holds the end of each expert's
+    rows. The product is `function(x, weight, ends)`. Without rows the result is [0, out], and the
+    weight still gets a gradient.
     """
     return function(x, weight, ends) if len(x) else _no_rows(function, x, weight, ends)
 
@@ -23,11 +24,11 @@ def own_grouped_mm(
 def split_grouped_mm(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor, shards: ShardGroup
 ) -> Tensor:
-    """Return `x` [rows, in] times the experts' weights, [rows, out].
+    """Multiply the rows `x` [rows, in] by the experts' weights; return [rows, out].
 
-    The rows of other ranks' experts are zeros. Rows are sorted by expert. `ends` [experts] says
-    where the rows of each expert end, for the experts of all ranks; `weight` is [own experts, in,
-    out]. The product with a whole stack is `function(x, weight, ends)`.
+    The rows of other ranks' experts become zeros. Rows are sorted by expert. `ends` [experts] holds
+    the end of each expert's rows, for the experts of all ranks; `weight` is [own experts, in, out].
+    `function(x, weight, ends)` is the product with a whole stack.
     """
     if len(shards.sizes) == 1:
         return function(x, weight, ends)
@@ -36,7 +37,7 @@ def split_grouped_mm(
     stop = int(ends[last - 1]) if shards.size else start
     if stop > start:
         rows = function(x[start:stop], weight, ends[first:last] - start)
-    elif last > first:  # no rows for this rank: still a product, so that the weight has a gradient
+    elif last > first:  # without rows there is still a product, so that the weight has a gradient
         rows = _no_rows(function, x[:0], weight, ends[first:last])
     else:
         rows = x[:0] @ weight.sum(0)
@@ -45,9 +46,11 @@ def split_grouped_mm(
 
 
 def _no_rows(function: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return [0, out] for `x` [0, in], of the dtype that `function` gives, with gradients to both.
+    """Return [0, out] for `x` [0, in], of the result dtype of `function`, with gradients to both
+    operands.
 
-    torch's grouped products refuse to have no rows, so one row of zeros is multiplied and dropped.
+    torch's grouped products refuse an input without rows, so one row of zeros is multiplied and
+    dropped.
     """
     one = torch.cat([x, x.new_zeros(1, x.shape[1])])
     return function(one, weight, torch.ones_like(ends))[:0]

@@ -1,6 +1,6 @@
 """Products (linear, addmm) and lookups (embedding) of weights in a graph.
 
-Owns the formulas of their values and gradients.
+This file owns the formulas of their values and gradients.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from whale_train.strategies.graph.operation_graph import PRODUCTS
 
 
 def as_rows(value: Tensor) -> Tensor:
-    """Return `value` [.., n] as [rows, n]: a vector, which has no batch, is one row."""
+    """Return `value` [.., n] as [rows, n]; a vector [n] becomes one row."""
     return value.flatten(0, -2) if value.dim() > 1 else value.unsqueeze(0)
 
 
 @dataclass(frozen=True)
 class ProductForm:
-    """Positions of a product's operands among its arguments.
+    """The positions of a product's operands among its arguments.
 
-    input: position of the input.
-    weight: position of the weight.
-    bias: position of the bias.
+    input: the position of the input.
+    weight: the position of the weight.
+    bias: the position of the bias.
     transposed: True where the weight is [in, out], False where it is [out, in].
     """
 
@@ -60,7 +60,8 @@ class ProductForm:
         return known.addmm_(left, right)  # the sum needs no buffer for the added gradient
 
     def of_bias(self, grad: Tensor, known: Tensor | None = None) -> Tensor:
-        """Return the gradient [out] of the bias, added in place to `known` where that is given."""
+        """Return the gradient [out] of the bias; it is added in place to `known` if that is
+        given."""
         total = as_rows(grad).sum(0)
         return total if known is None else known.add_(total)
 
@@ -74,14 +75,14 @@ _KINDS: dict[Any, ProductForm] = {
 
 @dataclass(frozen=True)
 class ProductNode:
-    """Product with a parameter in a graph.
+    """A product with a parameter in a graph.
 
     node: the product.
-    kind: positions of its operands.
+    kind: the positions of its operands.
     input: the input.
     weight: the placeholder of the weight.
-    bias: the bias, or None. It may be a value made of a parameter: where the input is cut, one
-        member alone adds the bias.
+    bias: the bias, or None. It may be computed from a parameter: where the input is sharded, only
+        one member adds the bias.
     """
 
     node: fx.Node
@@ -92,20 +93,20 @@ class ProductNode:
 
 
 def product_of(node: fx.Node) -> ProductNode:
-    """Return the operands of `node`, a product with a weight."""
+    """Return `node`, a product with a weight, as a ProductNode with its operands."""
     kind = _KINDS[node.target]
     args: list[Any] = [*node.args, None]
     return ProductNode(node, kind, args[kind.input], args[kind.weight], args[kind.bias])
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return True for a product."""
+    """Return True if `node` is a product."""
     return node.target in _KINDS
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Lookup of rows of a parameter in a graph.
+    """A lookup of rows of a parameter in a graph.
 
     weight: the placeholder of the table.
     indices: the row numbers.
@@ -118,7 +119,7 @@ class Lookup:
 
 
 def lookup_of(node: fx.Node) -> Lookup:
-    """Return the operands of `node`, a lookup of rows."""
+    """Return `node`, a lookup of rows, as a Lookup with its operands."""
     args: list[Any] = [*node.args, -1]
     return Lookup(*args[:3])
 
@@ -134,8 +135,8 @@ def of_table(
     """
     if known is None or known.dtype.itemsize < 4:
         wide = torch.promote_types(grad.dtype, torch.float32)
-        made: Tensor = _aten.embedding_dense_backward(grad.to(wide), indices, rows, padding, False)
-        return made.to(grad.dtype) if known is None else known.add_(made)
+        total: Tensor = _aten.embedding_dense_backward(grad.to(wide), indices, rows, padding, False)
+        return total.to(grad.dtype) if known is None else known.add_(total)
     if padding >= 0:
         grad = grad.masked_fill((indices == padding)[..., None], 0.0)
     return known.index_put_((indices,), grad.to(known.dtype), accumulate=True)

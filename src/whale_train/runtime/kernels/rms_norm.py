@@ -1,9 +1,9 @@
 """Compute RMSNorm as one function: models write six operations, and torch has a kernel for GPUs.
 
-Each of these operations passes over the whole value, and autograd over what each has kept: 1.5 ms
-or more for [512, 512] on a core, which a small Llama has 17 of in a step of 550 ms, and a split
-repeats on every rank. As one function it is a fifth of that, and keeps only its input (Zhang and
-Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019).
+Each of the six operations passes over the whole value, and autograd passes over everything that
+they saved. That takes 1.5 ms or more for [512, 512] on a core; a small Llama has 17 such norms in a
+step of 550 ms, and a split repeats them on every rank. One function takes a fifth of that time, and
+saves only its input (Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019).
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,23 +19,23 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def join_rms_norms(graph: fx.GraphModule, norms: Iterable[Sequence[fx.Node]]) -> None:
-    """Put `rms_norm` in the place of each of `norms` in `graph`.
+    """Replace each of `norms` in `graph` by a call of `rms_norm`.
 
-    A norm is the operations of weight * (x * rsqrt(mean(x ** 2, -1) + eps)), in the order they run
-    (`Rewrite` in strategies/graph/rewrites.py).
+    A norm lists the operations of weight * (x * rsqrt(mean(x ** 2, -1) + eps)), in the order they
+    run (`Rewrite` in strategies/graph/rewrites.py).
     """
     for norm in norms:
         square, _, shifted, _, *products, last = norm
         (weight,) = (operand for operand in last.args if operand is not products[-1])
         with graph.graph.inserting_before(last):
-            made = graph.graph.call_function(rms_norm, (square.args[0], weight, shifted.args[1]))
-        replace_nodes(made, norm)
+            fused = graph.graph.call_function(rms_norm, (square.args[0], weight, shifted.args[1]))
+        replace_nodes(fused, norm)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `x` [.., n] over the root of its mean square along n, times `weight` [n].
+    """Divide `x` [.., n] by the root of its mean square along n, and multiply by `weight` [n].
 
-    `eps` is added to the mean square.
+    `eps` is added to the mean square. The result has the shape of `x`.
     """
     if x.is_cuda and x.dtype == weight.dtype and x.shape[-1:] == weight.shape:
         fused: Tensor = torch.rms_norm(x, weight.shape, weight, eps)
@@ -52,8 +52,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm with r = rsqrt(mean(x^2) + eps) and output x r w.
 
-    For an output gradient g, the gradient of w is the sum of g x r over all rows, and that of x is
-    g w r - x r^3 mean(g w x).
+    For an output gradient g, the gradient of w is the sum of g x r over all rows, and the gradient
+    of x is g w r - x r^3 mean(g w x).
     """
 
     @staticmethod
@@ -61,7 +61,8 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        # Not `mul_`: torch 2.11 compiles what gives a value written in place with wrong gradients.
+        # `mul_` would not do: torch 2.11 compiles a function whose output was written in place with
+        # wrong gradients.
         normed: Tensor = x * inverse * weight
         return normed
 

@@ -1,9 +1,9 @@
-"""Keep weights on the host, and copy each to the device while an operation reads it.
+"""Keep weights on the host, and copy each to the device while operations read it.
 
 A graph fetches such a weight before the first operation that reads it, and frees the copy after the
-last. For a backward that reads the copy again, autograd keeps which weight it was and no values;
-the backward fetches the weight again. Gradients go to the host as they are made, and are added up
-there.
+last one. Where a backward reads the copy again, autograd saves a reference to the weight instead of
+values, and the backward fetches the weight again. Each gradient is sent to the host when it is
+computed, and added up there.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True)
 class _Again:
-    """View of a fetched weight that autograd keeps for a backward, without its values.
+    """A view of a fetched weight that autograd saves for a backward, without values.
 
     parameter: the weight.
-    size: shape of the view.
-    stride: strides of the view.
-    offset: storage offset of the view, in elements.
+    size: the shape of the view.
+    stride: the strides of the view.
+    offset: the storage offset of the view, in elements.
     """
 
     parameter: nn.Parameter
@@ -37,7 +37,7 @@ class _Again:
 class StreamedWeights:
     """Weights that stay on the host and are copied to `device` when an operation reads them.
 
-    `dtypes` gives the dtype of each weight on the device. In a rehearsal, `forget` is called with
+    `dtypes` maps each weight to its dtype on the device. In a rehearsal, `forget` is called with
     each tensor that stands for a tensor of the host, so that it does not count as device memory.
     """
 
@@ -49,10 +49,12 @@ class StreamedWeights:
     ) -> None:
         self._dtypes, self._device, self._forget = dtypes, device, forget
         self._pins = device.type == "cuda"
-        # Host copies in the device's dtype where it differs; weights whose copies are stale.
+        # The host copies of weights whose dtype on the device differs; the weights whose copy is
+        # stale.
         self._narrow: dict[nn.Parameter, Tensor] = {}
         self._old: set[nn.Parameter] = set()
-        # By storage address, which is not reused while a reference to the storage is held.
+        # Fetched copies by storage address: an address is not reused while its storage is
+        # referenced.
         self._there: dict[int, tuple[StorageWeakRef, nn.Parameter]] = {}
         for parameter, dtype in dtypes.items():
             if self._pins and parameter.dtype == dtype:
@@ -64,8 +66,8 @@ class StreamedWeights:
     def fetch(self, parameter: nn.Parameter, given: Tensor) -> Tensor:
         """Return `parameter` on the device.
 
-        `given` is the parameter as the graph gets it. The gradient of the result becomes a gradient
-        of `given` on the host.
+        `given` is the parameter as an argument of the graph. The gradient of the result becomes a
+        gradient of `given` on the host.
         """
         fetched: Tensor = _Fetch.apply(given, self, parameter)  # type: ignore[no-untyped-call]
         self._there = {key: x for key, x in self._there.items() if not _is_gone(x[0])}
@@ -75,15 +77,16 @@ class StreamedWeights:
         return fetched
 
     def changed(self) -> None:
-        """Note that the weights have new values, which the next fetches read."""
+        """Report that the weights have new values, which the next fetches read."""
         self._old.update(self._narrow)
 
     def keeping_none(self) -> AbstractContextManager[Any]:
-        """Return a context in which autograd keeps no values of fetched weights."""
+        """Return a context in which autograd saves no values of fetched weights."""
         return torch.autograd.graph.saved_tensors_hooks(self._kept, self._read)
 
     def values(self, parameter: nn.Parameter) -> Tensor:
-        """Return a copy of `parameter` on the device, of its dtype there, without a gradient."""
+        """Return a copy of `parameter` on the device, in its dtype on the device, without a
+        gradient."""
         host_copy = self._on_host(parameter)
         if self._forget is not None:
             return torch.empty_like(host_copy)
@@ -91,7 +94,8 @@ class StreamedWeights:
 
     def gradient(self, made: Tensor, like: Tensor) -> Tensor:
         """Return the device's gradient `made` on the host, in the dtype of `like`."""
-        # In two steps: the cast is the host's, and what is sent is as small as it was made.
+        # The gradient is sent in the dtype it was computed in, the smaller one, and cast on the
+        # host.
         if self._forget is None:
             return made.to(like.device).to(like.dtype)
         empty = torch.empty_like(like)
@@ -99,7 +103,7 @@ class StreamedWeights:
         return empty
 
     def _on_host(self, parameter: nn.Parameter) -> Tensor:
-        """Return the present values of `parameter` on the host, in the device's dtype."""
+        """Return the current values of `parameter` on the host, in its dtype on the device."""
         dtype, values = self._dtypes[parameter], parameter.detach()
         if dtype == parameter.dtype:
             return values
@@ -122,19 +126,20 @@ class StreamedWeights:
             return value
         return _Again(parameter, value.shape, value.stride(), int(value.storage_offset()))
 
-    def _read(self, kept: Tensor | _Again) -> Tensor:
-        """Return the values that `kept` stands for; an `_Again` fetches its weight anew."""
-        if isinstance(kept, Tensor):
-            return kept
-        return self.values(kept.parameter).as_strided(kept.size, kept.stride, kept.offset)
+    def _read(self, saved: Tensor | _Again) -> Tensor:
+        """Return the values of the saved tensor `kept`; for an `_Again`, the weight is fetched
+        again."""
+        if isinstance(saved, Tensor):
+            return saved
+        return self.values(saved.parameter).as_strided(saved.size, saved.stride, saved.offset)
 
 
 class Fetched(nn.Module):
-    """Module that a graph calls to have `parameter` of `weights` on the device."""
+    """A module that a graph calls to get `parameter` of `weights` on the device."""
 
     def __init__(self, weights: StreamedWeights, parameter: nn.Parameter) -> None:
         super().__init__()
-        # Not registered: it is another module's.
+        # The parameter is not registered: another module owns it.
         self._fetch = partial(weights.fetch, parameter)
 
     def forward(self, given: Tensor) -> Tensor:
@@ -151,7 +156,8 @@ def _is_gone(storage: StorageWeakRef) -> bool:
 
 
 class _Fetch(torch.autograd.Function):
-    """Function that copies a weight to the device, and its gradient back to the host."""
+    """Copies a weight to the device in the forward, and its gradient back to the host in the
+    backward."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Normalise batches over a whole process group, however unevenly the group shares the batch.
+"""Normalise over the batch of a whole process group, however unevenly the group shares the batch.
 
-Forward, each rank's count, mean and variance are gathered once and combined by Chan, Golub and
-LeVeque's formula ("Updating formulae and a pairwise algorithm for computing sample variances",
-1979), which needs no sum of raw squares. Backward, two sums per channel are all-reduced once.
-Statistics and gradients are what one process would compute on the whole batch.
+In the forward, each rank's count, mean and variance are gathered once and combined by Chan, Golub
+and LeVeque's formula ("Updating formulae and a pairwise algorithm for computing sample variances",
+1979), which needs no sum of raw squares. In the backward, two sums per channel are all-reduced
+once. Statistics and gradients are those that one process would compute on the whole batch.
 """
 
 from typing import Any
@@ -34,10 +34,10 @@ def global_batch_norm(
 ) -> Tensor:
     """Return `functional.batch_norm` of this rank's part `x` [N, C, ...] of the batch; N may be 0.
 
-    With `training` the statistics are those of the group's whole batch, and the running ones are
-    updated in place (the variance unbiased, by the whole count). Every member calls it, and runs
-    its backward. Raises RuntimeError when a batch of several members has one value per channel (a
-    device-side assertion on CUDA); one member alone raises torch's ValueError.
+    With `training` the statistics are taken over the group's whole batch, and the running
+    statistics are updated in place (the variance unbiased, by the whole count). Every member must
+    call it, and run its backward. Raises RuntimeError when a batch of several members has one value
+    per channel (a device-side assertion on CUDA); one member alone raises torch's ValueError.
     """
     if not training or group.size() == 1:
         return functional.batch_norm(
@@ -53,7 +53,7 @@ def global_batch_norm(
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     dtype = _statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
-    weight = None if weight is None else weight.to(dtype)  # the fused kernels want one dtype
+    weight = None if weight is None else weight.to(dtype)  # the fused kernels need one dtype
     bias = None if bias is None else bias.to(dtype)
     arguments = (x, weight, bias, mean, var, count, eps, group)
     result: Tensor = _Normalise.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -69,7 +69,8 @@ def _whole_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
     channels = x.shape[1]
     moments = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     if x.numel():
-        # Running statistics of fp32 make the kernel compute those of halves in fp32; momentum 0.
+        # With fp32 running statistics, the kernel computes the statistics of 16-bit values in fp32.
+        # Momentum 0 discards the running statistics.
         scratch = x.new_zeros(2, channels, dtype=_statistics_dtype(x))
         mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
         moments[:channels], moments[channels:-1] = mean, var
@@ -84,7 +85,7 @@ def _whole_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
 
 
 class _Normalise(torch.autograd.Function):
-    """Function (x - mean) / sqrt(var + eps) * weight + bias.
+    """The function (x - mean) / sqrt(var + eps) * weight + bias.
 
     The backward takes into account that mean and var depend on every x.
     """
@@ -112,15 +113,15 @@ class _Normalise(torch.autograd.Function):
         grad = grads[0]
         sums = mean.new_zeros(2, len(mean))  # of grad * normalised x, and of grad, per channel
         if x.numel():
-            # The evaluation's backward is the fused kernel for exactly these two sums.
+            # The backward of evaluation is a fused kernel that computes exactly these two sums.
             _, sums[0], sums[1] = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
             )
         x_grad = None
         if ctx.needs_input_grad[0]:
-            whole = sums.clone()
-            dist.all_reduce(whole, group=ctx.group)
-            average, inverse = whole / count.to(whole.dtype), (var + ctx.eps).rsqrt()
+            total = sums.clone()
+            dist.all_reduce(total, group=ctx.group)
+            average, inverse = total / count.to(total.dtype), (var + ctx.eps).rsqrt()
             scale = inverse if weight is None else inverse * weight
             slope = -scale * inverse * average[0]
             shift = -scale * average[1] - slope * mean
@@ -133,11 +134,11 @@ class _Normalise(torch.autograd.Function):
 
 
 class GlobalBatchNorm(nn.Module):
-    """A batch norm of torch, made to see the group's whole batch when it trains.
+    """A batch norm of torch that normalises over the group's whole batch in training.
 
-    It holds everything the original held: the same parameters and buffers under the same names,
-    hooks and settings. In evaluation it uses the running statistics, or, where none are tracked,
-    those of the group's whole batch, as in training.
+    It takes over everything of the original: the same parameters and buffers under the same names,
+    hooks and settings. In evaluation it uses the running statistics. Where no running statistics
+    are tracked, it uses the statistics of the group's whole batch, as in training.
     """
 
     _version = 2  # of torch's batch norms: a state dict has `num_batches_tracked`
@@ -157,9 +158,10 @@ class GlobalBatchNorm(nn.Module):
         path: str = "",
         agreement: ForwardAgreement | None = None,
     ) -> None:
-        """Take over all that `original` holds, the module at `path`.
+        """Take over the parameters, buffers, hooks and settings of `original`, the module at
+        `path`.
 
-        With an `agreement`, every forward that communicates first makes sure that all ranks run it.
+        With an `agreement`, every forward that communicates first checks that all ranks run it.
         """
         super().__init__()
         self.__dict__.update(original.__dict__)
@@ -198,9 +200,9 @@ _SWAPPED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def synchronise_batch_norm(
     module: nn.Module, group: dist.ProcessGroup, agreement: ForwardAgreement | None = None
 ) -> list[str]:
-    """Replace every batch norm inside `module` by a `GlobalBatchNorm`, and return the paths.
+    """Replace every batch norm inside `module` by a `GlobalBatchNorm`, and return their paths.
 
-    `agreement` is to be given where forwards may reach other batch norms on other ranks. Raises
+    Pass an `agreement` where forwards may reach different batch norms on different ranks. Raises
     ConfigError for a batch norm that cannot be replaced: a subclass whose forward does more, or
     `module` itself.
     """

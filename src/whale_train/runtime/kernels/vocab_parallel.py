@@ -1,8 +1,8 @@
 """Compute on shards by class or vocabulary: softmax cross-entropy, its top-1, and the embedding.
 
-Logits are never gathered: a row's maximum, its sum of exponentials and the logit of its label are
-all that the shards exchange (the "distributed softmax" of large classifiers). Every function takes
-the same targets or ids on every shard, and numbers classes globally.
+Logits are never gathered. The shards exchange only a row's maximum, its sum of exponentials and the
+logit of its label (the "distributed softmax" of large classifiers). Every function takes the same
+targets or ids on every shard, and numbers classes globally.
 """
 
 from typing import Any
@@ -32,19 +32,20 @@ def split_cross_entropy(
     in torch) or `sum`; `scale` multiplies the loss. The loss of 16-bit logits is in fp32, as under
     autocast.
 
-    The gradient is that of the one loss all shards hold, not of its sum over them. It is written
-    into the exponentials that the forward kept: a second backward through the same graph is
-    refused. Raises RuntimeError for a target that is no class (a device-side assertion on CUDA).
+    The gradient is the gradient of the loss that all shards hold, not of its sum over the shards.
+    It overwrites the exponentials that the forward saved, so a second backward through the same
+    graph is refused. Raises RuntimeError for a target that is no class (a device-side assertion on
+    CUDA).
     """
     if len(shards.sizes) == 1:
-        whole = functional.cross_entropy(
+        unsharded = functional.cross_entropy(
             logits.to(_accumulator(logits)),
             target,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
-        return whole if scale is None else whole * scale
+        return unsharded if scale is None else unsharded * scale
     is_class = ((target >= 0) & (target < shards.total)) | (target == ignore_index)
     torch._assert_async(is_class.all(), "a target is not the number of a class")
     arguments = (logits, target, shards, ignore_index, label_smoothing, reduction == "mean", scale)
@@ -53,7 +54,7 @@ def split_cross_entropy(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Function of `split_cross_entropy`, for more than one shard."""
+    """The autograd function of `split_cross_entropy`, for more than one shard."""
 
     @staticmethod
     def forward(
@@ -73,7 +74,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
         highest = _row_maximum(logits)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shards.group)
-        shifted = logits - highest.unsqueeze(1)  # fp32 for halves: `highest` promotes it
+        shifted = logits - highest.unsqueeze(1)  # fp32 for 16-bit logits: `highest` promotes them
         label = highest.new_zeros(len(target))
         if shards.size:
             label = torch.where(is_local, shifted.gather(1, column).squeeze(1), label)
@@ -122,7 +123,8 @@ def _accumulator(logits: Tensor) -> torch.dtype:
 
 
 def _row_maximum(logits: Tensor) -> Tensor:
-    """Return each row's maximum [N], in fp32 for 16-bit logits; -inf without classes here."""
+    """Return each row's maximum [N], in fp32 for 16-bit logits; -inf if this rank has no
+    classes."""
     dtype = _accumulator(logits)
     if logits.shape[1] == 0:
         return logits.new_full((len(logits),), -torch.inf, dtype=dtype)
@@ -137,11 +139,12 @@ def split_top1(
     ignore_index: int = -100,
     with_probability: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the predicted classes, the targets, which targets are not `ignore_index`, and the
-    probability of the predicted classes (None where it is not asked for).
+    """Return the predicted classes, the targets, the mask of targets that are not `ignore_index`,
+    and the probabilities of the predicted classes.
 
-    They are [N] each, the same on each shard. `logits` are [N, this rank's classes] and `target` is
-    [N]. Of equal logits the first class wins, as in `torch.argmax`.
+    Each is [N], the same on each shard; the probabilities are None unless `with_probability`.
+    `logits` are [N, this rank's classes] and `target` is [N]. Of equal logits the first class wins,
+    as in `torch.argmax`.
     """
     rows = 3 if with_probability else 2
     best = logits.new_zeros(rows, len(logits), dtype=torch.float64)  # holds class numbers exactly
@@ -154,12 +157,12 @@ def split_top1(
     gathered = all_gather_stack(best, shards.group)
     winner = gathered[:, 0].argmax(0, keepdim=True)
     predicted = gathered[:, 1].gather(0, winner).squeeze(0).long()
-    sure = None
+    probabilities = None
     if with_probability:
         highest = gathered[:, 0].amax(0)
         total = (gathered[:, 2] * (gathered[:, 0] - highest).exp()).sum(0)
-        sure = total.reciprocal().float()
-    return predicted, target, target != ignore_index, sure
+        probabilities = total.reciprocal().float()
+    return predicted, target, target != ignore_index, probabilities
 
 
 def split_embedding(
@@ -168,14 +171,14 @@ def split_embedding(
     """Return this rank's part [*ids, D] of the embedding of `ids`; rows of other shards are zero.
 
     The sum over the shards is the embedding. `weight_shard` is [this rank's vocabulary, D]. The row
-    `padding_idx` gets no gradient; None or a negative number (ATen's default) means no such row.
-    Raises RuntimeError for an id outside the vocabulary (an assertion on CUDA).
+    `padding_idx` gets no gradient; None or a negative number (ATen's default) means that every row
+    has one. Raises RuntimeError for an id outside the vocabulary (an assertion on CUDA).
     """
     padding = None if padding_idx is None or padding_idx < 0 else padding_idx
     if len(shards.sizes) == 1:
         return functional.embedding(ids, weight_shard, padding)
     torch._assert_async(((ids >= 0) & (ids < shards.total)).all(), "an id is not in the vocabulary")
-    if shards.size == 0:  # zeros that still belong to the graph: casts after it have a backward
+    if shards.size == 0:  # zeros that require a gradient, so that later casts run their backward
         return weight_shard.new_zeros(*ids.shape, weight_shard.shape[1]) + weight_shard.sum()
     local = ids - shards.start
     elsewhere = (local < 0) | (local >= shards.size)
@@ -183,4 +186,4 @@ def split_embedding(
         padding -= shards.start
         padding = padding if 0 <= padding < shards.size else None
     rows = functional.embedding(local.masked_fill_(elsewhere, 0), weight_shard, padding)
-    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)  # the embedding keeps only the ids
+    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)  # the embedding's backward needs only ids

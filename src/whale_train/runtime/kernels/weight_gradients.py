@@ -1,15 +1,15 @@
 """Take weight gradients out of autograd: defer them, or add them straight into `.grad`.
 
 In a rewritten graph the operations that read weights (linear, addmm, embedding) are replaced by
-functions whose backward returns the input's gradient and handles the weight's itself:
+functions whose backward returns the input's gradient and handles the weight's gradient itself:
 
-* Under a zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) the backward notes what the
-  weight's gradient needs: the stage before waits for the input's gradient, and nobody for a
-  weight's.
+* Under a zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) the backward stores the operands
+  of the weight's gradient for later: the previous stage waits for the input's gradient, but nothing
+  waits for a weight's.
 * Where a step has several backwards, each adds to the weight's `.grad` as it computes the gradient.
-  Autograd computes it first and adds it then, which needs as much memory again; for an embedding
-  that is the gradient of all rows of the table, every time.
-* The functions keep the weights themselves and no views of them: ZeRO 3 frees weights between
+  Autograd would compute the gradient first and add it afterwards, which needs as much memory again;
+  for an embedding that is the gradient of all rows of the table, every time.
+* The functions save the weights themselves and no views of them: ZeRO 3 frees weights between
   forward and backward.
 """
 
@@ -40,11 +40,11 @@ _Addition = tuple[nn.Parameter, _Make]
 
 
 class GradientRequest(NamedTuple):
-    """Gradient that a backward may have to compute.
+    """A gradient that a backward may have to compute.
 
     operand: the weight or bias, or None where the operation has none.
     needed: True where autograd needs the gradient.
-    make: function that computes it; with a tensor, it adds the gradient to the tensor in place.
+    make: computes the gradient; given a tensor, it adds the gradient to the tensor in place.
     """
 
     operand: Tensor | None
@@ -53,7 +53,8 @@ class GradientRequest(NamedTuple):
 
 
 class WeightGradients:
-    """Handler of backwards' weight gradients; deferred ones wait by chunk and micro-batch."""
+    """A handler of weight gradients in backwards; it stores deferred ones by chunk and
+    micro-batch."""
 
     def __init__(self) -> None:
         self._left: dict[Key, list[_Addition]] = {}
@@ -63,7 +64,8 @@ class WeightGradients:
 
     @contextmanager
     def casting_once(self) -> Iterator[None]:
-        """Cast each weight once inside the context, and keep the copy for all later products."""
+        """Cast each weight only once inside the context, and reuse the copy for all later
+        products."""
         self._casts = {}
         try:
             yield
@@ -80,7 +82,7 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Leave the weight gradients of backwards inside the context for `accumulate(key)`."""
+        """Defer the weight gradients of backwards inside the context until `accumulate(key)`."""
         self._now = key
         self._left[key] = []
         try:
@@ -92,7 +94,7 @@ class WeightGradients:
     def accumulating(self) -> Iterator[None]:
         """Add the weight gradients of backwards inside the context straight into `.grad`.
 
-        Autograd, which gets none, still calls its hooks of a parameter when all readers of the
+        Autograd gets no gradients, but still calls its hooks of a parameter when all readers of the
         parameter are done.
         """
         self._adds = True
@@ -102,12 +104,12 @@ class WeightGradients:
             self._adds = False
 
     def left(self, key: Key) -> Mapping[nn.Parameter, int]:
-        """Return the number of gradients `accumulate(key)` will add to each weight."""
+        """Return the number of gradients that `accumulate(key)` will add to each weight."""
         return Counter(parameter for parameter, _ in self._left[key])
 
     @torch.no_grad()  # or autograd would keep the operands of each gradient for a second backward
     def accumulate(self, key: Key, added: Added) -> None:
-        """Add the gradients deferred under `key` into the weights' `.grad`.
+        """Add the gradients deferred under `key` to the weights' `.grad`.
 
         `added` is called with the weight after every addition.
         """
@@ -116,7 +118,7 @@ class WeightGradients:
             added(parameter)
 
     def take(self, additions: Sequence[_Addition]) -> Set[nn.Parameter]:
-        """Add `additions` to `.grad`, or defer them, inside the contexts above.
+        """Add `additions` to `.grad` inside `accumulating`, or defer them inside `deferring`.
 
         Return the parameters of these additions, whose gradients autograd must not add. The set is
         empty outside of both contexts.
@@ -136,15 +138,15 @@ class WeightGradients:
         An entry is None where autograd needs no gradient, or where `take` has handled it.
         """
         needed = [(x.operand, x.make) for x in wanted if x.needed and x.operand is not None]
-        # A bias computed from a parameter is no parameter: its gradient goes on through autograd.
+        # A bias computed from a parameter is no parameter: its gradient stays with autograd.
         taken = self.take([(p, make) for p, make in needed if isinstance(p, nn.Parameter)])
-        left = {id(p): make(None).to(p.dtype) for p, make in needed if p not in taken}
-        return [left.get(id(x.operand)) for x in wanted]
+        remaining = {id(p): make(None).to(p.dtype) for p, make in needed if p not in taken}
+        return [remaining.get(id(x.operand)) for x in wanted]
 
     def replace(self, graph: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
-        """Replace `nodes` of `graph`, products and lookups of weights.
+        """Replace `nodes` of `graph` by operations whose weight gradients this object handles.
 
-        nodes: each reads a placeholder, which gets the weight.
+        nodes: products and lookups, each of which reads a placeholder that takes the weight.
         """
         for node in nodes:
             owned: nn.Module
@@ -171,10 +173,11 @@ def of_product(
     grad: Tensor,
     x: Tensor,
 ) -> tuple[GradientRequest, GradientRequest]:
-    """Return the gradients of a product's weight and bias, as a backward may want them.
+    """Return the requests for the gradients of a product's weight and bias.
 
-    `operands` are the weight and the bias, and `needed` says which of them autograd needs. `x` [..,
-    in] is the product's input, and `grad` [.., out] the gradient of its value.
+    `operands` are the weight and the bias, and `needed` tells which of them autograd needs a
+    gradient of. `x` [.., in] is the product's input, and `grad` [.., out] the gradient of its
+    value.
     """
     weight, bias = operands
     return (
@@ -184,7 +187,7 @@ def of_product(
 
 
 class _OwnedProduct(nn.Module):
-    """Product whose weight and bias gradients `owner` handles."""
+    """A product whose weight and bias gradients `owner` handles."""
 
     def __init__(self, owner: WeightGradients, kind: ProductForm) -> None:
         super().__init__()
@@ -197,16 +200,17 @@ class _OwnedProduct(nn.Module):
         if dtype is None:
             result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
             return result
-        x = x.to(dtype)  # autocast does not look into a Function
+        x = x.to(dtype)  # autocast does not reach into a Function
         with autocast(x.device.type, enabled=False):
             result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Product(torch.autograd.Function):
-    """Function of one product; its backward computes the input's gradient itself.
+    """One product as a function of autograd; its backward computes the input's gradient itself.
 
-    The gradients of weight and bias go to the owner, which returns those that autograd must add.
+    The owner handles the gradients of weight and bias, and returns the gradients that autograd must
+    add.
     """
 
     @staticmethod
@@ -214,7 +218,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owned: _OwnedProduct
     ) -> Tensor:
         ctx.owned = owned
-        ctx.operands = weight, bias  # the very parameters, whose `.grad` is added to
+        ctx.operands = weight, bias  # the parameters themselves, whose `.grad` is added to
         cast = owned.owner.cast
         weight, bias = cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype)
         ctx.save_for_backward(x, weight)
@@ -233,7 +237,7 @@ class _Product(torch.autograd.Function):
 
 
 class _OwnedLookup(nn.Module):
-    """Lookup whose table gradient `owner` handles; the row `padding` has none."""
+    """A lookup whose table gradient `owner` handles; the row `padding` has none."""
 
     def __init__(self, owner: WeightGradients, padding: int) -> None:
         super().__init__()
@@ -245,7 +249,7 @@ class _OwnedLookup(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Function of one lookup; the table's gradient goes to the owner."""
+    """One lookup as a function of autograd; the owner handles the table's gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, owned: _OwnedLookup) -> Tensor:
@@ -269,7 +273,7 @@ class _Lookup(torch.autograd.Function):
 def _add(parameter: nn.Parameter, make: _Make) -> None:
     """Add the gradient that `make` computes to the parameter's `.grad`.
 
-    The first gradient is cast to `grad_dtype`, the dtype that the parameter's gradients have.
+    The first gradient is cast to `grad_dtype`, the dtype of the parameter's gradients.
     """
     if parameter.grad is None:
         parameter.grad = make(None).to(parameter.grad_dtype)

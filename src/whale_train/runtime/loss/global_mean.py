@@ -1,4 +1,4 @@
-"""Make losses means over the global batch, though replicas hold different parts of it.
+"""Make losses means over the global batch, although replicas hold different parts of it.
 
 A training loop weights each replica's loss by its share of the samples, n_r / n. That is exact for
 a mean over samples. A cross-entropy is a mean over *targets*, of which replicas hold different
@@ -6,11 +6,11 @@ numbers when some are ignored: `GlobalMeans` turns each such term of a loss into
 
     sum over the replica's targets * (n / n_r) / targets of all replicas
 
-so that the weighted terms add up to the mean over the global batch, whatever else the loss is made
-of. The model is not edited: the mode sees torch's own functions as they are called.
+so that the weighted terms add up to the mean over the global batch, whatever other terms the loss
+has. The model is not edited: a torch-function mode sees torch's own functions as they are called.
 
-With several micro-batches a step, the step's number of targets is not known when the first of them
-runs. `TargetCounter` counts the targets beforehand, with the part of the exported graph that
+With several micro-batches per step, the step's number of targets is not known when the first of
+them runs. `TargetCounter` counts the targets in advance, with the part of the exported graph that
 computes targets from the inputs.
 """
 
@@ -40,10 +40,10 @@ from whale_train.runtime.loss.graph_losses import targets_graph
 
 @dataclass(frozen=True)
 class Targets:
-    """Divisors of the losses, in the order of their calls, as fp64 [losses].
+    """The divisors of the losses, in the order of their calls, as fp64 [losses].
 
-    mine: divisors in one micro-batch of this rank.
-    whole: divisors in all micro-batches of the step, of all replicas.
+    mine: the divisors in one micro-batch of this rank.
+    whole: the divisors in all micro-batches of the step, of all replicas.
     """
 
     mine: Tensor
@@ -51,10 +51,10 @@ class Targets:
 
 
 class TargetCounter:
-    """Counter of the targets of a step's micro-batches, before any of them runs.
+    """A counter of the targets of a step's micro-batches, before any of them runs.
 
     `graph` is the result of `graph_losses.targets_graph`: called with inputs of the model, it
-    returns the divisor of every loss. `group` joins the replicas.
+    returns the divisor of every loss. `group` has the replicas.
     """
 
     def __init__(self, graph: fx.GraphModule, group: dist.ProcessGroup) -> None:
@@ -64,7 +64,7 @@ class TargetCounter:
 
     @torch.no_grad()
     def mine(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the targets of one micro-batch of this rank, fp64 [losses].
+        """Return the number of targets in one micro-batch of this rank, fp64 [losses].
 
         Nothing is summed over ranks.
         """
@@ -73,9 +73,9 @@ class TargetCounter:
 
     @torch.no_grad()
     def whole(self, held: Iterable[EvaluationBatch]) -> Tensor:
-        """Return the targets of all batches of `held`, of all replicas, fp64 [losses].
+        """Return the number of targets in all batches of `held`, of all replicas, fp64 [losses].
 
-        One all-reduce; all replicas call it.
+        One all-reduce; all replicas must call it.
         """
         total = torch.zeros(len(self.losses), dtype=torch.float64)
         for held_batch in held if self.losses else ():
@@ -88,19 +88,20 @@ class TargetCounter:
 
     @torch.no_grad()
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Targets]:
-        """Return the targets of each of this rank's micro-batches, and of the step in all replicas.
+        """Return the numbers of targets of each of this rank's micro-batches, and of the step in
+        all replicas.
 
-        One all-reduce; all replicas call it.
+        One all-reduce; all replicas must call it.
         """
         device = next(iter(batches[0].values())).device
         counts = torch.zeros(len(batches), len(self.losses), dtype=torch.float64, device=device)
         if self.losses:
             for row, batch in zip(counts, batches, strict=True):
                 row += self.mine(batch)
-        whole = counts.sum(0)
+        totals = counts.sum(0)
         if self.losses and self._group.size() > 1:
-            dist.all_reduce(whole, group=self._group)
-        return [Targets(row, whole) for row in counts]
+            dist.all_reduce(totals, group=self._group)
+        return [Targets(row, totals) for row in counts]
 
 
 def target_counter(
@@ -117,25 +118,25 @@ def target_counter(
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Mode in which means of `cross_entropy` and `nll_loss` are means over the global batch.
+    """A mode in which means of `cross_entropy` and `nll_loss` are means over the global batch.
 
-    `group` joins the replicas; the caller multiplies the loss of this forward by `weight`. All
-    members of the group call the same losses in the same order; counts are all-reduced at each
-    call. With several micro-batches a step, `targets` are those of this micro-batch, counted
-    beforehand; losses that are not those counted raise RuntimeError. A replica without targets gets
-    a term of 0 that still has a gradient.
+    `group` has the replicas; the caller multiplies the loss of this forward by `weight`. All
+    members of the group must call the same losses in the same order; counts are all-reduced at each
+    call. With several micro-batches per step, `targets` are the targets of this micro-batch,
+    counted in advance; other losses than the counted ones raise RuntimeError. A replica without
+    targets gets a term of 0 that still has a gradient.
 
-    With `accuracy` (evaluation), these attributes add up over the calls of this rank since the mode
-    was made:
+    With `accuracy` (evaluation), these attributes accumulate over the calls of this rank since the
+    mode was made:
 
-    correct: targets that are the largest logit of their row.
-    targets: targets that count.
-    answers: the answers of the calls, as a keeper wants them that `predicts`.
+    correct: the number of targets that are the largest logit of their row.
+    targets: the number of targets that count.
+    answers: the answers of the calls, with probabilities if `predicts`.
     made: the means of the calls.
-    divisors: what each mean would divide by on this rank, fp64 scalars.
+    divisors: the divisor of each mean on this rank, fp64 scalars.
 
     With an `agreement`, all ranks check before each count, and at the end of the forward, that they
-    are at the same point. The backward runs in `made_again.in_backward()`.
+    are at the same point. The backward must run in `made_again.in_backward()`.
     """
 
     def __init__(
@@ -188,10 +189,10 @@ class GlobalMeans(TorchFunctionMode):
             if self._predicts and (loss := ValueLoss.of_function(func)) is not None:
                 self._record_values(loss, *loss_operands(args, dict(kwargs)))
             return func(*args, **kwargs)
-        made = self._mean(call)
+        mean = self._mean(call)
         if self._accuracy:
-            self._record(call, made)
-        return made
+            self._record(call, mean)
+        return mean
 
     def _mean(self, call: TargetMean) -> Tensor:
         """Return this rank's term of the mean over all replicas' targets."""
@@ -208,7 +209,8 @@ class GlobalMeans(TorchFunctionMode):
 
     @torch.no_grad()
     def _whole_divisor(self, divisor: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return the divisor over all replicas, and the all-reduce that completes it, if any."""
+        """Return the divisor over all replicas, and the all-reduce that completes it, or None if it
+        is complete."""
         if self._counted is None:
             if self._agreement is not None:
                 self._agreement.at("a loss over targets")
@@ -222,15 +224,16 @@ class GlobalMeans(TorchFunctionMode):
 
     @torch.no_grad()
     def _record_values(self, loss: ValueLoss, values: Tensor, target: Tensor) -> None:
-        """Keep the values of a loss as answers."""
-        predicted, sure = loss.predicted(values)
+        """Store the values of a loss as answers."""
+        predicted, probabilities = loss.predicted(values)
         counted = torch.ones_like(target, dtype=torch.bool)
-        self.answers.append(Answers(predicted, target, counted, sure))
+        self.answers.append(Answers(predicted, target, counted, probabilities))
 
     @torch.no_grad()
-    def _record(self, call: TargetMean, made: Tensor) -> None:
-        """Add the call's mean, divisor, right answers and targets to those of the evaluation."""
-        self.made.append(made)
+    def _record(self, call: TargetMean, mean: Tensor) -> None:
+        """Store the call's mean, divisor and answers, and add its counts to those of the
+        evaluation."""
+        self.made.append(mean)
         self.divisors.append(call.divisor())
         predicted, target, counted = call.answers()
         probability = call.probability(predicted) if self._predicts else None

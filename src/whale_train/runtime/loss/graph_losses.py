@@ -1,8 +1,8 @@
 """Rewrite losses that are means over targets inside a graph.
 
-A micro-batch or a replica holds only some of a step's targets: the mean over all of them is the sum
-over those at hand times a scale that the caller knows. `targets_graph` is the part of a model's
-graph that counts the targets, so that a whole step's targets can be known before its first
+A micro-batch or a replica holds only some of a step's targets. The mean over all targets is the sum
+over the targets at hand times a scale that the caller knows. `targets_graph` extracts the part of a
+model's graph that counts the targets, so that a whole step's targets can be known before its first
 micro-batch.
 """
 
@@ -34,7 +34,7 @@ def is_mean_over_targets(node: fx.Node) -> bool:
 
 
 def ignored(node: fx.Node) -> int:
-    """Return the ignore index of the loss `node`: targets with that value do not count."""
+    """Return the ignore index of the loss `node`: targets with this value do not count."""
     index = _option(node, 4, "ignore_index", -100)
     assert isinstance(index, int)
     return index
@@ -54,12 +54,12 @@ def plain_loss(
     scale: LossWeight | None,
     count: Callable[[Tensor, Tensor, Tensor, int], None] | None,
 ) -> Callable[..., Tensor]:
-    """Return the loss `node` as a function of whole logits, targets and class weights.
+    """Return the loss `node` as a function of unsharded logits, targets and class weights.
 
     Logits are [N, classes, ..] or [classes], and targets [N, ..] class numbers or probabilities of
     the shape of the logits. With `scale`, the result is the sum over targets times
-    `scale(node.name)`; None leaves the mean. `count` is called with the logits, the targets, which
-    of them count, and the dimension of the classes, where targets are class numbers.
+    `scale(node.name)`; without, it is the mean. If targets are class numbers, `count` is called
+    with the logits, the targets, the mask of targets that count, and the dimension of the classes.
     """
     kind = str(node.target).removeprefix("aten.")
     ignore, smooth = ignored(node), smoothing(node) if kind == _CROSS_ENTROPY else 0.0
@@ -68,7 +68,7 @@ def plain_loss(
         if count is not None and not target.is_floating_point():
             dim = min(logits.dim() - 1, 1)
             count(logits, target, target != ignore, dim)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as by autocast
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as under autocast
         reduction = "sum" if scale else "mean"
         if kind == _CROSS_ENTROPY:
             total = functional.cross_entropy(
@@ -87,13 +87,13 @@ def plain_loss(
 def _scaled(total: Tensor, scale: Tensor | float) -> Tensor:
     """Return a sum over targets times its scale, in the dtype of the sum.
 
-    Another stage may await the loss in that dtype, and a scale of fp64 would widen it.
+    Another stage may receive the loss in that dtype, and a scale of fp64 would widen it.
     """
     return (total * scale).to(total.dtype)
 
 
 def divisor(target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
-    """Return the divisor of a mean over the classes `target`, a fp64 scalar.
+    """Return the divisor of a mean over the classes `target`, an fp64 scalar.
 
     It is the number of targets that are not `ignore`, or the sum of their class weights.
     """
@@ -112,15 +112,15 @@ def targets_graph(
     """Return the part of `source` that computes every loss's divisor from the model's inputs alone.
 
     The losses are those that are means over targets. The graph returns a tuple of fp64 scalars, one
-    for each name in its `meta["losses"]`. Its placeholders are named after the inputs it is called
-    with, in order. It runs on `device` (the CPU if not said); `tensors` are the tensors that
+    for each name in its `meta["losses"]`. Its placeholders are named after the inputs that it is
+    called with, in order. It runs on `device` (default: the CPU). `tensors` are the tensors that
     training does not change and that the graph may read, by path in the model.
 
-    Returns None when a parameter has a part in a target that is a class, or in a class weight.
-    Where targets are probabilities, rows are counted, whatever computes the probabilities.
+    The result is None when a target that is a class, or a class weight, depends on a parameter. If
+    targets are probabilities, rows are counted, however the probabilities are computed.
 
-    Raises KeyError for a tensor that the graph reads, that is not given, and that has no values in
-    `source`.
+    Raises KeyError for a tensor that the graph reads, and that neither `tensors` nor `source` has
+    values of.
     """
     place = device or torch.device("cpu")
     trained = {
@@ -134,18 +134,18 @@ def targets_graph(
     if any(n.op == "get_attr" and str(n.target) in trained for n in needed):
         return None
     graph, root = fx.Graph(), nn.Module()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
 
     def argument(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return made[value]
+            return copies[value]
         return place if isinstance(value, torch.device) else value
 
     for node in source.graph.nodes:
         if node not in needed:
             continue
         if node.op == "placeholder":
-            made[node] = graph.placeholder(str(node.target))
+            copies[node] = graph.placeholder(str(node.target))
         elif node.op == "get_attr":
             path = model_path(str(node.target))
             name = path.replace(".", "__")
@@ -153,19 +153,19 @@ def targets_graph(
                 name,
                 _constant(source, str(node.target), path, tensors, place.type == "meta").to(place),
             )
-            made[node] = graph.get_attr(name)
+            copies[node] = graph.get_attr(name)
         else:
             args = fx.node.map_aggregate(node.args, argument)
             kwargs = fx.node.map_aggregate(node.kwargs, argument)
-            made[node] = graph.call_function(node.target, tuple(args), dict(kwargs))
+            copies[node] = graph.call_function(node.target, tuple(args), dict(kwargs))
     counts = []
     for node in losses:
-        if node in by_rows:  # whatever the probabilities are, and whoever computes them
+        if node in by_rows:  # the count does not depend on the probabilities
             assert samples is not None
-            counts.append(graph.call_function(_rows, (made[samples], _row_sizes(node))))
+            counts.append(graph.call_function(_rows, (copies[samples], _row_sizes(node))))
             continue
         weight = _option(node, 2, "weight", None)
-        given = (made[node.args[1]], argument(weight), ignored(node))
+        given = (copies[node.args[1]], argument(weight), ignored(node))
         counts.append(graph.call_function(divisor, given))
     graph.output(tuple(counts))
     graph.lint()
@@ -181,7 +181,7 @@ def _targets_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_samples(source: fx.GraphModule) -> fx.Node:
-    """Return the placeholder of an input that has one row a sample."""
+    """Return the placeholder of an input that has one row per sample."""
     inputs = (node for node in source.graph.nodes if node.op == "placeholder")
     batched = (node for node in inputs if node.meta["val"].dim())
     by_sample = (x for x in batched if size_of(x.meta["val"].shape[0]) == Size(0, 1))
@@ -203,9 +203,9 @@ def _row_sizes(node: fx.Node) -> tuple[tuple[int, int], ...]:
 
 
 def _rows(batch: Tensor, sizes: tuple[tuple[int, int], ...]) -> Tensor:
-    """Return the number of rows, a fp64 scalar, of probabilities for `batch` [samples, ..].
+    """Return the number of rows, an fp64 scalar, of probabilities for `batch` [samples, ..].
 
-    `sizes` are the extents of the rows, as `_row_sizes` returns them.
+    `sizes` are the extents of the rows, a result of `_row_sizes`.
     """
     rows = prod(fixed + per_sample * len(batch) for fixed, per_sample in sizes)
     return torch.tensor(float(rows), dtype=torch.float64, device=batch.device)
@@ -218,9 +218,9 @@ def _constant(
     tensors: Mapping[str, Tensor] | None,
     without_values: bool,
 ) -> Tensor:
-    """Return the tensor at `path`: from `tensors`, or from `source`, whose name for it is `target`.
+    """Return the tensor at `path` from `tensors`, or from `source`, where its name is `target`.
 
-    Raises KeyError where it is in neither with values; `without_values` accepts meta tensors.
+    Raises KeyError if neither has it with values; `without_values` accepts meta tensors.
     """
     if tensors and path in tensors:
         return tensors[path].detach()
@@ -232,29 +232,30 @@ def _constant(
     return value.detach()
 
 
-def _needed(source: fx.GraphModule, of: list[fx.Node]) -> set[fx.Node]:
-    """Return every node that `of` is computed from, with the nodes that write into any of them."""
+def _needed(source: fx.GraphModule, targets: list[fx.Node]) -> set[fx.Node]:
+    """Return every node that `targets` are computed from, with the nodes that write into any of
+    these."""
     needed: set[fx.Node] = set()
-    while of:
-        stack = list(of)
+    while targets:
+        stack = list(targets)
         while stack:
             node = stack.pop()
             if node not in needed:
                 needed.add(node)
                 stack.extend(node.all_input_nodes)
-        of = [n for n in source.graph.nodes if n not in needed and _writes_into(n, needed)]
+        targets = [n for n in source.graph.nodes if n not in needed and _writes_into(n, needed)]
     return needed
 
 
 def _writes_into(node: fx.Node, values: set[fx.Node]) -> bool:
     """Return True where `node` changes the memory of one of `values`, perhaps through a view."""
-    written = changed_value(node)
-    while written is not None:
-        if written in values:
+    changed = changed_value(node)
+    while changed is not None:
+        if changed in values:
             return True
-        views = str(written.target).removeprefix("aten.").split(".")[0] in _VIEWS
-        first = written.args[0] if written.args else None
-        written = first if views and isinstance(first, fx.Node) else None
+        views = str(changed.target).removeprefix("aten.").split(".")[0] in _VIEWS
+        first = changed.args[0] if changed.args else None
+        changed = first if views and isinstance(first, fx.Node) else None
     return False
 
 

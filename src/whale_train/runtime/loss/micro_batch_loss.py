@@ -1,4 +1,4 @@
-"""Compute the loss of a step whose micro-batches several ranks compute."""
+"""Compute the loss of a step whose micro-batches are spread over several ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,14 +12,14 @@ from whale_train.strategies.plan.loss_weights import LossWeights
 
 
 class MicroBatchLoss:
-    """Loss of the global batch, of which every rank of a last stage has pieces.
+    """The loss of the global batch, of which every rank of a last stage has pieces.
 
-    A piece is the loss of one micro-batch. The weight of a micro-batch of n samples is n / N of the
-    global batch's N, where its loss is a mean (`weights`). A cross-entropy is a mean over targets,
-    of which micro-batches hold different numbers: it becomes a sum, scaled so that the weighted
-    pieces add up to the mean over all targets. The targets are counted before the first forward
-    (`counter`; None where one piece is the whole loss). An evaluation is a step of all its batches:
-    N is the number of held-back samples.
+    A piece is the loss of one micro-batch. If the loss is a mean, the weight of a micro-batch of n
+    samples is n / N, where N is the number of samples in the global batch (`weights`). A
+    cross-entropy is a mean over targets, of which micro-batches hold different numbers. It becomes
+    a sum, scaled so that the weighted pieces add up to the mean over all targets. The targets are
+    counted before the first forward (`counter`; None if one piece is the whole loss). An evaluation
+    is treated as one step of all its batches: N is the number of held-back samples.
 
     `samples` gives the (start, stop) of each micro-batch in the global batch.
     """
@@ -32,7 +32,7 @@ class MicroBatchLoss:
         device: torch.device,
     ) -> None:
         self._samples, self._weights = samples, weights
-        self._held: int | None = None  # samples of the evaluation, if it is one
+        self._held: int | None = None  # the number of samples, in an evaluation
         self._counter, self._device = counter, device
         self._pending: tuple[Tensor, dist.Work | None] | None = None
         self._now = 0
@@ -40,7 +40,7 @@ class MicroBatchLoss:
         self._numbers = {name: i for i, name in enumerate(losses)}
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Count the targets of a step. This rank counts the loss of `batches`."""
+        """Count the targets of a step, of which this rank counts those in `batches`."""
         self._held = None
         self._count((1.0, batch) for batch in batches)
 
@@ -62,11 +62,12 @@ class MicroBatchLoss:
         self._pending = (total, dist.all_reduce(total, async_op=True))
 
     def enter(self, micro_batch: int) -> None:
-        """Note the micro-batch of the piece that runs next."""
+        """Set the micro-batch of the piece that runs next."""
         self._now = micro_batch
 
     def interval(self, micro_batch: int) -> slice:
-        """Return the samples of the global batch that this rank's piece of a micro-batch has."""
+        """Return the interval of this rank's piece of a micro-batch in the global batch's
+        samples."""
         return slice(*self._samples[micro_batch])
 
     def weight(self, micro_batch: int) -> float:
@@ -77,9 +78,10 @@ class MicroBatchLoss:
         return self._weights.of_step(stop - start)
 
     def scale(self, name: str) -> Tensor:
-        """Return the factor of the sum of the cross-entropy `name` over the current micro-batch.
+        """Return the factor for the sum of the cross-entropy `name` over the current micro-batch.
 
-        The factor makes the sum a mean over all targets once `weight` has multiplied it.
+        The factor, times `weight`, makes the sum this micro-batch's term of a mean over all
+        targets.
         """
         assert self._pending is not None
         total, work = self._pending
@@ -91,8 +93,8 @@ class MicroBatchLoss:
     def total(self, losses: Mapping[int, Tensor]) -> PendingLoss:
         """Return the loss of the global batch, on every rank. A collective of the world.
 
-        `losses` are this rank's pieces, by micro-batch; a rank whose pieces do not count gives
-        none.
+        `losses` are this rank's pieces, by micro-batch; it is empty on a rank whose pieces do not
+        count.
         """
         value = torch.zeros((), device=self._device)
         for m, loss in losses.items():

@@ -1,7 +1,7 @@
-"""Compute L2 norms that keep their digits on CPUs.
+"""Compute L2 norms without losing digits on CPUs.
 
 On a CPU torch adds up a tensor's squares in a few fp32 numbers, and loses 4e-3 of the norm of 5e7
-elements (torch 2.13). In rows it loses 1e-8, and takes no longer.
+elements (torch 2.13). A norm of rows' norms loses 1e-8, and takes no longer.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _ROW = 2**14
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of all tensors together, a scalar, in fp64 where any is large."""
+    """Return the L2 norm of all tensors together, a scalar, in fp64 if any tensor is large."""
     large = [x for x in tensors if _is_large(x)]
     if not large:
         return torch.nn.utils.get_total_norm(tensors)
@@ -26,7 +26,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """Return the L2 norm of a tensor, a scalar, in fp64 where it is large."""
+    """Return the L2 norm of a tensor, a scalar, in fp64 if the tensor is large."""
     if _is_large(tensor):
         return _norm_in_rows(tensor)
     tensor_norm: Tensor = torch.linalg.vector_norm(tensor)

@@ -1,4 +1,4 @@
-"""LAMB for parameters of which a rank may have a shard: trust ratios are of whole parameters.
+"""LAMB for parameters of which a rank may hold a shard; trust ratios are those of whole parameters.
 
 You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (ICLR 2020,
 arXiv 1904.00962), Algorithm 2, with the identity as its phi and Adam's bias correction:
@@ -23,7 +23,8 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 @dataclass(frozen=True)
 class Shards:
-    """Sharded parameters of an optimizer, and the sum over the ranks that have their other shards.
+    """The sharded parameters of an optimizer, and the sum over the ranks that hold their other
+    shards.
 
     parameters: parameters of which this rank has one shard; the same, in the same order, on all
         these ranks.
@@ -37,10 +38,10 @@ class Shards:
 class Lamb(Optimizer):
     """LAMB with the interface of torch's optimizers.
 
-    `parameters` may be groups, as in torch's. Learning rate, betas, eps and weight decay are those
-    of the formula. `shards` are the sharded
-    parameters (None: all are whole). As in torch's fused optimizers, `found_inf` may be set to a
-    scalar on the device: where it is 1, a step changes nothing.
+    `parameters` may be groups, as in torch's optimizers. Learning rate, betas, eps and weight decay
+    are those of the formula. `shards` are the sharded parameters (None: all are whole). As in
+    torch's fused optimizers, `found_inf` may be set to a scalar on the device: where it is 1, a
+    step changes nothing.
     """
 
     _step_supports_amp_scaling = True  # torch's mark of optimizers that read `found_inf`
@@ -86,7 +87,7 @@ class Lamb(Optimizer):
         """Update the sharded parameters, with the norms of whole parameters and whole directions.
 
         `waiting` maps parameters to their direction and learning rate. A parameter without a
-        gradient on this rank sends zeros, because all ranks sum the same vector.
+        gradient on this rank sends zeros, because all ranks must sum the same vector.
         """
         parameters = [p for p in shards.parameters if p in waiting]
         squares = torch.zeros(
@@ -109,14 +110,15 @@ class Lamb(Optimizer):
     def _update(
         self, parameters: list[nn.Parameter], directions: list[Tensor], steps: Tensor
     ) -> None:
-        """Move `parameters` by -`steps` [parameters] times `directions`, which are overwritten."""
+        """Add `directions` times -`steps` [parameters] to `parameters`; `directions` are
+        overwritten."""
         if self.found_inf is not None:
             steps = steps * (1 - self.found_inf)
         torch._foreach_mul_(directions, list(steps.unbind()))
         torch._foreach_add_(list[Tensor](parameters), directions, alpha=-1)
 
     def _directions(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> list[Tensor]:
-        """Return the directions of an update, r in the paper's formula, after updating moments."""
+        """Update the moments, and return the directions of an update, r in the paper's formula."""
         (first, second), eps, decay = group["betas"], group["eps"], group["weight_decay"]
         for parameter in parameters:
             state = self.state[parameter]
@@ -131,7 +133,7 @@ class Lamb(Optimizer):
         counted: Tensor | float = 1.0
         new_first, new_second = 1 - first, 1 - second
         if self.found_inf is not None:
-            for gradient in gradients:  # or 0 times infinity would be NaN
+            for gradient in gradients:  # otherwise 0 times infinity would be NaN
                 gradient.nan_to_num_(0.0, 0.0, 0.0)
             counted = 1 - self.found_inf
             new_first, new_second = new_first * counted, new_second * counted
@@ -143,7 +145,7 @@ class Lamb(Optimizer):
         torch._foreach_mul_(added, new_second)
         torch._foreach_add_(squares, added)
         del added
-        # At least 1, or a first step that is skipped would divide by 0.
+        # Counts are at least 1; otherwise a first step that is skipped would divide by 0.
         counts = list(torch._foreach_clamp_min(counts, 1.0))
         bias, square_bias = (
             torch._foreach_add(torch._foreach_neg(torch._foreach_pow(beta, counts)), 1.0)
@@ -160,7 +162,7 @@ class Lamb(Optimizer):
 
 
 def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield `parameters` in lists of at most the elements of a gradient bucket.
+    """Yield `parameters` in lists of at most as many elements as a gradient bucket.
 
     This keeps the temporaries of an update small. A larger parameter is alone in its list.
     """
@@ -177,13 +179,13 @@ def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norms of tensors, [tensors], fp32."""
+    """Return the L2 norms of tensors, fp32 [tensors]."""
     if tensors[0].device.type == "cpu":
         return torch.stack([norm(x).float() for x in tensors])
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def _trust(of_weight: Tensor, of_direction: Tensor) -> Tensor:
-    """Return the trust ratios |x| / |r|, and 1 where either norm is 0; all are [parameters]."""
+    """Return the trust ratios |x| / |r|, or 1 where either norm is 0; all are [parameters]."""
     both = (of_weight > 0) & (of_direction > 0)
     return torch.where(both, of_weight / of_direction, torch.ones_like(of_direction))

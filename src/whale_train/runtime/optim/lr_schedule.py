@@ -1,5 +1,5 @@
-"""The learning rate of each step: a warm-up, then a constant, a line, a root, half a cosine, or
-what a scheduler of torch's says."""
+"""The learning rate of each step: a warm-up, then one of five named schedules or a scheduler of
+torch."""
 
 from collections.abc import Callable
 from math import cos, pi, sqrt
@@ -9,7 +9,7 @@ from whale_train.optimizers.schedules import ScheduledRates
 
 
 def learning_rates(options: OptimizerOptions, steps: int) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step (0-based), of `steps` steps.
+    """Return the learning rate as a function of the step (0-based), for a run of `steps` steps.
 
     A schedule that is named by its class begins after the warm-up, which grows linearly to the
     first of its rates.
@@ -25,16 +25,16 @@ def learning_rates(options: OptimizerOptions, steps: int) -> Callable[[int], flo
 
 
 def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (0-based) of `steps`, of a named schedule.
+    """Return the learning rate of optimizer step `step` (0-based) of `steps`, for a named schedule.
 
     It grows linearly to `lr` over `warmup_steps`. Then
 
-    * `constant` stays there;
+    * `constant` stays at `lr`;
     * `linear` and `cosine` fall to `final_lr_fraction * lr` at the last step, along a line or half
       a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017);
-    * `wsd` stays, and falls along a line in the last `decay_steps` (Hu et al. 2024, "MiniCPM",
-      arXiv 2404.06395);
-    * `inverse_sqrt` falls with the root of the steps taken, and with no warm-up begins at `lr`
+    * `wsd` stays at `lr`, and falls along a line in the last `decay_steps` (Hu et al. 2024,
+      "MiniCPM", arXiv 2404.06395);
+    * `inverse_sqrt` falls with the root of the steps taken, and without a warm-up begins at `lr`
       (Vaswani et al. 2017, arXiv 1706.03762, section 5.3).
     """
     warmup = options.warmup_steps
@@ -47,6 +47,6 @@ def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
     falls_after = warmup if options.schedule != "wsd" else steps - 1 - options.decay_steps
     last = steps - 1 - falls_after
     progress = min(1.0, max(0, step - falls_after) / last) if last > 0 else 1.0
-    left = (1 + cos(pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
+    remaining = (1 + cos(pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
     floor = options.final_lr_fraction
-    return options.lr * (floor + (1 - floor) * left)
+    return options.lr * (floor + (1 - floor) * remaining)

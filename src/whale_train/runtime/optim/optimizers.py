@@ -19,16 +19,17 @@ from whale_train.strategies.plan.plan import PlannedParameterGroup
 
 
 class MakeOptimizer(Protocol):
-    """Function that makes the optimizer of some parameters."""
+    """A function that makes the optimizer of some parameters."""
 
     def __call__(self, parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
-        """Return the optimizer of `parameters`; `copies` tells which are shards (None: none)."""
+        """Return the optimizer of `parameters`; `copies` lists those that are shards (None: all are
+        whole)."""
 
 
 def options_of(
     groups: Sequence[PlannedParameterGroup], by_path: Mapping[str, Tensor]
 ) -> dict[Tensor, dict[str, float]]:
-    """Return the own options of the parameters of `groups`, each as entries of its group.
+    """Return the own options of the parameters of `groups`, as entries of optimizer groups.
 
     by_path: tensors of this rank by their paths.
     """
@@ -46,19 +47,19 @@ def options_of(
 def in_groups(
     parameters: Sequence[nn.Parameter], own: Mapping[Tensor, dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """Return `parameters` as an optimizer's groups: those with equal options, with these.
+    """Return `parameters` as an optimizer's groups, one for each set of equal options.
 
-    own: the options of parameters that have their own.
+    own: the options of the parameters that have their own.
     """
     groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(tuple(own.get(parameter, {}).items()), []).append(parameter)
-    return [{"params": of, **dict(options)} for options, of in groups.items()]
+    return [{"params": members, **dict(options)} for options, members in groups.items()]
 
 
 def make_together(classes: Sequence[OptimizerClass]) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """Return a function that makes the optimizers that are named by their `classes`, as one, of
-    groups of parameters."""
+    """Return a function that makes one optimizer of groups of parameters from several optimizer
+    classes."""
     makers = [load_optimizer(x.key, x.target, x.arguments) for x in classes]
     return lambda groups: Together(groups, makers)
 
@@ -66,9 +67,9 @@ def make_together(classes: Sequence[OptimizerClass]) -> Callable[[list[dict[str,
 def of_classes(
     classes: Sequence[OptimizerClass], own: Mapping[Tensor, dict[str, float]]
 ) -> MakeOptimizer:
-    """Return a function that makes the optimizers that are named by their `classes`, as one.
+    """Return a function that makes one optimizer of parameters from several optimizer classes.
 
-    own: the options of parameters that have their own.
+    own: the options of the parameters that have their own.
     """
     make_of_groups = make_together(classes)
 
@@ -83,7 +84,7 @@ def make_optimizer(
 ) -> MakeOptimizer:
     """Return a function that makes torch's optimizer `name`, or LAMB, with `options`.
 
-    own: the options of parameters that have their own.
+    own: the options of the parameters that have their own.
     """
     kinds: dict[str, Callable[..., Optimizer]] = {
         "sgd": torch.optim.SGD,
@@ -101,7 +102,7 @@ def make_optimizer(
 
 
 def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | None:
-    """Return the parameters of which this rank has shards, or None where all are whole."""
+    """Return the parameters of which this rank has shards, or None if all are whole."""
     if copies is None or copies.shard_group is None:
         return None
     group = copies.shard_group
@@ -115,7 +116,7 @@ def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | N
 
 @dataclass(frozen=True)
 class KeptState:
-    """State that an optimizer keeps of a parameter.
+    """The state that an optimizer has of a parameter.
 
     moments: tensors of the parameter's shape, by the optimizer's names.
     entries: the optimizer's dictionary that holds all of the state.
@@ -128,54 +129,54 @@ class KeptState:
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> KeptState:
-    """Return the state that `optimizer` keeps of `parameter`.
+    """Return the state that `optimizer` has of `parameter`.
 
-    State that the first update would make is made here, but for optimizers that are named by their
-    class.
+    State that the first update would create is created here, except for optimizers that are named
+    by their class.
     """
-    kept = optimizer.state[parameter]
+    entries = optimizer.state[parameter]
     if isinstance(optimizer, Together):
         shape = parameter.shape
         moments = {
             name: x
-            for name, x in kept.items()
+            for name, x in entries.items()
             if isinstance(x, Tensor) and x.shape == shape and shape
         }
-        apart = (name for name, x in kept.items() if name not in moments and x is not None)
-        return KeptState(moments, kept, tuple(apart))
+        apart = (name for name, x in entries.items() if name not in moments and x is not None)
+        return KeptState(moments, entries, tuple(apart))
     for name in _moments(optimizer):
-        if kept.get(name) is None:
-            kept[name] = torch.zeros_like(parameter)
-    if not isinstance(optimizer, torch.optim.SGD) and "step" not in kept:
-        kept["step"] = 0
+        if entries.get(name) is None:
+            entries[name] = torch.zeros_like(parameter)
+    if not isinstance(optimizer, torch.optim.SGD) and "step" not in entries:
+        entries["step"] = 0
         if isinstance(optimizer, torch.optim.Adam | Lamb):  # AdamW is an Adam
-            # As they make it: on the device where a kernel reads it there.
+            # Where the optimizer itself would make it: on the device if a kernel reads it there.
             reads = isinstance(optimizer, Lamb) or optimizer.defaults["fused"]
             device = parameter.device if reads else torch.device("cpu")
-            kept["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    moments = {name: kept[name] for name in _moments(optimizer)}
-    return KeptState(moments, kept, ("step",) if "step" in kept else ())
+            entries["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    moments = {name: entries[name] for name in _moments(optimizer)}
+    return KeptState(moments, entries, ("step",) if "step" in entries else ())
 
 
 def makes_late(optimizer: Optimizer) -> bool:
-    """Return True where moments made in a skipped first step would stay unfilled.
+    """Return True if moments created in a skipped first step would stay unfilled.
 
-    Such moments must be made before the step (torch 2.13: those of a fused SGD).
+    Such moments must be created before the step (torch 2.13: those of a fused SGD).
     """
     return isinstance(optimizer, torch.optim.SGD)
 
 
 @contextmanager
 def skipping(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[bool]:
-    """Yield True if the step inside the context is to be taken.
+    """Yield True if the caller must take the step inside the context.
 
     Where the scalar `found_inf` is 1, the step must change nothing (None: the step is always
-    taken). Optimizers whose kernels read `found_inf` are given it, and take the step. For others
-    the host reads the number, and the step is left out where it is 1.
+    taken). For optimizers whose kernels read `found_inf`, it is set and the step is taken. For
+    others the host reads the number, and yields False if it is 1.
     """
     if found_inf is None:
         yield True
-    elif getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word for them
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's mark of such kernels
         if makes_late(optimizer):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter.grad is not None:
@@ -190,7 +191,7 @@ def skipping(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[bool]:
 
 
 def _moments(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the moments that `optimizer` keeps of every parameter."""
+    """Return the names of the moments that `optimizer` has of every parameter."""
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
     return ("exp_avg", "exp_avg_sq")

@@ -2,11 +2,11 @@
 
 from collections import deque
 
-WINDOW, GAIN = 50, 0.01  # steps in a mean, and the least relative fall of a falling loss
+WINDOW, GAIN = 50, 0.01  # steps in a mean, and the smallest relative fall of a falling loss
 
 
 class Plateau:
-    """Detector of a loss that has stopped falling.
+    """A detector of a loss that has stopped falling.
 
     The loss has stopped falling when its mean over the last `WINDOW` steps is above 1 - `GAIN`
     times its mean over the `WINDOW` steps before.

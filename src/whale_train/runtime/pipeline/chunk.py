@@ -1,6 +1,6 @@
-"""Run a part of the model in one go, on the engine of its TaskGraph.
+"""Run a part of the model as one unit, on the engine of its TaskGraph.
 
-Values are detached where they cross to another chunk; the backward hands their gradients across.
+Values are detached where they cross to another chunk; the backward passes their gradients across.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,25 +17,26 @@ from whale_train.runtime.graph.segment import SegmentModule
 
 
 class Segments(nn.Module):
-    """Segments of one TaskGraph, run in order by one engine."""
+    """The segments of one TaskGraph, run in order by one engine."""
 
     def __init__(self, parts: Sequence[SegmentModule]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def forward(self, number: int, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return the values that segment `number` gives for `values`."""
+        """Return the outputs of segment `number` for the inputs `values`."""
         result: tuple[Tensor, ...] = self.parts[number](*values)
         return result
 
 
 @dataclass(frozen=True)
 class SavedForBackward:
-    """Values that a forward leaves to its backward.
+    """The values that a forward saves for its backward.
 
-    made: every value that the forward made or was given, by name.
+    made: every value that the forward computed or took, by name.
     took: the values that the segment took, detached, by name.
-    own: for a chunk whose samples are shared, what this member's forward passed on; None otherwise.
+    own: for a chunk whose samples are shared, the saved values of this member's own forward; None
+        otherwise.
     """
 
     made: dict[str, Tensor]
@@ -47,8 +48,8 @@ class Chunk:
     """A segment and the engine that runs it.
 
     `number` is the segment's number among the engine's. `lenders` are the engines of other
-    parameters that the segment reads. `gives` are the names of the values that other chunks want,
-    or of the loss alone.
+    parameters that the segment reads. `gives` are the names of the values that other chunks take,
+    or the name of the loss.
     """
 
     def __init__(
@@ -68,36 +69,36 @@ class Chunk:
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield all parameters that the chunk reads, its own and lent ones."""
+        """Yield all parameters that the chunk reads, its own and the lent ones."""
         yield from self.segment.parameters()
         yield from self.segment.lent
 
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> SavedForBackward:
-        """Run the segment on `batch`, and return what the backward needs.
+        """Run the segment on `batch`, and return the values that the backward needs.
 
-        `taken` are the values of earlier chunks, by name. A value requires a gradient where one is
-        wanted.
+        `taken` are the values of earlier chunks, by name; each requires a gradient if its chunk
+        needs one.
         """
         segment = self.segment
-        took = {name: taken[name].detach() for name in segment.takes}
-        for name, value in took.items():
+        detached = {name: taken[name].detach() for name in segment.takes}
+        for name, value in detached.items():
             value.requires_grad_(taken[name].requires_grad)
         inputs = (batch[name] for name in segment.inputs)
-        given = self._engine(self._number, *took.values(), *inputs)
-        return SavedForBackward({**taken, **dict(zip(segment.gives, given, strict=True))}, took)
+        given = self._engine(self._number, *detached.values(), *inputs)
+        return SavedForBackward({**taken, **dict(zip(segment.gives, given, strict=True))}, detached)
 
     def backward(
         self, passed: SavedForBackward, gradients: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Accumulate the parameters' gradients, and return gradients by name.
 
-        `gradients` are those of the values of `gives` that have one. The result adds the gradients
-        of the values taken from other chunks.
+        `gradients` are the gradients of those values of `gives` that have one. The result also has
+        the gradients of the values taken from other chunks.
         """
-        known, made = dict(gradients), passed.made
-        names = [n for n in self.segment.gives if n in known and made[n].requires_grad]
+        known, values = dict(gradients), passed.made
+        names = [n for n in self.segment.gives if n in known and values[n].requires_grad]
         if names:
-            self._engine.backward([made[n] for n in names], [known[n] for n in names])
+            self._engine.backward([values[n] for n in names], [known[n] for n in names])
         for name, value in passed.took.items():
             gradient = self._engine.input_gradient(value) if value.requires_grad else None
             if gradient is not None:
@@ -106,7 +107,8 @@ class Chunk:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Run forwards inside the context in evaluation mode, with nothing kept for a backward."""
+        """Run forwards inside the context in evaluation mode, without saving values for a
+        backward."""
         for engine in self.engines:
             engine.module.eval()
         try:
@@ -120,13 +122,12 @@ class Chunk:
 class BatchShardedChunk(Chunk):
     """A chunk whose group shares the samples of a micro-batch.
 
-    Every member has a batch of its own, takes its part of the values that other chunks give, and
-    hands back the gradients of all samples. This serves copies of the layers beside a split head or
-    experts.
+    Every member has a batch of its own, takes its part of the values of other chunks, and returns
+    the gradients of all samples. This is for copies of the layers beside a split head or experts.
 
-    `members` gives the number of samples of each member. `shares` names the given values that are
-    gathered from all members for other chunks; other given values stay the member's own (a loss).
-    Values may have several rows a sample, next to each other.
+    `members` gives the number of samples of each member. `shares` names the values that are
+    gathered from all members for other chunks; other values of `gives` stay the member's own (a
+    loss). Values may have several adjacent rows per sample.
     """
 
     def __init__(
@@ -150,20 +151,20 @@ class BatchShardedChunk(Chunk):
         own = {name: self._mine(value.detach()) for name, value in taken.items()}
         for name, value in own.items():
             value.requires_grad_(taken[name].requires_grad)
-        passed, made = super().forward(own, batch), dict[str, Tensor]()
+        passed, gathered = super().forward(own, batch), dict[str, Tensor]()
         for name in self._shares:
             value = passed.made[name]
-            made[name] = self._all(value.detach())
-            made[name].requires_grad_(value.requires_grad)
-        return SavedForBackward({**passed.made, **made}, passed.took, passed)
+            gathered[name] = self._all(value.detach())
+            gathered[name].requires_grad_(value.requires_grad)
+        return SavedForBackward({**passed.made, **gathered}, passed.took, passed)
 
     def backward(
         self, passed: SavedForBackward, gradients: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Accumulate the gradients of this member's samples, and return gradients by name.
 
-        `gradients` of shared values, and those returned of taken values, are of all members'
-        samples.
+        The `gradients` of shared values, and the returned gradients of taken values, cover all
+        members' samples.
         """
         assert passed.own is not None
         own_gradients = {n: self._mine(x) if n in self._shares else x for n, x in gradients.items()}
@@ -182,7 +183,7 @@ class BatchShardedChunk(Chunk):
         return gather(value, 0, 1, self._rows(len(value) // self._members.size))
 
     def _rows(self, of_sample: int) -> ShardGroup:
-        """Return each member's number of rows, at `of_sample` rows a sample."""
+        """Return each member's number of rows, at `of_sample` rows per sample."""
         sizes = tuple(of_sample * samples for samples in self._members.sizes)
         return replace(self._members, sizes=sizes)
 
@@ -190,7 +191,7 @@ class BatchShardedChunk(Chunk):
 class PerMicroBatchChunk(Chunk):
     """A chunk with one variant for every micro-batch of a step.
 
-    The variants share engines and parameters. They differ in how many samples each member takes.
+    The variants share engines and parameters. They differ in the number of samples of each member.
     """
 
     def __init__(self, variants: Sequence[Chunk]) -> None:

@@ -1,7 +1,7 @@
 """Carry out one rank's part of a pipeline: the instructions of its position.
 
-`strategies/schedule/orders.py` decides the order of the instructions; this file owns what they do.
-A strategy without a pipeline is one chunk on every rank, and runs in the same way.
+`strategies/schedule/orders.py` decides the order of the instructions; this file carries them out. A
+strategy without a pipeline is one chunk on every rank, and runs in the same way.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ _LOOKAHEAD = 2  # computations between a posted receive and its use
 class PipelineModel:
     """The chunks of one rank and the instructions that run them.
 
-    A step runs inside the context that `casting_once` makes, in which each weight is cast to 16
-    bits at most once.
+    A step runs inside the context of `casting_once`, in which each weight is cast to 16 bits at
+    most once.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PipelineModel:
         self._last = len(route.gives) - 1
         last = plan.pipeline.chunks[self._last]
         self._shares_samples = last.shares_samples
-        # Where all members have the same loss, the first member's counts.
+        # If all members have the same loss, only the first member's counts.
         self._counts_loss = last.own_losses or self.place.index == 0
         self._counts = counts
         self._weight_gradients = weight_gradients
@@ -94,7 +94,7 @@ class PipelineModel:
 
     @property
     def passing(self) -> Sequence[Tensor]:
-        """Return the values on their way between this rank and others."""
+        """Return the values in transit between this rank and others."""
         return self._transport.passing
 
     @property
@@ -106,7 +106,8 @@ class PipelineModel:
     def forward_backward(
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
-        """Run the forwards and backwards of a step, and return its loss, still being reduced.
+        """Run the forwards and backwards of a step, and return its loss, which is still being
+        reduced.
 
         `batches` are the micro-batches of this rank. `loss_scale` (a scalar) multiplies the
         gradients.
@@ -124,7 +125,7 @@ class PipelineModel:
 
     @torch.no_grad()
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
-        """Return the means over the evaluation batches `held`. All ranks call it."""
+        """Return the means over the evaluation batches `held`. A collective of all ranks."""
         pieces = ((x.weight, y) for x in held for y in self._piece_batches(x.micro_batches))
         self._loss.begin_evaluation(pieces, held.samples)
         counted = self._last in self._chunks and self._counts_loss
@@ -148,8 +149,7 @@ class PipelineModel:
     def _piece_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the micro-batches whose targets this rank counts.
 
-        Members that share samples count their own each; of other groups the first member counts
-        all.
+        If members share samples, each counts its own; in other groups the first member counts all.
         """
         if self._last not in self._chunks:
             return ()
@@ -160,8 +160,10 @@ _FORWARDS = (Kind.FORWARD, Kind.RECEIVE, Kind.SEND)
 
 
 class _Run:
-    """Execution of the instructions of one step, or of one evaluated batch, whose samples have the
-    numbers `evaluated`, int64 `[global batch]`, in their set."""
+    """The execution of the instructions of one step or of one evaluated batch.
+
+    evaluated: the numbers of an evaluated batch's samples in their set, int64 `[global batch]`.
+    """
 
     def __init__(
         self,
@@ -175,7 +177,7 @@ class _Run:
         self.program, self.batches, self.orders = program, batches, orders
         self.losses: dict[int, Tensor] = {}
         self.passed: dict[tuple[int, int], SavedForBackward] = {}
-        # Received values and gradients, by the chunk and micro-batch that will read them.
+        # Received values and gradients, by the chunk and micro-batch that read them.
         self.arrived: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.wanted: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.backward_gave: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -224,7 +226,7 @@ class _Run:
         taken = self.arrived.pop((number, m), {})
         for name in program._takes[number]:
             maker = program._maker[name]
-            if maker in program._chunks:  # made here, by another chunk of this position
+            if maker in program._chunks:  # another chunk of this rank has computed the value
                 value = self.passed[maker, m].made[name]
                 taken[name] = value.detach().requires_grad_(value.requires_grad)
         program._loss.enter(m)
@@ -252,21 +254,22 @@ class _Run:
             maker = program._maker[name]
             if maker in program._chunks:
                 _add(self.wanted.setdefault((maker, m), {}), name, gave.pop(name))
-        # The sender of a value without a gradient (nothing here depended on it) awaits zeros.
+        # The sender of a value that nothing here depended on waits for its gradient: send zeros.
         for name in program._takes[number]:
             if name not in gave and program._maker[name] not in program._chunks:
                 gave[name] = torch.zeros_like(passed.made[name])
         self.backward_gave[number, m] = gave
 
     def send(self, instruction: Instruction) -> None:
-        made = self.passed[instruction.chunk, instruction.micro_batch].made
-        self.pass_on(message_of(instruction), made)
+        values = self.passed[instruction.chunk, instruction.micro_batch].made
+        self.pass_on(message_of(instruction), values)
 
     def send_gradient(self, instruction: Instruction) -> None:
         gave = self.backward_gave[instruction.chunk, instruction.micro_batch]
         message = message_of(instruction)
         names = self.program._types.names(message)
-        # A value has one maker, to which its gradient goes: nothing else asks for it.
+        # The gradient of a value goes to the one chunk that computed the value, so it can be
+        # removed.
         self.pass_on(message, {name: gave.pop(name) for name in names})
 
     def pass_on(self, message: Message, named: Mapping[str, Tensor]) -> None:
@@ -288,7 +291,7 @@ class _Run:
             _add(gradients, name, gradient)
 
     def taken_in(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values of `message` with their names, once received."""
+        """Wait for the values of `message`, and yield them with their names."""
         program = self.program
         values = program._transport.receive(message, program.route.source(message))
         yield from zip(program._types.names(message), values, strict=True)
@@ -300,9 +303,9 @@ def _add(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
 
 
 def receives_ahead(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Return, for each instruction, the receives to post before it; each receive is in one list.
+    """Return, for each instruction, the receives to post before it.
 
-    Receives are posted up to `_LOOKAHEAD` computations ahead.
+    A receive is posted up to `_LOOKAHEAD` computations ahead of its use; it is in one list only.
     """
     result: list[list[Instruction]] = []
     posted = 0

@@ -1,8 +1,8 @@
-"""Tell when the gradients of a rank are final, by the order of its instructions.
+"""Determine when the gradients of a rank are final, by the order of its instructions.
 
-A gradient is final once the last backward of the step that adds to it has added. Which instruction
-that is follows from the schedule; when, within it, autograd or a deferred weight gradient tells.
-The engine decides what follows (`runtime/engines/grad_reduce.py`).
+A gradient is final once the last backward of the step that adds to it has added. The schedule
+determines which instruction that is. The time within the instruction is reported by autograd, or by
+a deferred weight gradient. The engine then reduces the gradient (`runtime/engines/grad_reduce.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from whale_train.strategies.schedule.instructions import ENDS, Instruction
 
 
 class Finality:
-    """Notifier of the reductions of a rank's `chunks`, which `instructions` run."""
+    """Notifies the reductions of a rank's `chunks`, which `instructions` run."""
 
     def __init__(self, chunks: Mapping[int, Chunk], instructions: Sequence[Instruction]) -> None:
         last = {x.chunk: i for i, x in enumerate(instructions) if x.kind in ENDS}
@@ -42,33 +42,33 @@ class Finality:
     def during(
         self, instruction: Instruction, deferred: Mapping[nn.Parameter, int] | None = None
     ) -> Iterator[Added]:
-        """Tell the reductions, during the backward `instruction`, which gradients are final.
+        """Notify the reductions, during the backward `instruction`, of gradients that become final.
 
         A gradient to which `instruction` is the last to add becomes final when autograd has
-        accumulated it. With `deferred`, the number of deferred additions by parameter, it becomes
-        final when the function that the context yields has been called as often for that parameter.
-        All are final at the end of the context.
+        accumulated it. With `deferred`, the number of deferred additions by parameter, a gradient
+        becomes final after that many calls of the yielded function for its parameter. All are final
+        at the end of the context.
         """
         parameters = self._parameters.get(instruction, [])
-        left = {p: 1 if deferred is None else deferred.get(p, 0) for p in parameters}
+        remaining = {p: 1 if deferred is None else deferred.get(p, 0) for p in parameters}
 
         def added(parameter: nn.Parameter) -> None:
-            if parameter in left:
-                left[parameter] -= 1
-                if not left[parameter]:
+            if parameter in remaining:
+                remaining[parameter] -= 1
+                if not remaining[parameter]:
                     final(parameter)
 
         def final(parameter: nn.Parameter) -> None:
-            del left[parameter]
+            del remaining[parameter]
             self._reduction[parameter].final(parameter)
 
         by_autograd = parameters if deferred is None else ()
         hooks = [_on_accumulated(parameter, added) for parameter in by_autograd]
         try:
-            for parameter in [p for p, count in left.items() if not count]:
+            for parameter in [p for p, count in remaining.items() if not count]:
                 final(parameter)
             yield added
-            for parameter in list(left):
+            for parameter in list(remaining):
                 final(parameter)
         finally:
             for hook in hooks:
@@ -76,6 +76,7 @@ class Finality:
 
 
 def _on_accumulated(parameter: nn.Parameter, added: Added) -> RemovableHandle:
-    """Return the handle of a hook that calls `added` when autograd has accumulated the gradient."""
+    """Register a hook that calls `added` when autograd has accumulated the gradient; return its
+    handle."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
     return handle

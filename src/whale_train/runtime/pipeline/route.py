@@ -1,6 +1,6 @@
-"""Say where a rank sits in a pipeline, what it does in a step, and what it sends to whom.
+"""Determine the place of a rank in a pipeline, its work in a step, and the peers of its messages.
 
-All of it follows from the Plan, the same on both sides of every message.
+All of it follows from the Plan, so both ends of a message agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ from whale_train.strategies.schedule.orders import schedule
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """Place of a rank in a pipeline.
+    """The place of a rank in a pipeline.
 
-    copy: number of its copy of the pipeline.
+    copy: the number of its copy of the pipeline.
     position: its position in that copy.
     index: its number in the shard group of that position.
     """
@@ -42,11 +42,11 @@ class PipelinePlace:
 
 @dataclass(frozen=True)
 class Route:
-    """Senders and receivers of the values of one copy of the pipeline.
+    """The senders and receivers of the values of one copy of the pipeline.
 
     place: the place of this rank.
     copy: the copy that this rank is in.
-    gradient: edges between chunks, with True where a gradient comes back.
+    gradient: edges between chunks, with True where a gradient is sent back.
     gives: names of the values that each chunk gives to others.
     takes: names of the values that each chunk takes from others.
     """
@@ -68,7 +68,7 @@ class Route:
 
     @cached_property
     def maker(self) -> dict[str, int]:
-        """Return the number of the chunk that makes each value."""
+        """Return the number of the chunk that computes each value."""
         return {name: chunk for chunk, names in enumerate(self.gives) for name in names}
 
     @cached_property
@@ -81,7 +81,8 @@ class Route:
         return names_of
 
     def values(self, message: Message) -> list[str]:
-        """Return the names of the values that `message` carries, or whose gradients it carries."""
+        """Return the names of the values of `message`; a gradient message carries their
+        gradients."""
         return self._values[message.edge]
 
     @property
@@ -103,9 +104,9 @@ class Route:
     def targets(self, message: Message) -> list[int]:
         """Return the ranks to which this rank sends `message`."""
         owner = self.copy.owners[message.target][message.micro_batch]
-        there = self.copy.positions[owner]
+        receivers = self.copy.positions[owner]
         num_senders = len(self.copy.positions[self.place.position])
-        return [rank for j, rank in enumerate(there) if j % num_senders == self.place.index]
+        return [rank for j, rank in enumerate(receivers) if j % num_senders == self.place.index]
 
     def passages(self, messages: Sequence[Message]) -> dict[int, list[Passage]]:
         """Return this rank's sends and receives among `messages`, by the rank at the other end."""
@@ -125,7 +126,7 @@ class Route:
 
 
 class MessageTypes:
-    """Types of the values of every message of a route.
+    """The types of the values of every message of a route.
 
     `values` gives the types of the graph's values. A gradient message carries gradients, of the
     types of their values, for floating-point values only.
@@ -145,7 +146,7 @@ class MessageTypes:
         return self._known[key]
 
     def names(self, message: Message) -> list[str]:
-        """Return the names of the values of `message`, in the order in which it carries them."""
+        """Return the names of the values of `message`, in the order of the message."""
         names = self._route.values(message)
         if not message.is_gradient:
             return names
@@ -155,14 +156,15 @@ class MessageTypes:
 def values_of_chunks(
     graph: PlannedGraph, pipeline: PlannedPipeline
 ) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the names of the values that every chunk gives to others, and takes from them."""
+    """Return the names of the values that every chunk gives to other chunks, and takes from
+    them."""
     segments = [graph.segments[chunk.segment] for chunk in pipeline.chunks]
     return [segment.gives for segment in segments], [segment.takes for segment in segments]
 
 
 @dataclass(frozen=True)
 class Orders:
-    """Work of a rank in a step or an evaluation.
+    """The work of a rank in a step or an evaluation.
 
     instructions: the instructions of its position.
     passages: its messages by the rank at the other end, in the order in which both ends post them.
@@ -177,13 +179,13 @@ class Orders:
     ) -> "Orders":
         """Return the orders of the rank of `route`, from the plan's schedule.
 
-        Instructions of other kinds than `kinds` are left out.
+        Only instructions of the kinds `kinds` are included.
         """
         copy = route.copy
         durations = {
             (chunk, position): Durations(*times) for chunk, position, *times in copy.durations
         }
-        transits = {(here, there): seconds for here, there, seconds in copy.transits}
+        transits = {(source, target): seconds for source, target, seconds in copy.transits}
         ordered = schedule(
             pipeline.schedule,
             [Position(chunks) for chunks in pipeline.positions],
@@ -193,6 +195,6 @@ class Orders:
             durations,
             transits,
         )
-        kept = [tuple(x for x in operations if x.kind in kinds) for operations in ordered]
-        messages = messages_as_sent(kept, durations, transits)
-        return cls(kept[route.place.position], route.passages(messages))
+        selected = [tuple(x for x in operations if x.kind in kinds) for operations in ordered]
+        messages = messages_as_sent(selected, durations, transits)
+        return cls(selected[route.place.position], route.passages(messages))

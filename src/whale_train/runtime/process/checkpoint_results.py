@@ -1,4 +1,4 @@
-"""What a rank does in `mode=evaluate` and `mode=predict`, once it has the checkpoint's weights."""
+"""Run `mode=evaluate` and `mode=predict` on a rank that has the checkpoint's weights."""
 
 import time
 from math import isfinite
@@ -22,10 +22,10 @@ def checkpoint_results(
     carrier: Carrier,
     rank: int,
 ) -> dict[str, Any]:
-    """Evaluate the sets of the request, write their predictions where it asks for them, and return
-    the results for `summary.json`. A collective.
+    """Evaluate the sets of the request, and return the results for `summary.json`. A collective.
 
-    Raises LaunchError where the model makes no predictions.
+    In `mode=predict` the predictions are written to files as well. Raises LaunchError where the
+    model makes no predictions.
     """
     has_targets = request.blank_labels is None
     keeps_answers = bool(request.metrics) and has_targets

@@ -1,4 +1,4 @@
-"""Compile DeepSpeed's CPU optimizer, once a host and before its ranks are forked."""
+"""Compile DeepSpeed's CPU optimizer, once per host and before its ranks are forked."""
 
 import fcntl
 import os
@@ -10,9 +10,9 @@ from whale_train.runtime.engines.deepspeed import import_deepspeed
 def load_cpu_adam() -> None:
     """Load DeepSpeed's CPU Adam, compiling it first where needed (20 s of g++).
 
-    Ranks forked afterwards have it loaded. torch guards a compilation by a file that stays when its
-    process is killed, and that torch then waits for without end. The lock taken here ends with its
-    holder, so its holder may remove that file.
+    Ranks that are forked afterwards inherit it. torch guards a compilation by a lock file that
+    remains when its process is killed, and then waits for the file forever. The lock that this
+    function takes ends with its process, so its holder may remove torch's lock file.
     """
     folder = kernel_cache()
     os.environ[VARIABLE] = str(folder)

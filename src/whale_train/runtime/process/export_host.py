@@ -2,7 +2,7 @@
 
     python -m whale_train.runtime.process.export_host --checkpoint DIR --run-dir DIR --parent PID
 
-The model is built without weights, for its names and its config, so that memory holds at most the
+The model is built without weights, for its names and its config, so memory holds at most the
 largest tensor at once. Exit status: 0 done; 1 failed (`failure.json` of the run directory gives the
 reason).
 """
@@ -24,7 +24,7 @@ from whale_train.runtime.state.final_model import export_weights
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of this module; return its exit status."""
+    """Run the command of this module, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.export_host")
     parser.add_argument("--checkpoint", type=place_of, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)

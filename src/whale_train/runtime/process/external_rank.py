@@ -1,12 +1,12 @@
-"""Run a rank that torchrun or srun started: find its job and take its place.
+"""Run a rank that torchrun or srun started: find its job and join it.
 
     python -m whale_train.runtime.process.external_rank [--run-dir DIR --parent PID | --refused]
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT place the rank.
-WHALE_TRAIN_JOB_KEY is the key of the messages it believes. The `whale-train` that composes the job
-starts rank 0 with the run directory. Rank 0 writes there which hosts the ranks are on, waits for
-its plan, and sends the job to the others, or that there is none. With `--refused` it sends at once
-that there is none. Hosts need not share any files.
+WHALE_TRAIN_JOB_KEY is the key of the messages that the rank believes. The `whale-train` that
+composes the job starts rank 0 with the run directory. Rank 0 writes the hosts of all ranks to it,
+waits for its plan, and sends the other ranks the job, or a message that there is no job. With
+`--refused` it sends that message at once. Hosts need not share any files.
 
 Exit status: 0 done; 1 failed; 2 the request was refused.
 """
@@ -53,18 +53,18 @@ LEAVING = timedelta(seconds=60)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of this module; return its exit status."""
+    """Run the command of this module, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.external_rank")
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--parent", type=int, help="end with this process")
     parser.add_argument("--refused", action="store_true", help="tell the others there is no job")
     options = parser.parse_args(arguments)
-    # A rank waits for the others in C++, where no handler of Python's would run.
+    # A rank waits for the others in C++, where no Python handler would run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if options.parent is not None:
         end_with_parent(options.parent, signal.SIGTERM)
         watch_parent(options.parent)
-    elif os.environ.get(STARTER):  # the kernel was told by the command that became this process
+    elif os.environ.get(STARTER):  # the command that became this process has told the kernel
         watch_parent(os.getppid())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run_dir: Path | None = options.run_dir
@@ -72,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         key = JobKey.from_environment()
         store = _meet(rank, key)
         if rank == 0:
-            told = "" if run_dir is None else JobFolder.made(run_dir).to_json()
-            store.set("folder", key.signed(told))  # type: ignore[arg-type]
-        told = key.checked(store.get("folder"), "rank 0")
-        seen = Seen.here(shares=bool(told) and JobFolder.from_json(told).is_here)
+            folder = "" if run_dir is None else JobFolder.made(run_dir).to_json()
+            store.set("folder", key.signed(folder))  # type: ignore[arg-type]
+        folder = key.checked(store.get("folder"), "rank 0")
+        seen = Seen.here(shares=bool(folder) and JobFolder.from_json(folder).is_here)
         store.set(f"seen/{rank}", key.signed(seen.to_json()))  # type: ignore[arg-type]
         if run_dir is not None:
             hosts = joined(_seen(store, key, other) for other in range(world_size))
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             store.set("job", message)  # type: ignore[arg-type]  # torch's stub has str alone
         job = opened(key, store.get("job"))
     except Exception as error:
-        if run_dir is None:  # no job that would have a place for it
+        if run_dir is None:  # no job has a place for the failure
             sys.stderr.write(f"error: rank {rank} did not meet the others: {error}\n")
         else:
             failure = failure_among({rank: record_failure(run_dir, rank, error, None)}, world_size)
@@ -101,15 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _seen(store: Store, key: JobKey, rank: int) -> Seen:
-    """Wait for the report of `rank` on its host, and return it."""
-    said = key.checked(store.get(f"seen/{rank}"), f"rank {rank}")
-    return Seen.from_json(said)
+    """Wait for the report of `rank` on its host, and return the report."""
+    text = key.checked(store.get(f"seen/{rank}"), f"rank {rank}")
+    return Seen.from_json(text)
 
 
 def _prepare_for_any_job(silent: bool) -> None:
-    """Import what every job needs, while rank 0 resolves its plan.
+    """Import the modules that every job needs, while rank 0 resolves its plan.
 
-    `silent` drops what DeepSpeed prints to stdout, for ranks that have no log yet.
+    `silent` drops DeepSpeed's output to stdout, for ranks that have no log yet.
     """
     if silent:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -147,22 +147,22 @@ def _meet(rank: int, key: JobKey) -> Store:
 
 
 def name_of_start(store: Store, rank: int) -> str:
-    """Return the name of this start of the ranks, which rank 0 chooses and all agree on.
+    """Return the name of this start of the ranks, which rank 0 chooses and all ranks agree on.
 
-    torchrun restarts ranks at the same port, with the keys of earlier starts still in the store,
-    and nothing in the environment tells one start from the next where only the number of hosts has
-    changed. So a rank asks with a random word, and only a living rank 0 answers; it answers until
-    the last asker of every rank has heard it. Raises LaunchError where a rank does not ask within
-    torch's default timeout of process groups.
+    torchrun restarts ranks at the same port, and the keys of earlier starts stay in the store. If
+    only the number of hosts has changed, no environment variable distinguishes one start from the
+    next. So a rank asks with a random word, and only a living rank 0 answers. Rank 0 answers until
+    the last asker of every rank has read the answer. Raises LaunchError where a rank does not ask
+    within torch's default timeout of process groups.
     """
     if rank:
         word = token_hex(8)
         store.set(f"asks/{rank}", word)
-        heard = store.get(f"answer/{word}").decode()  # waits for it
+        heard = store.get(f"answer/{word}").decode()  # waits for the answer
         store.set(f"heard/{word}", heard)
         return heard
     chosen, deaf = token_hex(8), list(range(1, int(os.environ["WORLD_SIZE"])))
-    deadline = time.monotonic() + default_pg_timeout.total_seconds()  # as long as others wait
+    deadline = time.monotonic() + default_pg_timeout.total_seconds()  # as long as other ranks wait
     while deaf:
         if time.monotonic() > deadline:
             rule = f"WORLD_SIZE: rank {deaf[0]} did not come to {os.environ['MASTER_ADDR']}"
@@ -173,12 +173,12 @@ def name_of_start(store: Store, rank: int) -> str:
 
 
 def _has_heard(store: Store, rank: int, chosen: str) -> bool:
-    """Answer the last question of `rank`; return True once its asker has heard `chosen`."""
+    """Answer the last question of `rank`; return True once its asker has read `chosen`."""
     if not store.check([f"asks/{rank}"]):
         return False
     word = store.get(f"asks/{rank}").decode()
     store.set(f"answer/{word}", chosen)
-    heard = f"heard/{word}"  # of another start, where the rank of this one has not asked yet
+    heard = f"heard/{word}"  # it may be of an earlier start, if this start's rank has not asked yet
     return store.check([heard]) and store.get(heard).decode() == chosen
 
 
@@ -191,18 +191,18 @@ def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> i
         log_to(run_dir / "logs" / f"rank_{rank}.log")
         end_watch = exchange.watch(run_dir, rank)
         set_num_threads(num_threads(int(os.environ["LOCAL_WORLD_SIZE"])))
-        # Imported here: to say that there is no job takes none of it.
+        # Imported here, because a refused job does not need these modules.
         from whale_train.config import Request
         from whale_train.runtime.process import rank_main as worker
 
         request = Request.from_json(job.texts["request.json"])
         prepared = worker.complete(run_dir, worker.prepare(request))
-        asked = _StopRequest()
-        if rank and request.checkpoint.saves:  # rank 0's launcher sees to its own
+        stop_request = _StopRequest()
+        if rank and request.checkpoint.saves:  # rank 0's launcher handles rank 0's signals
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, asked.signalled)
+                signal.signal(number, stop_request.signalled)
         world = PrefixStore("world", store)
-        worker.run(run_dir, rank, world_size, world, prepared, asked.is_made)
+        worker.run(run_dir, rank, world_size, world, prepared, stop_request.is_made)
         end_watch()
     except Exception as error:
         own = None if host.shares else host.name
@@ -213,13 +213,13 @@ def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> i
 
 
 class _StopRequest:
-    """Memory of a signal that asked this rank to end, once all ranks have saved."""
+    """Records a signal that asks this rank to end, once all ranks have saved."""
 
     def __init__(self) -> None:
         self._signalled = False
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
-        """Note that a signal has arrived."""
+        """Record that a signal has arrived."""
         self._signalled = True
 
     def is_made(self) -> bool:
@@ -234,7 +234,7 @@ def _leave(store: Store, rank: int, world_size: int) -> None:
     a status other than 0. Waits at most `LEAVING` for each step.
     """
     others = range(1, world_size)
-    with suppress(dist.DistError):  # somebody does not come
+    with suppress(dist.DistError):  # some rank does not come
         if rank:
             store.set(f"done/{rank}", "")
             store.wait(["all_done"], LEAVING)
@@ -249,6 +249,6 @@ if __name__ == "__main__":
     status = main()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # As the ranks of a host leave: after a failure, threads of the communication still run, and
-    # would abort an interpreter that is taken down in order.
+    # Leave as the ranks of a host do: after a failure, communication threads still run, and would
+    # abort an interpreter that shuts down in order.
     os._exit(status)

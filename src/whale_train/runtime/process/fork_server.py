@@ -2,13 +2,14 @@
 
     python -m whale_train.runtime.process.fork_server [--run-dir DIR] --parent PID
 
-The parent starts it as soon as a run is likely, so that importing overlaps with composing the
-config and resolving the plan. Without `--run-dir`, it writes the run directory to stdin, which it
-then closes. Once the parent has put `ready` into the run directory, the server forks the ranks,
-each logging to `logs/rank_N.log`, and waits for them. The first that ends badly ends all.
+The parent starts the server as soon as a run is likely, so that imports overlap with composing the
+config and resolving the plan. Without `--run-dir`, the parent writes the run directory to the
+server's stdin and closes it. Once the parent has put `ready` into the run directory, the server
+forks the ranks, each logging to `logs/rank_N.log`, and waits for them. The first rank that ends
+badly ends all.
 
 Exit status: 0 all ranks done; 1 failed (`failure.json` gives the reason); 130 told to stop by
-SIGTERM, SIGINT or its parent's death. Ranks never outlive the server.
+SIGTERM, SIGINT or the parent's death. Ranks never outlive the server.
 """
 
 import argparse
@@ -51,16 +52,16 @@ Prepared = TypeVar("Prepared")
 
 READY_DEADLINE_S = 3600.0
 POLL_S = 0.02
-# Time that other ranks' failures have to arrive before the cause is named.
+# The time for other ranks' failures to arrive before the cause is named.
 SETTLE_S = 1.0
-# Between SIGTERM and SIGKILL.
+# The time between SIGTERM and SIGKILL.
 GRACE_S = 2.0
 
 # A rank that gets this signal writes its stack to its log, even where Python cannot run.
 STACK_SIGNAL = signal.SIGUSR2
 STACK_S = 0.5
 
-# For the launcher, which asks ranks to save and end. Slurm may send it to all processes of a job.
+# The launcher's signal to save and end. Slurm may send it to all processes of a job.
 LAUNCHERS_SIGNAL = signal.SIGUSR1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -68,14 +69,14 @@ PR_SET_NAME = 15  # from Linux's <sys/prctl.h>
 
 
 class StopRequest:
-    """Request that the host stops, made by a signal or by the death of the process `parent`."""
+    """A request to stop the host, made by a signal or by the death of the process `parent`."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent
         self._signalled = False
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
-        """Note that one of STOP_SIGNALS has arrived."""
+        """Record that one of STOP_SIGNALS has arrived."""
         self._signalled = True
 
     @property
@@ -85,7 +86,7 @@ class StopRequest:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of this module; return its exit status."""
+    """Run the command of this module, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.fork_server")
     parser.add_argument("--run-dir", type=Path, help="default: read from stdin")
     parser.add_argument("--parent", type=int, required=True, help="end with this process")
@@ -122,8 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class AssignedRunDir:
     """The run directory of this host.
 
-    It is given at the start of the process, or the parent writes it to stdin and closes that. Until
-    then, what the process and its libraries say goes to an unnamed file.
+    It is given at the start of the process, or the parent writes it to stdin and closes stdin.
+    Until then, the output of the process and its libraries goes to an unnamed file.
     """
 
     def __init__(self, given: Path | None) -> None:
@@ -135,9 +136,9 @@ class AssignedRunDir:
         send_output_to(self._said)
 
     def wait(self) -> Path:
-        """Wait for the run directory, and return it. Exits the process where the parent gives none.
+        """Wait for the run directory, and return it. Exits the process if the parent gives none.
 
-        From then on, stdin is empty, and all output goes to the host's log.
+        After it, stdin is empty, and all output goes to the host's log.
         """
         if self._run_dir is not None:
             return self._run_dir
@@ -160,15 +161,15 @@ class AssignedRunDir:
 
 
 def send_output_to(file: int) -> None:
-    """Send stdout and stderr, and those of every child and C library, to an open file."""
+    """Send stdout and stderr, also of child processes and C libraries, to an open file."""
     for stream in (1, 2):
         os.dup2(file, stream)
 
 
 def stop_before_ranks(number: int, frame: FrameType | None) -> None:
-    """Exit with status STOPPED, after ending the process group: compilers that may be running.
+    """Exit with status STOPPED, after ending the process group, in which compilers may be running.
 
-    Handles STOP_SIGNALS before ranks exist.
+    This is the handler of STOP_SIGNALS before ranks exist.
     """
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -179,7 +180,7 @@ def stop_before_ranks(number: int, frame: FrameType | None) -> None:
 def wait_until_ready(run_dir: Path, parent: int) -> bool:
     """Wait for the launcher's decision; return True for a plan, False for a refused request.
 
-    The decision is the file `ready`, or the one named REFUSED, in the run directory. Exits the
+    The decision is the file `ready`, or the file named REFUSED, in the run directory. Exits the
     process when the parent ends. Raises TimeoutError after READY_DEADLINE_S.
     """
     deadline = time.monotonic() + READY_DEADLINE_S
@@ -206,8 +207,8 @@ def serve(
 
     `prepare()` is called once in this process. Every rank inherits its result, and runs
     `entry(run_dir, rank, world_size, prepared)`. After the forks this process calls
-    `forget(prepared)`. `run_dir/rendezvous` is free for the ranks' file store. A rank leaves by
-    `os._exit`: an entry closes what it opens, no atexit handler does.
+    `forget(prepared)`. The ranks may use `run_dir/rendezvous` for their file store. A rank leaves
+    by `os._exit`: `entry` must close everything that it opens, as no atexit handler runs.
     """
     prepared = prepare()
     # Ranks share the host's pages until one writes to them, as the garbage collector does.
@@ -216,7 +217,8 @@ def serve(
     rendezvous.unlink(missing_ok=True)
     stop = StopRequest(parent)
     living: dict[int, int] = {}
-    # A stop that arrives while forking is delivered when all ranks exist and are known.
+    # A stop signal that arrives while forking is delivered when all ranks exist and are in
+    # `living`.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     for number in STOP_SIGNALS:
         signal.signal(number, stop.signalled)
@@ -248,9 +250,9 @@ def serve(
 
 
 def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
-    """Wait until all ranks have ended, one has ended badly, or a stop is asked for.
+    """Wait until all ranks have ended, one has ended badly, or a stop is requested.
 
-    `living` maps pids to ranks; ranks that have ended are taken out of it and returned. After a bad
+    `living` maps pids to ranks; ranks that have ended are removed from it and returned. After a bad
     end the others have SETTLE_S to record their failures, unless the bad end is decisive.
     """
     ends: list[RankEnd] = []
@@ -272,15 +274,15 @@ def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
 def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[StackCall, ...]]:
     """Return the stack of each living rank, the innermost call first.
 
-    A stack is empty where the rank does not write it within STACK_S.
+    A stack is empty if the rank does not write it within STACK_S.
     """
     logs = {rank: run_dir / "logs" / f"rank_{rank}.log" for rank in living.values()}
     read = {rank: log.stat().st_size for rank, log in logs.items()}
     for pid in living:
-        os.kill(pid, STACK_SIGNAL)  # not reaped, so it is still that rank's
+        os.kill(pid, STACK_SIGNAL)  # the pid is not reaped, so it is still that rank's
     time.sleep(STACK_S)
-    said = {rank: log.read_bytes()[read[rank] :] for rank, log in logs.items()}
-    return {rank: read_stack(text.decode(errors="replace")) for rank, text in said.items()}
+    dumps = {rank: log.read_bytes()[read[rank] :] for rank, log in logs.items()}
+    return {rank: read_stack(text.decode(errors="replace")) for rank, text in dumps.items()}
 
 
 def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> dict[int, RankError]:
@@ -295,13 +297,13 @@ def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> d
         )
         wait = read_watchdog(log, plan, end.rank, step)
         if wait is not None:
-            said = (str(wait), True, step, str(wait))
-            errors[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *said, wait)
+            fields = (str(wait), True, step, str(wait))
+            errors[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *fields, wait)
     return errors
 
 
 def reap(living: dict[int, int]) -> list[RankEnd]:
-    """Take the ranks that have ended out of `living`, without waiting, and return their ends."""
+    """Remove the ranks that have ended from `living`, without waiting, and return their ends."""
     ends = []
     for pid in list(living):
         reaped, status = os.waitpid(pid, os.WNOHANG)
@@ -312,7 +314,7 @@ def reap(living: dict[int, int]) -> list[RankEnd]:
 
 
 def end_ranks(living: dict[int, int]) -> None:
-    """End all ranks of `living`: SIGTERM, then SIGKILL after GRACE_S. Returns when none is left."""
+    """End all ranks of `living` by SIGTERM, then by SIGKILL after GRACE_S, and wait for them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # A pid in `living` is not reaped, so it is still that rank's.
         for pid in living:
@@ -331,7 +333,7 @@ def become_rank(
     entry: Callable[[Path, int, int, Prepared], None],
     host: int,
 ) -> NoReturn:
-    """Be rank `rank` of the host, in the process just forked for it; never returns."""
+    """Run as rank `rank` of the host, in the process just forked for it; never return."""
     status = 1
     try:
         for number in STOP_SIGNALS:
@@ -376,14 +378,14 @@ def log_to(path: Path) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     send_output_to(log)
     os.close(log)
-    # The stream objects stay: loggers made before the fork hold them. Line by line, so that a
-    # rank killed at any moment has said what it said.
+    # The stream objects stay, as loggers made before the fork hold them. They are line-buffered, so
+    # that the output of a killed rank is complete.
     for stream_object in (sys.stdout, sys.stderr):
         stream_object.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def name_process(name: str) -> None:
-    """Show as `name` (15 bytes at most) in ps and top."""
+    """Show this process as `name` (15 bytes at most) in ps and top."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 

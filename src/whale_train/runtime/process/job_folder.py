@@ -1,8 +1,8 @@
 """Give each host of a job a run directory: rank 0's, or one of the host's own.
 
 Hosts need not share files. On a host that does not see rank 0's run directory, the host's first
-rank makes one under the same name, with the files that ranks read in it; logs of the host's ranks
-are kept there.
+rank makes a directory of the same name, with the files that ranks read. It also gets the logs of
+the host's ranks.
 """
 
 import hmac
@@ -22,10 +22,10 @@ from whale_train.runtime.process.job_message import Job
 
 @dataclass(frozen=True)
 class JobFolder:
-    """Run directory of rank 0, told from other directories of its name by a random word in it.
+    """The run directory of rank 0, identified by a random word in a file.
 
-    path: absolute path of the directory.
-    word: content of its file MEETING.
+    path: the absolute path of the directory.
+    word: the content of its file MEETING.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class JobFolder:
 
     @property
     def is_here(self) -> bool:
-        """Return True where this host sees the same directory."""
+        """Return True if this host sees the same directory."""
         try:
             return hmac.compare_digest((self.path / MEETING).read_bytes(), self.word.encode())
         except OSError:
@@ -58,14 +58,14 @@ class JobFolder:
 def take_place(job: Job, host: Host, rank: int, store: Store, key: JobKey) -> None:
     """Wait until the run directory of `rank`, on `host`, exists.
 
-    On a host that does not share rank 0's files its first rank makes the directory. Raises
-    LaunchError where it cannot be made, or differs from what rank 0 sent.
+    On a host that does not share rank 0's files, the host's first rank makes the directory. Raises
+    LaunchError where it cannot be made, or where its files differ from those that rank 0 sent.
     """
     if not host.shares:
-        made = f"made/{host.node}"
+        name = f"made/{host.node}"
         if rank == host.ranks[0]:
-            store.set(made, key.signed(_make(job, host)))  # type: ignore[arg-type]
-        error = key.checked(store.get(made), f"rank {host.ranks[0]}")
+            store.set(name, key.signed(_make(job, host)))  # type: ignore[arg-type]
+        error = key.checked(store.get(name), f"rank {host.ranks[0]}")
         if error:
             raise LaunchError(error)
     unlike = job.unlike()
@@ -75,7 +75,7 @@ def take_place(job: Job, host: Host, rank: int, store: Store, key: JobKey) -> No
 
 
 def _make(job: Job, host: Host) -> str:
-    """Make the host's own run directory; return why that fails, or '' where it succeeds."""
+    """Make the host's own run directory; return the reason of a failure, or ''."""
     logs = job.run_dir / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Sign and check what a job's ranks tell each other through a store that others may write to.
+"""Sign and check the messages of a job's ranks in a store that others may write to.
 
-A rank believes only what was signed with the job's key (docs/adr/030): the launcher makes that key
-and hands it to its ranks in the environment.
+A rank believes only messages that are signed with the job's key (docs/adr/030). The launcher makes
+the key and hands it to its ranks in the environment.
 """
 
 import json
@@ -18,10 +18,10 @@ FILES = ("request.json", "plan.json", "launch.json", HOSTS)
 
 @dataclass(frozen=True)
 class Job:
-    """Job as rank 0 sends it.
+    """A job as rank 0 sends it.
 
-    run_dir: absolute path of the run directory.
-    texts: text of each of FILES.
+    run_dir: the absolute path of the run directory.
+    texts: the text of each of FILES.
     """
 
     run_dir: Path
@@ -29,7 +29,7 @@ class Job:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Job":
-        """Return the job of the run directory `run_dir`, which is ready."""
+        """Return the job of the run directory `run_dir`, which must be ready."""
         run_dir = run_dir.absolute()
         return cls(run_dir, {name: (run_dir / name).read_text(encoding="utf-8") for name in FILES})
 
@@ -47,7 +47,7 @@ class Job:
 
 
 def sealed(key: JobKey, job: Job | None) -> bytes:
-    """Return a signed message with `job`; None says that there is no job."""
+    """Return a signed message with `job`; None stands for no job."""
     content = None
     if job is not None:
         content = {"run_dir": str(job.run_dir), "texts": dict(job.texts)}
@@ -55,6 +55,7 @@ def sealed(key: JobKey, job: Job | None) -> bytes:
 
 
 def opened(key: JobKey, message: bytes) -> Job | None:
-    """Return the job in a message of `sealed`. Raises LaunchError as `JobKey.checked` does."""
+    """Return the job in a message of `sealed`, or None. Raises LaunchError as `JobKey.checked`
+    does."""
     content = json.loads(key.checked(message, "rank 0"))
     return None if content is None else Job(Path(content["run_dir"]), content["texts"])

@@ -1,4 +1,4 @@
-"""Prepare what a host's ranks inherit, and run a rank from its first line to its last."""
+"""Prepare the objects that a host's ranks inherit, and run a rank from start to end."""
 
 import json
 import os
@@ -81,11 +81,11 @@ from whale_train.trackers.tracker import Status
 
 @dataclass(frozen=True)
 class Prepared:
-    """Objects made once a host and inherited by its ranks.
+    """Objects that are made once per host and inherited by its ranks.
 
     request: the request.
     module: the model, with its weights in shared memory.
-    graph: the exported graph, or None where ranks need none.
+    graph: the exported graph, or None where ranks do not need it.
     data: the data.
     """
 
@@ -96,7 +96,7 @@ class Prepared:
 
 
 def prepare(request: Request) -> Prepared:
-    """Build the objects that ranks inherit, as far as they need no plan.
+    """Build the objects that ranks inherit, apart from those that depend on the plan.
 
     The host calls it while the plan is resolved.
     """
@@ -109,7 +109,7 @@ def prepare(request: Request) -> Prepared:
     data = open_data(request.data, blank_labels=request.blank_labels)
     module = build_shared(request.model, request.seed)
     prepared = Prepared(request, module, None, data)
-    # Ranks run the graph or count targets by it. For a strategy yet to be found, they may.
+    # Ranks run the graph or count targets by it. With a strategy yet to be found, they may need it.
     if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
         return replace(prepared, graph=_exported(prepared))
     return prepared
@@ -123,10 +123,11 @@ def _exported(prepared: Prepared) -> fx.GraphModule | None:
 
 
 def complete(run_dir: Path, prepared: Prepared) -> Prepared:
-    """Return `prepared` with what the plan asks for, once for all ranks.
+    """Add the objects that the plan requires to `prepared`, once for all ranks, and return the
+    result.
 
-    That is the exported graph, where ranks run it, DeepSpeed, where they partition, and the CPU
-    optimizer that DeepSpeed compiles at first use, which is loaded.
+    These are the exported graph, if ranks run it; DeepSpeed, if they partition; and the CPU
+    optimizer that DeepSpeed would compile at its first use.
     """
     plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.rewrite is not None and prepared.graph is None:
@@ -146,7 +147,8 @@ def forget(prepared: Prepared) -> None:
 
 
 def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> None:
-    """Run rank `rank` of the host that forked this process, from joining the others to leaving."""
+    """Run rank `rank` of the host that forked this process, from joining the other ranks to
+    leaving."""
     run(run_dir, rank, world_size, file_rendezvous(run_dir), prepared)
 
 
@@ -158,14 +160,14 @@ def run(
     prepared: Prepared,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Join the other ranks, train as the plan says (or calibrate), and leave.
+    """Join the other ranks, train as planned (or calibrate), and leave.
 
     `rendezvous` is the URL of a file store, or a store. `is_asked_to_stop` returns True once this
-    process was told to end, where no launcher is told.
+    process was told to end, in a rank whose signals no launcher handles.
     """
     with failing_when_full(), named_waits(run_dir, rank):
-        # The program is let go of first: a reducer freed after its group was left joins gloo's
-        # threads while holding the GIL they wait for.
+        # The program is freed before `leave`: a reducer that is freed after its group joins gloo's
+        # threads while holding the GIL that they wait for.
         if prepared.request.mode == "calibrate":
             measure(run_dir, rank, world_size, rendezvous, prepared.request)
         else:
@@ -187,14 +189,14 @@ def measure(
         tuple(planned_rank.device for planned_rank in planned),
         tuple(planned_rank.node for planned_rank in planned),
     )
-    has_others = has_others and len(set(ranks.nodes)) == 1  # plans for one host count with it
+    has_others = has_others and len(set(ranks.nodes)) == 1  # only plans for one host use it
     measure_devices(run_dir, ranks, device, precision, optimizer, alone if has_others else None)
 
 
 def _joined(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
 ) -> tuple[torch.device, EmulatedLinks | None]:
-    """Return this rank's device and the links it emulates (or None), once all ranks have met."""
+    """Join the other ranks; return this rank's device and the links that it emulates (or None)."""
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir, rank)
@@ -213,9 +215,9 @@ def train_as_planned(
     prepared: Prepared,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Program:
-    """Train (or verify) as the plan says, and stay joined.
+    """Train, verify, evaluate or predict as planned, and stay joined.
 
-    Returns the program, whose engines hold the trained weights. Rank 0 writes the metrics and the
+    Return the program, whose engines hold the trained weights. Rank 0 writes the metrics and the
     summary.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -232,7 +234,7 @@ def train_as_planned(
     seat = RankContext(rank, device, groups, channels, compiler=compiler)
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
-    seed_python(request.seed)  # a forward that draws in Python draws alike on every rank
+    seed_python(request.seed)  # a forward that draws in Python draws the same on every rank
     names = saved_names(prepared.module, request.model)
     # Places of layers that share weights in the checkpoint, taken while the whole model exists.
     places = shared_places(prepared.module.model) if _delinks(run_dir) else {}
@@ -307,8 +309,8 @@ def train_as_planned(
                 last: Place | None = None if saver is None else saver.last
                 if request.checkpoint.final == "best":
                     last = _best(run_dir, summary) or last
-                made = (prepared.module.model, request.model, tokenizer_of(request.data))
-                folder = write_final(run_dir, state, *made, last, rank, carrier)
+                sources = (prepared.module.model, request.model, tokenizer_of(request.data))
+                folder = write_final(run_dir, state, *sources, last, rank, carrier)
                 if folder is not None:
                     summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size
@@ -334,10 +336,11 @@ def train_as_planned(
 
 
 def _best(run_dir: Path, summary: dict[str, Any]) -> Place | None:
-    """Return the best checkpoint of a run; None where it is not there, which a warning says.
+    """Return the best checkpoint of a run, or None with a warning in `summary` if it does not
+    exist.
 
-    It is in the run directory, or beside the checkpoint that the run has gone on from. A
-    collective, as rank 0 alone has whole checkpoints.
+    It is in the run directory, or beside the checkpoint that the run resumed from. A collective, as
+    only rank 0 has complete checkpoints.
     """
     best = summary.get("best")
     place: list[Place | None] = [None]
@@ -348,13 +351,13 @@ def _best(run_dir: Path, summary: dict[str, Any]) -> Place | None:
         place = [next((x for x in folders if (x / MANIFEST).exists()), None)]
     dist.broadcast_object_list(place, src=0)
     if place[0] is None:
-        said = "checkpoint.final: no best checkpoint is there; model/ has the last weights"
-        summary.setdefault("warnings", []).append(said)
+        warning = "checkpoint.final: no best checkpoint is there; model/ has the last weights"
+        summary.setdefault("warnings", []).append(warning)
     return place[0]
 
 
 def _status(summary: Mapping[str, Any]) -> Status:
-    """Return the status of a run that has a summary: it is done, or has stopped at a checkpoint."""
+    """Return the status of a run that has a summary: finished, or interrupted at a checkpoint."""
     return "finished" if summary["stopped_after"] is None else "interrupted"
 
 
@@ -377,41 +380,42 @@ def _pace(run_dir: Path, rank: int) -> Pace | None:
 
 
 def _delinks(run_dir: Path) -> bool:
-    """Return True where the checkpoint's layers share weights, and the run's layers do not."""
+    """Return True if the checkpoint's layers share weights, and the run's layers do not."""
     return bool(_launched(run_dir)["delinks"])
 
 
 def _rounding(run_dir: Path) -> int | None:
-    """Return the seed of the noise that a verification's weights get, or None without any."""
+    """Return the seed of the noise on a verification's weights, or None for no noise."""
     seed: int | None = _launched(run_dir)["rounding"]
     return seed
 
 
 def _checkpoint(run_dir: Path) -> Place | None:
-    """Return the checkpoint that the run continues from, or None for a new run."""
+    """Return the checkpoint that the run resumes from, or None for a new run."""
     path = _launched(run_dir)["checkpoint"]
     return None if path is None else place_of(path)
 
 
 def _links(run_dir: Path) -> EmulatedLinks | None:
-    """Return the links that this rank emulates, or None where they are not slowed."""
+    """Return the links that this rank emulates, or None if no links are slowed."""
     relative = _launched(run_dir)["links"]
     return None if relative is None else EmulatedLinks(relative)
 
 
 def _device(run_dir: Path, rank: int) -> torch.device:
-    """Return the device that the plan puts `rank` on. Raises RuntimeError where it is not here."""
+    """Return the device that the plan assigns to `rank`. Raises RuntimeError if it is not on this
+    host."""
     if _launched(run_dir)["device"] == "cpu":
         return torch.device("cpu")
     planned = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")).ranks[rank]
     assert planned.uuid is not None
-    # No process that forks has started CUDA; it numbers the GPUs that this process sees.
+    # CUDA is not initialised yet, so it will number only the GPU that is visible from here on.
     os.environ["CUDA_VISIBLE_DEVICES"] = planned.uuid
     # DeepSpeed opens the GPU of this number, whatever device is set (0.19.8).
     os.environ["LOCAL_RANK"] = "0"
     if torch.cuda.device_count() != 1:
-        there = f"{planned.uuid} ({planned.device}), which is not on this host"
-        raise RuntimeError(f"the plan puts rank {rank} on {there}")
+        missing = f"{planned.uuid} ({planned.device}), which is not on this host"
+        raise RuntimeError(f"the plan puts rank {rank} on {missing}")
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device

@@ -1,4 +1,5 @@
-"""Call the callbacks of a run at its moments, and gather what they ask for. Rank 0 has them."""
+"""Call the callbacks of a run at its moments, and collect their requests. Only rank 0 has
+callbacks."""
 
 import sys
 import traceback
@@ -22,7 +23,8 @@ _WISHES = {
 
 
 class CallbackError(RuntimeError):
-    """A callback that has raised an exception, the cause, or has asked for something unknown."""
+    """A callback has raised an exception, which is the cause, or has returned an unknown
+    request."""
 
 
 class Callbacks:
@@ -48,19 +50,22 @@ class Callbacks:
         self._call("start", run)
 
     def step(self, step: int, values: Mapping[str, Any], evaluation: Mapping[str, float]) -> None:
-        """Call `step`, `save` for the checkpoints that are whole by now, and `evaluation` where
-        there was one."""
+        """Call `step`, `save` for every newly complete checkpoint, and `evaluation` if there was
+        one."""
         self._call("step", step, values)
         self._call_saved()
         if evaluation:
             self._call("evaluation", step, evaluation)
 
     def saved(self, step: int, folder: Path) -> None:
-        """Have `save` called at the next moment. It may be called from another thread."""
+        """Register a checkpoint, for which `save` is called at the next moment.
+
+        It may be called from another thread.
+        """
         self._saved.put((step, folder))
 
     def fail(self, error: BaseException) -> None:
-        """Call `failure`. What that raises is written to the log alone."""
+        """Call `failure`. Exceptions of the callbacks are only written to the log."""
         for key in list(self._objects):
             try:
                 self._method(key, "failure")(error)
@@ -73,7 +78,7 @@ class Callbacks:
         self._call("end", status, summary)
 
     def wish(self) -> CheckpointRequest:
-        """Return the largest wish since the last call."""
+        """Return the largest request since the last call."""
         wish, self._wish = self._wish, CheckpointRequest.NOTHING
         return wish
 
@@ -101,7 +106,7 @@ class Callbacks:
         return getattr(self._objects[key], moment, None) or (lambda *_: None)
 
     def _try(self, key: str, when: str, call: Callable[[], None]) -> None:
-        """Make a call. A callback that raises is left out from then on, or ends the run."""
+        """Make a call. A callback that raises is not called any more, or ends the run."""
         try:
             call()
         except Exception as error:
@@ -115,7 +120,7 @@ class Callbacks:
 
 @contextmanager
 def told_when_failing(callbacks: Callbacks | None) -> Iterator[None]:
-    """Tell the callbacks of an exception that the code of the context raises."""
+    """Call the callbacks' `failure` if the code of the context raises an exception."""
     try:
         yield
     except Exception as error:

@@ -18,17 +18,17 @@ from whale_train.runtime.record.trackers import Trackers
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Numbers of a step that are known once its loss has arrived.
+    """The numbers of a step that are known once its loss is on the host.
 
     number: the step, counted from 1.
-    loss: loss of the global batch.
-    grad_norm: global L2 norm of the gradients, or None where it was not computed.
-    lr: learning rate.
-    seconds: time of the step.
-    evaluation: results of the evaluation after the step, by name; empty without one.
-    loss_scale: scale of the loss in fp16, or None.
+    loss: the loss of the global batch.
+    grad_norm: the global L2 norm of the gradients, or None where it was not computed.
+    lr: the learning rate.
+    seconds: the time of the step.
+    evaluation: the results of the evaluation after the step, by name; empty without one.
+    loss_scale: the scale of the loss in fp16, or None.
     skipped: True where the step changed nothing, because gradients were not finite.
-    experts: loads of the mixtures of experts.
+    experts: the loads of the mixtures of experts.
     """
 
     number: int
@@ -43,11 +43,11 @@ class StepMetrics:
 
 
 class Metrics:
-    """Writer of `metrics.jsonl`, one line a step, and to trackers beside it. Rank 0 has one.
+    """Writes `metrics.jsonl`, one line per step, and to trackers. Only rank 0 has one.
 
-    `model_flops` are the FLOPs of a sample's forward and backward. `peak_flops_s` are the FLOP/s
-    that all devices reach at most; lines on a CPU leave the comparison out, as a CPU process has no
-    data sheet.
+    `model_flops` are the FLOPs of a sample's forward and backward. `peak_flops_s` are the peak
+    FLOP/s of all devices together; lines of a run on CPUs lack the comparison, as a CPU process has
+    no data sheet.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Metrics:
     def write(self, step: StepMetrics, samples: int, tokens: int) -> dict[str, Any]:
         """Write the line of `step`, which had `samples` samples and `tokens` tokens, and return it.
 
-        A line that a full disk refuses is kept, and written with later ones.
+        A line that does not fit on a full disk is kept, and written with later lines.
         """
         line: dict[str, Any] = {
             "step": step.number,
@@ -88,21 +88,21 @@ class Metrics:
             **({"experts": load_metrics(step.experts)} if step.experts else {}),
             **step.evaluation,
         }
-        # JSON has no NaN: a loss that is no number is null.
+        # JSON has no NaN: a loss that is NaN becomes null.
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
         }
         self._waiting += json.dumps(finite).encode() + b"\n"
-        with suppress(OSError):  # a full disk: written with later lines
+        with suppress(OSError):  # a full disk: the line is written with later lines
             self._append()
         if self._trackers is not None:
             self._trackers.log(step.number, tracked(finite, step.experts))
         return finite
 
     def tracker_states(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
-        """Ask the trackers for what a checkpoint keeps of them; None where there are none.
+        """Ask the trackers for their states, and return the function that waits for them.
 
-        Returns the function that waits for it, as `Trackers.states` does.
+        The result is None without trackers. The function is that of `Trackers.states`.
         """
         return self._trackers.states() if self._trackers else None
 
@@ -121,10 +121,10 @@ class Metrics:
 
 
 def tracked(line: Mapping[str, Any], experts: Sequence[MixtureLoad]) -> dict[str, float]:
-    """Return the numbers that trackers get of a line of `metrics.jsonl`: those that are finite.
+    """Return the finite numbers of a line of `metrics.jsonl`, as trackers get them.
 
-    Of `experts` these are two: the imbalance of the least balanced mixture, and the dropped slots
-    of all.
+    `experts` add two numbers: the imbalance of the least balanced mixture, and the dropped slots of
+    all mixtures.
     """
     values = {
         name: float(value)
@@ -140,10 +140,10 @@ def tracked(line: Mapping[str, Any], experts: Sequence[MixtureLoad]) -> dict[str
 def flops_reached(
     model_flops: float, samples_per_s: float, peak_flops_s: float
 ) -> dict[str, float]:
-    """Return the model's FLOP/s, and their part of `peak_flops_s` (MFU).
+    """Return the model's FLOP/s, and their fraction of `peak_flops_s` (MFU).
 
-    `model_flops` are FLOPs per sample. MFU is as in Chowdhery et al. 2022 (arXiv 2204.02311,
-    appendix B). Entries whose numbers are unknown, given as 0, are left out.
+    `model_flops` are FLOPs per sample. MFU is defined as in Chowdhery et al. 2022 (arXiv
+    2204.02311, appendix B). Entries whose numbers are unknown, given as 0, are omitted.
     """
     if not model_flops:
         return {}
@@ -156,7 +156,8 @@ def flops_reached(
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank so far, in bytes.
 
-    It is the memory allocated on the rank's GPU, or resident in its process where it has none.
+    It is the memory allocated on the rank's GPU, or the resident memory of its process without a
+    GPU.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

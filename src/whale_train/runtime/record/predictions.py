@@ -1,7 +1,7 @@
-"""Write the predictions of a set: one line of JSON a sample, each sample once and in order.
+"""Write the predictions of a set: one line of JSON per sample, each sample once and in order.
 
-Every rank keeps the answers for its own samples in a file of its own, which grows with the set and
-not its memory. Rank 0 merges the files of all ranks.
+Every rank writes the answers for its own samples to a file of its own, so that its memory does not
+grow with the set. Rank 0 merges the files of all ranks.
 """
 
 import json
@@ -25,14 +25,15 @@ from whale_train.runtime.state.tensor_files import recorded
 
 FOLDER = "predictions"  # in the run directory
 _Labels = Callable[[Int64s], NDArray[Any] | None]
-_Row = dict[int, dict[str, Any]]  # of a sample, by loss call
+_Row = dict[int, dict[str, Any]]  # the answers for a sample, by loss call
 
 
 class PredictionPart:
     """The predictions of one rank for one set.
 
     path: the file that has them until they are merged.
-    labels: returns the integer labels of samples `[n]`, as `[n, ...]`, or None without such.
+    labels: returns the integer labels of samples `[n]`, as `[n, ...]`, or None without integer
+        labels.
     """
 
     predicts = True
@@ -46,18 +47,18 @@ class PredictionPart:
         self._checked = False
 
     def clear(self) -> None:
-        """Forget all predictions."""
+        """Drop all predictions."""
         self._file.seek(0)
         self._file.truncate()
         self._newest = -1
 
     @torch.no_grad()
     def add(self, weight: float, samples: Int64s, call: int, answers: Answers) -> None:
-        """Add the answers of a loss call of a micro-batch for those of its samples that are new.
+        """Add the answers of a loss call in a micro-batch, for those of its samples that are new.
 
-        Batches are filled up with samples that were there before (`data/order.py`); all come in
-        order otherwise. Raises LaunchError where the answers are not those of one sample after the
-        other.
+        Batches are filled up with samples that were evaluated before (`data/order.py`); all other
+        samples come in order. Raises LaunchError where the answers are not in the order of the
+        samples.
         """
         if not len(samples):
             return
@@ -91,8 +92,10 @@ class PredictionPart:
 
 
 def _by_sample(values: torch.Tensor, count: int) -> NDArray[Any]:
-    """Return `values`, one or more for each of `count` samples, as `[count, ...]`. Raises
-    LaunchError where they are not as many for each."""
+    """Return `values`, one or more for each of `count` samples, as `[count, ...]`.
+
+    Raises LaunchError where samples have different numbers of values.
+    """
     array: NDArray[Any] = values.cpu().numpy()
     if array.ndim > 1 and len(array) == count:
         return array
@@ -105,15 +108,16 @@ def _by_sample(values: torch.Tensor, count: int) -> NDArray[Any]:
 def _refuse_mixed(
     labels: NDArray[Any] | None, target: NDArray[Any], counted: NDArray[np.bool_]
 ) -> None:
-    """Raise LaunchError where targets are labels of the samples, but not each of its own sample."""
+    """Raise LaunchError where targets are labels of the samples, but in another order than the
+    samples."""
     if labels is None:
         return
-    if not np.isin(target[counted], labels).all():  # the model makes its own
+    if not np.isin(target[counted], labels).all():  # the model makes its own targets
         return
     for own, of_sample, counts in zip(labels, target, counted, strict=True):
         if not np.isin(of_sample[counts], own).all():
-            said = "the model's loss does not take the targets of one sample after the other"
-            raise LaunchError(f"mode=predict: {said}, so predictions cannot be told apart")
+            problem = "the model's loss does not take the targets of one sample after the other"
+            raise LaunchError(f"mode=predict: {problem}, so predictions cannot be told apart")
 
 
 def write_predictions(
@@ -125,10 +129,11 @@ def write_predictions(
     carrier: Carrier,
     has_targets: bool,
 ) -> Path | None:
-    """Write the predictions of all ranks for set `name`, of `samples` samples, and return the file,
-    on rank 0; None elsewhere. A collective.
+    """Write the predictions of all ranks for the `samples` samples of set `name`; return the file
+    on rank 0.
 
-    `part` are those of this rank. Without `has_targets`, lines have no targets.
+    Other ranks get None. A collective. `part` has the predictions of this rank. Without
+    `has_targets`, lines have no targets.
 
     Raises LaunchError where the model gives no answers.
     """
@@ -141,7 +146,7 @@ def write_predictions(
     expected = 0
     with writing(unfinished, 2**20), unfinished.open("w", encoding="utf-8") as file:
         for sample, row in merge(*map(_rows, parts), key=lambda x: x[0]):
-            if sample < expected:  # of a group whose members all keep it
+            if sample < expected:  # several members of a group have written the sample
                 continue
             if sample > expected:
                 break
@@ -152,8 +157,8 @@ def write_predictions(
     if expected != samples:
         unfinished.unlink()
         rule = "a prediction is what one of torch's losses is given"
-        said = f"the model gave no answer for sample {expected} of set {name}"
-        raise LaunchError(f"mode=predict: {said}; {rule}")
+        problem = f"the model gave no answer for sample {expected} of set {name}"
+        raise LaunchError(f"mode=predict: {problem}; {rule}")
     return unfinished.replace(path)
 
 
@@ -163,7 +168,7 @@ def part_path(run_dir: Path, name: str, rank: int) -> Path:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, _Row]]:
-    """Yield the samples of a rank with their answers, by ascending number of the sample."""
+    """Yield the samples of a rank with their answers, by ascending sample number."""
     with path.open("rb") as file:
         group: list[tuple[Int64s, int, dict[str, NDArray[Any]]]] = []
         for record in _records(file):
@@ -197,20 +202,20 @@ def _line(sample: int, row: _Row, has_targets: bool) -> dict[str, Any]:
 
 
 def _of_call(answers: Mapping[str, NDArray[Any]], end: str, has_targets: bool) -> dict[str, Any]:
-    """Return the part of a line that one loss call gives. A target that does not count is None."""
-    said: dict[str, Any] = {f"predicted{end}": _rounded(answers["predicted"]).tolist()}
+    """Return the part of a line for one loss call. A target that does not count is None."""
+    entries: dict[str, Any] = {f"predicted{end}": _rounded(answers["predicted"]).tolist()}
     if has_targets:
         target, counted = answers["target"], answers["counted"]
         known = target.astype(object)
         known[~counted] = None
-        said[f"target{end}"] = known.tolist()
+        entries[f"target{end}"] = known.tolist()
     if "probability" in answers:
-        said[f"probability{end}"] = _rounded(answers["probability"]).tolist()
-    return said
+        entries[f"probability{end}"] = _rounded(answers["probability"]).tolist()
+    return entries
 
 
 def _rounded(values: NDArray[Any]) -> NDArray[Any]:
-    """Return fp32 values as the shortest decimals that are them, and whole numbers as they are."""
+    """Return fp32 values as their shortest exact decimals, and other values unchanged."""
     if values.dtype != np.float32:
         return values
     decimals: NDArray[Any] = np.vectorize(lambda x: float(str(x)), otypes=[np.float64])(values)

@@ -16,7 +16,7 @@ _MOST_MEMORY_EVENTS = 1_000_000
 
 
 class StepProfiler:
-    """Profiler of some steps of one rank.
+    """A profiler of some steps of one rank.
 
     `steps` are the first and the last step, counted from 1. Files are written to `run_dir`, and
     recorded in `files`.
@@ -31,7 +31,7 @@ class StepProfiler:
         self.files: list[FileRecord] = []
 
     def before(self, step: int) -> None:
-        """Begin to record, if `step` is the first step."""
+        """Begin to record, if `step` is the first step to profile."""
         if step != self._first:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -44,7 +44,7 @@ class StepProfiler:
         self._profile.start()
 
     def after(self, step: int) -> None:
-        """Stop recording, and write the files, if `step` is the last step."""
+        """Stop recording and write the files, if `step` is the last step to profile."""
         if step != self._last or self._profile is None:
             return
         if self._device.type == "cuda":

@@ -17,7 +17,8 @@ def write_events(trace: Trace, run_dir: Path) -> FileRecord:
 
 
 def merge(run_dir: Path, files: Iterable[FileRecord]) -> None:
-    """Write one timeline of all ranks, `run_dir/trace.json`, from `files`, one of each rank."""
+    """Merge the ranks' event files `files`, one of each rank, into one timeline,
+    `run_dir/trace.json`."""
     events: list[dict[str, Any]] = []
     for file in files:
         events += json.loads((run_dir / file.path).read_text(encoding="utf-8"))["traceEvents"]

@@ -1,7 +1,8 @@
-"""Call the trackers of a run, each from a thread of its own, so that training waits for none.
+"""Call the trackers of a run, each from a thread of its own, so that training does not wait for
+them.
 
-What a tracker raises is noted for the end of the run and goes to the log, once; the next rows are
-still given to it. What trackers are is in `whale_train/trackers`.
+An exception of a tracker is reported at the end of the run and goes to the log, once; later rows
+are still passed to the tracker. The trackers themselves are in `whale_train/trackers`.
 """
 
 import json
@@ -21,18 +22,18 @@ from whale_train.strategies.plan.plan import Plan
 from whale_train.trackers.make import make_tracker
 from whale_train.trackers.tracker import RunDescription, Status, Tracker
 
-PLACES = "trackers.json"  # in the run directory: where the curves are, by tracker
+PLACES = "trackers.json"  # in the run directory: the places of the curves, by tracker
 _FILES = (
     *("plan.json", "request.json", "inventory.yaml", "strategy.yaml", "environment.json"),
     *(".hydra/config.yaml", ".hydra/overrides.yaml"),
 )
-OPEN_S = 30.0  # before the first step, whose time the imports would be a part of
-STATE_S = 15.0  # for what is logged to be kept, when a checkpoint is saved
+OPEN_S = 30.0  # waited before the first step, whose time would otherwise include imports
+STATE_S = 15.0  # waited for logged rows to be stored, when a checkpoint is saved
 CLOSE_S = 60.0
 
 
 class Trackers:
-    """The open trackers of a run; without any where the request names none.
+    """The open trackers of a run; empty where the request names none.
 
     run: the description of the run.
     """
@@ -50,15 +51,15 @@ class Trackers:
         return len(self._calls)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Give the numbers of a step to all trackers. Returns at once."""
+        """Pass the numbers of a step to all trackers, without waiting."""
         for call in self._calls:
             call.ask(f"at step {step}", lambda tracker: tracker.log(step, values))
 
     def states(self) -> Callable[[], dict[str, dict[str, Any]]]:
         """Ask all trackers for their states, and return the function that waits for them.
 
-        The function returns the states by tracker, once all that was logged is kept or `STATE_S` is
-        over. A tracker that has none by then is left with its state before.
+        The function returns the states by tracker, once all logged rows are stored or `STATE_S` is
+        over. A tracker without a new state by then keeps its previous state.
         """
         pending = [(call, call.ask_state()) for call in self._calls]
 
@@ -71,9 +72,9 @@ class Trackers:
         return wait
 
     def close(self, status: Status, summary: Mapping[str, Any], timeout_s: float = CLOSE_S) -> None:
-        """Close all trackers, and wait for `timeout_s` at most.
+        """Close all trackers, and wait for at most `timeout_s` seconds.
 
-        A later call waits for the closing that the first has begun.
+        A later call waits for the closing that the first call has begun.
         """
         with self._lock:
             if not self._closing:
@@ -89,18 +90,18 @@ class Trackers:
 
     @property
     def warnings(self) -> list[str]:
-        """Return sentences about what trackers could not do, for the user."""
+        """Return sentences about the trackers' failures, for the user."""
         return [*self._warnings, *(call.failure for call in self._calls if call.failure)]
 
 
 @dataclass
 class TrackerThread:
-    """One tracker, and the thread that alone calls it.
+    """One tracker, and the only thread that calls it.
 
     key: the name of the tracker in checkpoints and messages.
-    make: function that makes the tracker, in its thread.
-    keep: function that is called with each new state.
-    state: the state returned last, or the one that the run goes on from.
+    make: makes the tracker, in its thread.
+    keep: called with each new state.
+    state: the state returned last, or the state that the run resumes from.
     """
 
     key: str
@@ -113,8 +114,10 @@ class TrackerThread:
     _failed: int = 0
 
     def start(self, run: RunDescription, state: dict[str, Any] | None) -> threading.Event:
-        """Begin the thread, which makes and opens the tracker. Returns an event that is set when it
-        has, or cannot."""
+        """Start the thread, which makes and opens the tracker.
+
+        Return an event that is set when the tracker is open, or could not be opened.
+        """
         self.state = state
         answered = threading.Event()
 
@@ -133,8 +136,11 @@ class TrackerThread:
         return answered
 
     def ask(self, when: str, call: Callable[[Tracker], None]) -> threading.Event:
-        """Put a call after those that wait. Returns an event that is set when it was made, or
-        cannot be as the tracker was not opened."""
+        """Enqueue a call for the thread.
+
+        Return an event that is set when the call was made, or cannot be made as the tracker is not
+        open.
+        """
         answered = threading.Event()
 
         def task() -> None:
@@ -147,12 +153,12 @@ class TrackerThread:
         return answered
 
     def ask_state(self) -> threading.Event:
-        """Put a call for the tracker's state after those that wait, as `ask` does."""
+        """Enqueue a call that reads the tracker's state, as `ask` does."""
         return self.ask("as its state was saved", lambda _: self._keep_state())
 
     @property
     def failure(self) -> str:
-        """Return the sentence about what the tracker raised, or ''."""
+        """Return the sentence about the tracker's exceptions, or ''."""
         if not self._failed:
             return ""
         more = f", and {self._failed - 1} more times" if self._failed > 1 else ""
@@ -191,8 +197,8 @@ def open_trackers(
     """Return the trackers of a request, once they are open or `OPEN_S` is over.
 
     step: the optimizer step after which the run begins.
-    saved: the trackers' states in the checkpoint that the run goes on from, by tracker. States that
-        an earlier attempt has left in the run directory are newer, and are taken before them.
+    saved: the trackers' states in the checkpoint that the run resumes from, by tracker. States that
+        an earlier attempt has left in the run directory are newer, and take precedence.
     """
     warnings: list[str] = []
     places = _Places(run_dir / PLACES)
@@ -218,8 +224,8 @@ def open_trackers(
             lambda options=options, key=key: make_tracker(options, key),  # type: ignore[misc]
             places.keep,
         )
-        others = {} if getattr(options, "new_run", False) else saved
-        opened.append(call.start(run, own.get(options.key, others.get(options.key))))
+        saved_states = {} if getattr(options, "new_run", False) else saved
+        opened.append(call.start(run, own.get(options.key, saved_states.get(options.key))))
         calls.append(call)
     deadline = time.monotonic() + OPEN_S
     for answered in opened:
@@ -234,7 +240,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 class _Places:
-    """The file that says where a run's curves are, by tracker."""
+    """The file that has the places of a run's curves, by tracker."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -242,7 +248,7 @@ class _Places:
         self._states: dict[str, dict[str, Any]] = {}
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Return the states in the file; none where there is no file, or it is no JSON."""
+        """Return the states in the file, or {} if there is no file or it is not JSON."""
         try:
             states: dict[str, dict[str, Any]] = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -251,7 +257,7 @@ class _Places:
         return states
 
     def keep(self, key: str, state: dict[str, Any]) -> None:
-        """Write the file anew where the state of a tracker has changed."""
+        """Rewrite the file if the state of the tracker `key` has changed."""
         with self._lock:
             if self._states.get(key) == state:
                 return

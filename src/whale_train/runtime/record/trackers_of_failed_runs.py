@@ -1,6 +1,6 @@
-"""Close the trackers of a run that does not come to its end, in the time that is left for it.
+"""Close the trackers of a run that ends early, in the time that is left.
 
-A tracking server would show such a run as running for ever.
+A tracking server would otherwise show such a run as running forever.
 """
 
 import ctypes
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from whale_train.runtime.record.trackers import Trackers
 
-# An exception of rank 0 is recorded after that; the host waits 1 s for it once another rank ended.
+# An exception of rank 0 is recorded after this time; the host waits 1 s for the record once another
+# rank has ended.
 _FAILING_S = 0.8
 # The host kills ranks 2 s after SIGTERM.
 _ENDED_S = 1.5
@@ -22,7 +23,7 @@ _FAILURE = "failure.json"  # written by the host before it ends the ranks of a f
 
 @contextmanager
 def closed_when_failing(trackers: Trackers | None) -> Iterator[None]:
-    """Close the trackers as `failed` where the code of the context raises."""
+    """Close the trackers as `failed` if the code of the context raises."""
     try:
         yield
     except BaseException:
@@ -34,9 +35,9 @@ def closed_when_failing(trackers: Trackers | None) -> Iterator[None]:
 def close_when_ended(trackers: Trackers, run_dir: Path) -> None:
     """Close the trackers once SIGTERM tells this rank to end, then end as SIGTERM does.
 
-    The rank may wait for others in C++, where no handler of Python's would run: a thread is woken
-    by the signal itself. The status is `failed` where the host has written why, else
-    `interrupted`. Call it from the main thread. Does nothing without trackers.
+    The rank may wait for others in C++, where no Python handler would run, so the signal itself
+    wakes a thread. The status is `failed` if the host has written a failure, else `interrupted`.
+    Call it from the main thread. Does nothing without trackers.
     """
     if not trackers:
         return

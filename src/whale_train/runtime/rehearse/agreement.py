@@ -1,7 +1,7 @@
-"""Check that ranks agree: in every group's collectives, and in the messages between any two.
+"""Check that ranks agree: in every group's collectives, and in the messages of every two ranks.
 
 By NCCL's rules the members of a group call its collectives in one order, of one kind, size and
-dtype. Messages are matched by their order alone, and a send leaves when its receive is posted.
+dtype. Messages are matched by their order only, and a send completes when its receive is posted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ def disagreements(
 ) -> list[str]:
     """Return a line for each group whose members do not call the same collectives.
 
-    `groups` are names and ranks; `asked` are the records by rank. A line tells of the first
-    collective that differs. Ranks without a record are left out.
+    `groups` are names and ranks; `asked` are the records by rank. A line reports the first
+    collective that differs. Ranks without a record are ignored.
     """
     faults = []
     for name, ranks in groups:
@@ -43,7 +43,7 @@ def disagreements(
 def _first_difference(
     one: Sequence[Asked], other: Sequence[Asked]
 ) -> tuple[int, Asked | None, Asked | None] | None:
-    """Return the number and both operations of the first difference, or None without one."""
+    """Return the number and both operations of the first difference, or None if there is none."""
     for number, (a, b) in enumerate(zip_longest(one, other)):
         if a != b and not (a and b and _both_all_to_all(a, b)):
             return number, a, b
@@ -51,15 +51,14 @@ def _first_difference(
 
 
 def _both_all_to_all(a: Asked, b: Asked) -> bool:
-    """Return True for two all-to-alls of one dtype: their sizes differ by member."""
+    """Return True for two all-to-alls of one dtype; their sizes may differ by member."""
     return a.kind == b.kind == "all-to-all" and a.dtype == b.dtype
 
 
 def unmatched(asked: Mapping[int, Record]) -> list[str]:
     """Return a line for each pair of ranks whose messages do not match.
 
-    A line tells of the first posts that do not match, or of the first message without a
-    counterpart.
+    A line reports the first posts that do not match, or the first message without a counterpart.
     """
     faults = []
     for rank, record in asked.items():
@@ -86,10 +85,10 @@ def _match(one: Asked, other: Asked) -> bool:
 
 
 def waiting(asked: Mapping[int, Record]) -> list[str]:
-    """Return a line for each of up to four ranks that wait for ever; none if all ranks finish.
+    """Return a line for each of up to four ranks that wait forever; [] if all ranks finish.
 
-    A message leaves when both of its ends are posted and all earlier ones between the two ranks
-    have left.
+    A message is delivered when both of its ends are posted and all earlier messages between the two
+    ranks are delivered.
     """
     places = dict.fromkeys(asked, 0)
     posted: dict[tuple[int, int], int] = {}  # messages posted, by (rank, peer)

@@ -1,9 +1,9 @@
-"""Stand in for the attention kernel that a GPU would run, and for what autograd keeps of it.
+"""Stand in for the attention kernel of a GPU, and for the tensors that autograd saves for it.
 
 torch chooses among its kernels for CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
-FlashAttention (Dao 2023, arXiv 2307.08691) for 16-bit values without a mask, the memory-efficient
-kernel (Rabe and Staats 2021, arXiv 2112.05682) with one, and in fp32. Both keep their operands,
-their result and one fp32 number a row; neither stores the scores.
+FlashAttention (Dao 2023, arXiv 2307.08691) for 16-bit values without a mask, and the
+memory-efficient kernel (Rabe and Staats 2021, arXiv 2112.05682) with a mask or in fp32. Both save
+their operands, their result and one fp32 number per row; neither stores the scores.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_MOST_HEAD_DIM = 256  # limit of FlashAttention
+_MOST_HEAD_DIM = 256  # the limit of FlashAttention
 FLASH, EFFICIENT = "flash", "memory-efficient"
 
 
 def kernel_of(query: Tensor, mask: Tensor | None) -> str:
-    """Return the kernel, FLASH or EFFICIENT, that a GPU that has both would run.
+    """Return the kernel, FLASH or EFFICIENT, that a GPU with both kernels would run.
 
     `query` is [.., tokens, width].
     """
@@ -32,27 +32,27 @@ def kernel_of(query: Tensor, mask: Tensor | None) -> str:
 def _output(query: Tensor, width: int, kernel: str) -> Tensor:
     """Return the output [.., tokens, width] of a kernel for `query` [.., tokens, head width].
 
-    A kernel stores the heads of a token side by side, so that the model's transpose back moves
+    A kernel stores the heads of a token contiguously, so that the model's transpose back copies
     nothing. FlashAttention's output has the strides of the query where widths are equal
     (aten/src/ATen/native/transformers/cuda/attention.cu).
     """
     tokens = query.transpose(-3, -2) if query.dim() > 3 else query
     if kernel == FLASH and width == query.shape[-1]:
-        made = torch.empty_like(tokens)
+        output = torch.empty_like(tokens)
     else:
-        made = query.new_empty((*tokens.shape[:-1], width))
-    return made.transpose(-3, -2) if query.dim() > 3 else made
+        output = query.new_empty((*tokens.shape[:-1], width))
+    return output.transpose(-3, -2) if query.dim() > 3 else output
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention without computation: it allocates and keeps what a kernel does."""
+    """Fused attention without computation: it allocates and saves the same tensors as a kernel."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        made = _output(query, value.shape[-1], kernel_of(query, mask))
+        output = _output(query, value.shape[-1], kernel_of(query, mask))
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, made, sums)
-        return made
+        ctx.save_for_backward(query, key, value, mask, output, sums)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -67,7 +67,7 @@ class _Attention(torch.autograd.Function):
 def as_on_a_gpu() -> Iterator[Counter[str]]:
     """Run attention over meta tensors inside the context as a GPU would.
 
-    Yields a count of the runs of each kernel. Nothing can be exported inside the context.
+    Yields the number of runs of each kernel. Nothing can be exported inside the context.
     """
     chosen: Counter[str] = Counter()
 
@@ -80,8 +80,8 @@ def as_on_a_gpu() -> Iterator[Counter[str]]:
         **__: Any,
     ) -> Tensor:
         chosen[kernel_of(query, attn_mask)] += 1
-        made: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-        return made
+        output: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+        return output
 
     library: Any = torch.library.Library
     kernels = library("aten", "IMPL", "AutogradMeta")

@@ -1,4 +1,4 @@
-"""Group the ranks of a plan that do the same, so that one of them is rehearsed for all."""
+"""Group the ranks of a plan by kind, so that one rank is rehearsed for all of its kind."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ def kinds_of(plan: Plan) -> list[tuple[int, ...]]:
     Ranks of a kind have the same place in a copy of the pipeline, shards of equal sizes, the same
     engines, and micro-batches of the same sizes in the same order. In stages that read batches or
     compute losses, the first member of a shard group is a kind of its own: its lookups and reports
-    differ. (Everywhere it alone adds biases, and so needs a few bytes less than others.)
+    differ. (In all stages only the first member adds biases, and so needs a few bytes less than
+    others.)
     """
     ranks_of: dict[object, list[int]] = {}
     for rank in range(plan.world_size):
@@ -39,11 +40,12 @@ def _kind(plan: Plan, rank: int) -> object:
 
 
 def _member(graph: PlannedGraph | None, pipeline: PlannedPipeline, place: PipelinePlace) -> object:
-    """Return a key that tells the member of a shard group at `place` from members of other kinds.
+    """Return a key that distinguishes the member of a shard group at `place` from members of other
+    kinds.
 
-    It is the sizes of the member's shards. It is the member's index where stages differ in width,
-    as each member then has other peers, and for the first member of a stage at an end of the
-    pipeline.
+    The key is normally the sizes of the member's shards. It is the member's index where stages
+    differ in width, as each member then has different peers, and for the first member of a stage at
+    an end of the pipeline.
     """
     assert graph is not None
     copy = pipeline.copies[place.copy]
@@ -59,23 +61,23 @@ def _member(graph: PlannedGraph | None, pipeline: PlannedPipeline, place: Pipeli
 def peers(plan: Plan, rank: int, as_rank: int, known: Sequence[int]) -> dict[int, int]:
     """Return the counterparts of the ranks in `known`, by rank.
 
-    `known` are ranks that `rank` talks to in its pipeline. The counterpart of one is the rank that
-    `as_rank`, of the same kind as `rank`, talks to instead.
+    `known` are ranks that `rank` communicates with in its pipeline. The counterpart of one is the
+    rank that `as_rank`, of the same kind as `rank`, communicates with instead.
     """
     if plan.pipeline is None:
         return {other: other for other in known}
-    here, there = (PipelinePlace.of(plan.pipeline, x) for x in (rank, as_rank))
+    place, other_place = (PipelinePlace.of(plan.pipeline, x) for x in (rank, as_rank))
     copies = plan.pipeline.copies
     places = {
         member: (position, index)
-        for position, members in enumerate(copies[here.copy].positions)
+        for position, members in enumerate(copies[place.copy].positions)
         for index, member in enumerate(members)
     }
     counterparts = {}
     for other in known:
         position, index = places[other]
-        if here.index != there.index:  # in stages of one width, which talk straight across
-            assert index == here.index
-            index = there.index
-        counterparts[other] = copies[there.copy].positions[position][index]
+        if place.index != other_place.index:  # in stages of one width, peers have equal indices
+            assert index == place.index
+            index = other_place.index
+        counterparts[other] = copies[other_place.copy].positions[position][index]
     return counterparts

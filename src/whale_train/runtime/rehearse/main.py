@@ -2,7 +2,7 @@
 
     python -m whale_train.runtime.rehearse.main --ranks kinds --run-dir DIR --parent PID
 
-`--ranks` is `kinds` (one rank for all that do the same), `all`, or numbers as `0,3`. Writes
+`--ranks` is `kinds` (one rank of each kind), `all`, or numbers such as `0,3`. Writes
 `rehearsal.json`. Exit status: 0 done, whatever the rehearsal shows; 1 failed (`failure.json` of the
 run directory gives the reason).
 """
@@ -37,7 +37,8 @@ from whale_train.strategies.plan.plan import Plan
 def rehearse(
     request: Request, plan: Plan, model: Model, kinds: Sequence[tuple[int, ...]], processes: int = 1
 ) -> Rehearsal:
-    """Rehearse the first rank of each of `kinds`, and compare what ranks ask of each other.
+    """Rehearse the first rank of each of `kinds`, and compare the collectives and messages of all
+    ranks.
 
     At most `processes` processes run at once.
     """
@@ -49,14 +50,14 @@ def rehearse(
             rehearsals = pool.map(_of_inherited, firsts, chunksize=1)
     else:
         rehearsals = [rehearse_rank(request, plan, model, rank) for rank in firsts]
-    asked = {
+    records = {
         rank: as_rank(plan, rehearsed, rank)
         for rehearsed, ranks in zip(rehearsals, kinds, strict=True)
         if not rehearsed.error  # the record of a failed rank is cut short
         for rank in ranks
     }
-    faults = [*disagreements(groups_of(plan), asked), *unmatched(asked)]
-    faults += () if faults else waiting(asked)
+    faults = [*disagreements(groups_of(plan), records), *unmatched(records)]
+    faults += () if faults else waiting(records)
     described = tuple(
         _described(plan, rehearsed, ranks)
         for rehearsed, ranks in zip(rehearsals, kinds, strict=True)
@@ -80,11 +81,11 @@ def as_rank(plan: Plan, rehearsed: Rehearsed, rank: int) -> Record:
     """Return the record of `rank`, which is of the same kind as the rehearsed rank."""
     if rank == rehearsed.rank:
         return rehearsed.record
-    others = peers(plan, rehearsed.rank, rank, list(rehearsed.record.messages))
+    counterparts = peers(plan, rehearsed.rank, rank, list(rehearsed.record.messages))
     return Record(
         rehearsed.record.collectives,
-        {others[peer]: messages for peer, messages in rehearsed.record.messages.items()},
-        [(kind, others[peer], number) for kind, peer, number in rehearsed.record.events],
+        {counterparts[peer]: messages for peer, messages in rehearsed.record.messages.items()},
+        [(kind, counterparts[peer], number) for kind, peer, number in rehearsed.record.events],
     )
 
 
@@ -116,14 +117,15 @@ def _described(plan: Plan, rehearsed: Rehearsed, ranks: tuple[int, ...]) -> Kind
 
 
 def _traffic(record: Record) -> Iterable[GroupTraffic]:
-    """Yield the traffic of a record by group and kind of collective, then that of its messages."""
+    """Yield the traffic of a record: first by group and kind of collective, then of its
+    messages."""
     sizes_of: dict[tuple[str, str], list[int]] = {}
     for group, operations in record.collectives.items():
-        for asked in operations:
-            sizes_of.setdefault((group, asked.kind), []).append(asked.num_bytes)
+        for operation in operations:
+            sizes_of.setdefault((group, operation.kind), []).append(operation.num_bytes)
     for operations in record.messages.values():
-        for asked in operations:
-            sizes_of.setdefault(("messages", asked.kind), []).append(asked.num_bytes)
+        for operation in operations:
+            sizes_of.setdefault(("messages", operation.kind), []).append(operation.num_bytes)
     for (group, kind), sizes in sizes_of.items():
         yield GroupTraffic(group, kind, len(sizes), sum(sizes))
 
@@ -152,7 +154,7 @@ def chosen(plan: Plan, ranks: str) -> list[tuple[int, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of this module; return its exit status."""
+    """Run the command of this module, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.rehearse.main")
     parser.add_argument("--ranks", required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(run_dir: Path, mapping: Mapping[str, object]) -> None:
-    """Write `mapping` to `rehearsal.json`, whole or not at all."""
+    """Write `mapping` to `rehearsal.json` atomically."""
     partial = run_dir / f"{FILE}.partial"
     partial.write_text(json.dumps(mapping, indent=1) + "\n", encoding="utf-8")
     partial.replace(run_dir / FILE)

@@ -1,8 +1,8 @@
 """Watch a rank's operations on tensors of the meta device, which stands for a GPU.
 
-Tensors have no storage, so operations cost only what it takes to ask for them. Where a GPU would
-refuse an operation or wait for the host, an error tells the place: a tensor on the host among the
-operands, or a value read on the host. Memory is counted as it would be allocated.
+Tensors have no storage, so an operation costs only its dispatch. Where a GPU would refuse an
+operation or wait for the host, an error reports the place: a tensor on the host among the operands,
+or a value read on the host. Memory is counted as it would be allocated.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-# Operations whose result depends on values, which the host would have to read from a GPU.
+# Operations with a result that depends on values, which the host would have to read from a GPU.
 _READ = frozenset((
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim",
     "_unique", "_unique2", "unique_consecutive", "repeat_interleave.Tensor", "bincount",
@@ -26,20 +26,20 @@ _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 
 
 class HostRead(RuntimeError):
-    """Error: a value of the device was read on the host."""
+    """A value of the device was read on the host."""
 
 
 class OnTheHost(RuntimeError):
-    """Error: an operation had operands on the device and on the host."""
+    """An operation had operands on the device and on the host."""
 
 
 class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that runs operations on meta tensors.
+    """A mode that runs operations on meta tensors.
 
     Of equal calls only the first runs, unless they return views or change a tensor in place. `live`
-    and `peak` are bytes of all tensors made inside the mode and of those given to `hold`. At a new
-    peak, `at_peak` is called. `reads` counts, by their place, the values that the model's own code
-    reads on the host: such a read gives True, or one.
+    and `peak` are the bytes of all tensors made inside the mode and of those passed to `hold`. At a
+    new peak, `at_peak` is called. `reads` counts the values that the model's own code reads on the
+    host, by the place of the read; such a read returns True or 1.
     """
 
     def __init__(self, at_peak: Callable[[], None] = lambda: None) -> None:
@@ -64,15 +64,15 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(size)
 
     def restart(self) -> None:
-        """Set the peak to the memory that is live."""
+        """Set the peak to the live memory."""
         self.peak = self._seen_peak = self.live
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return True where the memory of `tensor` is counted."""
+        """Return True if the memory of `tensor` is counted."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def forget(self, tensor: Tensor) -> None:
-        """Stop counting the memory of `tensor`, which stands for one that is not on the device."""
+        """Stop counting the memory of `tensor`, which stands for a tensor outside the device."""
         storage = tensor.untyped_storage()
         self._forgotten[storage._cdata] = storage  # kept, so that its address is not reused
         if self._storages.pop(storage._cdata, None) is not None:
@@ -96,11 +96,11 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads[str(reader)] += 1
                 return _READ_AS.get(tensors[0].dtype, 1.0)
         self._refuse(function, tensors, on_device, kwargs)
-        made = self._made(function, args, kwargs)
+        result = self._made(function, args, kwargs)
         if on_device or not tensors:
-            for tensor in _tensors_in((made,)):
+            for tensor in _tensors_in((result,)):
                 self.hold(tensor)
-        return made
+        return result
 
     def _refuse(
         self, function: Any, tensors: Sequence[Tensor], on_device: bool, kwargs: Mapping[str, Any]
@@ -117,11 +117,12 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise HostRead(f"{function} reads a value of the device on the host")
         strays = [x for x in tensors if x.device.type != "meta" and x.dim()]
         if strays and function not in _COPIES:
-            what = f"{list(strays[0].shape)} on {strays[0].device}"
-            raise OnTheHost(f"{function} has a tensor {what} beside others on the device")
+            stray = f"{list(strays[0].shape)} on {strays[0].device}"
+            raise OnTheHost(f"{function} has a tensor {stray} beside others on the device")
 
     def _made(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a call; that of a repeated call is made like the first one's."""
+        """Return the result of a call; for a repeated call, tensors like those of the first
+        call."""
         if function.is_view or function._schema.is_mutable or not function._schema.returns:
             return self._run(function, args, kwargs)
         key = _key(function, args, kwargs)
@@ -129,11 +130,11 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run(function, args, kwargs)
         known = self._known.get(key)
         if known is None:
-            made = self._run(function, args, kwargs)
-            if all(x.device.type == "meta" for x in _tensors_in((made,))):
+            result = self._run(function, args, kwargs)
+            if all(x.device.type == "meta" for x in _tensors_in((result,))):
                 with suppress(TypeError):
-                    self._known[key] = _described(made)
-            return made
+                    self._known[key] = _described(result)
+            return result
         return _like(known)
 
     def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -146,7 +147,7 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live += size
         if self.live > self.peak:
             self.peak = self.live
-            # Not at each of a thousand small steps of the peak.
+            # `at_peak` would otherwise be called at each of a thousand small steps of the peak.
             if self.peak > self._seen_peak * 1.002:
                 self._seen_peak = self.peak
                 self._at_peak()
@@ -164,11 +165,11 @@ _READ_AS: dict[torch.dtype, object] = {
 
 
 class _Place(NamedTuple):
-    """Line of code that asked for an operation.
+    """A line of code that called an operation.
 
-    file: path of the file.
-    line: line number.
-    function: name of the function.
+    file: the path of the file.
+    line: the line number.
+    function: the name of the function.
     is_ours: True for code of `whale_train.runtime`.
     """
 
@@ -236,11 +237,11 @@ def _key(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Tensor(tuple):  # type: ignore[type-arg]
-    """Sizes, strides and dtype of a tensor, and its device where that is not meta."""
+    """The sizes, strides and dtype of a tensor, and its device where that is not meta."""
 
 
 def _described(value: Any) -> Any:
-    """Return a hashable description of `value`. Raises TypeError for a type it does not know."""
+    """Return a hashable description of `value`. Raises TypeError for an unknown type."""
     if isinstance(value, Tensor):
         place = None if value.device.type == "meta" else value.device
         return _Tensor((value.size(), value.stride(), value.dtype, place))
@@ -255,7 +256,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 def _like(known: Any) -> Any:
-    """Return a value that `known`, a result of `_described`, describes."""
+    """Return a value with the description `known`, a result of `_described`."""
     if isinstance(known, _Tensor):
         size, stride, dtype, place = known
         return torch.empty_strided(size, stride, dtype=dtype, device=place or "meta")

@@ -1,7 +1,7 @@
 """Rehearse one rank's step.
 
-The rank's program is put together as the runtime does it, on tensors without storage, in a world
-whose other ranks do not exist.
+The rank's program is assembled as in training, on tensors without storage, in a world whose other
+ranks do not exist.
 """
 
 import copy
@@ -38,17 +38,17 @@ DEVICE = torch.device("meta")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Outcome of the rehearsal of a rank's step.
+    """The outcome of the rehearsal of a rank's step.
 
     rank: the rank.
-    error: what the step raised, or ''.
+    error: the error that the step raised, or ''.
     place: the line that raised it, or ''.
-    peak_bytes: bytes at the moment of most memory, by what holds them.
-    record: what the rank asked of other ranks.
-    kernels: number of runs of each kind of attention kernel.
-    reads: number of values that the model's own code read on the host, by place.
-    num_operations: number of operations that ran.
-    seconds: duration of the rehearsal.
+    peak_bytes: the bytes at the peak of memory, by the kind of tensors that hold them.
+    record: the collectives and messages of the rank.
+    kernels: the number of runs of each attention kernel.
+    reads: the number of values that the model's own code read on the host, by place.
+    num_operations: the number of operations that ran.
+    seconds: the duration of the rehearsal.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Model:
-    """Model with which every rank is rehearsed.
+    """The model with which every rank is rehearsed.
 
     module: the model without weights.
     graph: its exported graph, or None where no rank runs one.
@@ -96,7 +96,7 @@ def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehe
 
 
 class _Step:
-    """Step of one rank, with the bytes it holds at its peak."""
+    """The step of one rank, with the bytes that it holds at its peak."""
 
     def __init__(self, request: Request, plan: Plan, model: Model, rank: int) -> None:
         self._request, self._plan, self._model, self._rank = request, plan, model, rank
@@ -116,7 +116,7 @@ class _Step:
             program = assemble(self._request, plan, module, self._model.graph, seat)
             del module
             for engine in program.engines:
-                # The optimizer's state, as from the second step on.
+                # The optimizer's state exists from the second step on.
                 engine.make_states(list(engine.module.parameters()))
                 list(engine.states())
             batch = [
@@ -138,16 +138,16 @@ class _Step:
         self._program = None
 
     def _look(self) -> None:
-        """Note which objects hold the memory at a new peak."""
+        """Record which objects hold the memory at a new peak."""
         if self._program is None:
             return
         seen: set[int] = set()
         size = partial(_new_bytes, seen, self.tensors)
         peak_bytes = {"parameters": 0, "gradients": 0, "optimizer": 0, "communication": 0}
         for engine in self._program.engines:
-            module, whole = engine.module, list(engine.module.parameters())
-            peak_bytes["parameters"] += size((*whole, *module.buffers()))
-            peak_bytes["gradients"] += size(p.grad for p in whole)
+            module, parameters = engine.module, list(engine.module.parameters())
+            peak_bytes["parameters"] += size((*parameters, *module.buffers()))
+            peak_bytes["gradients"] += size(p.grad for p in parameters)
             if isinstance(engine, ZeroEngine):
                 peak_bytes["parameters"] += size(engine.partition_tensors)
                 peak_bytes["optimizer"] += size(engine.optimizer_tensors)
@@ -155,8 +155,8 @@ class _Step:
                 peak_bytes["communication"] += size(engine.gathered_tensors)
             elif isinstance(engine, TorchEngine):
                 if engine.optimizer is not None:
-                    kept = engine.optimizer.state.values()
-                    tensors = (x for state in kept for x in state.values())
+                    states = engine.optimizer.state.values()
+                    tensors = (x for state in states for x in state.values())
                     peak_bytes["optimizer"] += size(x for x in tensors if isinstance(x, Tensor))
                 peak_bytes["gradients"] += size(engine.buckets)
         if isinstance(self._program, PipelineModel):

@@ -1,4 +1,4 @@
-"""Process groups without other members, which record what a rank asks of them."""
+"""Process groups without other members, which record a rank's collectives and messages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from whale_train.runtime.cpu.named_group import NamedGroup
 
 @dataclass(frozen=True)
 class Asked:
-    """Operation on a group.
+    """An operation on a group.
 
-    kind: name of the operation.
-    sizes: number of elements of each tensor.
-    dtype: name of the tensors' dtype, or '' without tensors.
+    kind: the name of the operation.
+    sizes: the number of elements of each tensor.
+    dtype: the name of the tensors' dtype, or '' without tensors.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Asked:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors together."""
+        """Return the number of bytes of all tensors together."""
         return sum(self.sizes) * getattr(torch, self.dtype).itemsize if self.dtype else 0
 
     def __str__(self) -> str:
@@ -40,12 +40,12 @@ class Asked:
 
 @dataclass
 class Record:
-    """Operations that a rank asks of others, in their order.
+    """The operations of one rank that involve other ranks, in their order.
 
-    collectives: collectives by the plan's name of the group.
-    messages: messages sent and received, by the other rank.
+    collectives: the collectives by the plan's name of the group.
+    messages: the messages sent and received, by the other rank.
     events: posts and waits of messages as (`post` or `wait`, other rank, number of the message
-        among those of that rank).
+        among the messages with that rank).
     """
 
     collectives: dict[str, list[Asked]] = field(default_factory=dict)
@@ -54,7 +54,8 @@ class Record:
 
 
 class RecordedGroup(NamedGroup):
-    """Group of `ranks` whose operations end at once, and are added to the `record` of this rank."""
+    """A group of `ranks` whose operations end at once, and are added to the `record` of this
+    rank."""
 
     BACKEND = "recorded"
 
@@ -95,7 +96,7 @@ def _asked(kind: str, tensors: Sequence[Tensor]) -> Asked:
 
 
 class _Done(dist.Work):
-    """Collective that is done when it is asked for."""
+    """A collective that is done when it is called."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -114,9 +115,10 @@ class _Done(dist.Work):
 
 
 class _Posted(dist.Work):
-    """Message that is posted.
+    """A message that is posted.
 
-    A sent message counts as gone when it is first asked for, which is when the next one is posted.
+    A sent message counts as sent when `is_completed` is first called, which is when the next
+    message is posted.
     """
 
     def __init__(self, record: Record, peer: int, number: int, is_sent: bool) -> None:
@@ -133,7 +135,8 @@ class _Posted(dist.Work):
         return self._is_sent
 
 
-# Methods of ProcessGroup: name of the collective, and position of the tensors it is sized by.
+# Methods of ProcessGroup, with the collective's name and the position of the tensors that give its
+# size.
 _COLLECTIVES = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all-reduce", 0)),
     **dict.fromkeys(("allgather", "_allgather_base", "all_gather_single"), ("all-gather", 0)),
@@ -184,7 +187,7 @@ RecordedGroup.barrier = _barrier  # type: ignore[method-assign,assignment]
 def alone(rank: int, world_size: int) -> Iterator[Record]:
     """Run the context as `rank` of a world whose other ranks do not exist.
 
-    Yields the record of what the rank asks of them.
+    Yields the record of the rank's collectives and messages.
     """
     record = Record()
 

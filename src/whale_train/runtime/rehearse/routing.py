@@ -12,10 +12,10 @@ from whale_train.runtime.comms.layout_collectives import ShardGroup
 
 @contextmanager
 def evenly() -> Iterator[None]:
-    """Spread rows evenly over experts inside the context.
+    """Distribute rows evenly over experts inside the context.
 
-    Every member sends each member rows in proportion to its experts, and gets as many as if the
-    others had as many rows as it has.
+    Every member sends each member rows in proportion to that member's experts. It receives as many
+    rows as if every other member had as many rows as this one.
     """
 
     def evenly_spread(numbers: Tensor, rows: int, experts: ShardGroup) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Stand in for the engines that need storage: DistributedDataParallel, and DeepSpeed's ZeRO.
 
-Stand-ins allocate the tensors that the engines allocate, at the same moments, and ask the same
-operations of the other ranks. Module, autocast, optimizer and gradients are the rank's own.
-`strategies/memory/engine_memory.py` says what ZeRO holds and when, with its sources.
+Stand-ins allocate the tensors that the engines allocate, at the same moments, and call the same
+collectives. Module, autocast, optimizer and gradients are the rank's own.
+`strategies/memory/engine_memory.py` describes ZeRO's memory, with its sources.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,9 +25,9 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
 class Buckets(nn.Module):
-    """Stand-in for DistributedDataParallel.
+    """A stand-in for DistributedDataParallel.
 
-    Gradients are views of lasting buckets. Each bucket is all-reduced when it is full.
+    Gradients are views of persistent buckets. Each bucket is all-reduced when it is full.
     """
 
     def __init__(self, module: nn.Module, copies: Copies) -> None:
@@ -38,36 +38,37 @@ class Buckets(nn.Module):
         self.buckets: list[Tensor] = []
         trained = [p for p in module.parameters() if p.requires_grad]
         for parameters in in_buckets(reversed(trained)):
-            whole = torch.empty(
+            bucket = torch.empty(
                 sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device="meta"
             )
-            self.buckets.append(whole)
-            views = torch.split(whole, [p.numel() for p in parameters])
-            left = set(parameters)
+            self.buckets.append(bucket)
+            views = torch.split(bucket, [p.numel() for p in parameters])
+            absent = set(parameters)
             for parameter, view in zip(parameters, views, strict=True):
-                _when_made(parameter, self._hook(whole, view, left))
+                _when_made(parameter, self._hook(bucket, view, absent))
 
-    def _hook(self, bucket: Tensor, view: Tensor, left: set[nn.Parameter]) -> Callable[..., None]:
+    def _hook(self, bucket: Tensor, view: Tensor, absent: set[nn.Parameter]) -> Callable[..., None]:
         """Return a hook for the gradient whose place in `bucket` is `view`.
 
-        `left` are the parameters of the bucket whose gradients are still missing.
+        `absent` are the parameters of the bucket that have no gradient yet.
         """
-        everyone = set(left)
+        all_parameters = set(absent)
 
         def hook(parameter: nn.Parameter) -> None:
             parameter.grad = view.view_as(parameter)
             if not self._syncs:
                 return
-            left.discard(parameter)
-            if not left:
+            absent.discard(parameter)
+            if not absent:
                 dist.all_reduce(bucket.to(self._dtype), group=self._group, async_op=True)
-                left.update(everyone)
+                absent.update(all_parameters)
 
         return hook
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip all-reduces inside the context: in all but the last backward of a step."""
+        """Skip all-reduces inside the context, which encloses all but the last backward of a
+        step."""
         self._syncs = False
         try:
             yield
@@ -79,9 +80,9 @@ class Buckets(nn.Module):
 
 
 class ZeroEngine:
-    """Stand-in for DeepSpeed's engine of ZeRO 1 to 3, perhaps with offload.
+    """A stand-in for DeepSpeed's engine of ZeRO 1 to 3, perhaps with offload.
 
-    `forget` is called with each tensor that is whole here and partitioned in DeepSpeed, so that its
+    `forget` is called with each tensor that is whole here but partitioned in DeepSpeed, so that its
     memory does not count.
     """
 
@@ -136,7 +137,7 @@ class ZeroEngine:
         self._gathered: dict[nn.Module, list[Tensor]] = {}
         self._prefetched: list[Tensor] = []
         if self._stage == 3:
-            self.held.append(torch.empty(self._bucket, device=device))  # it stays
+            self.held.append(torch.empty(self._bucket, device=device))  # it is never freed
             self._gather_when_called(forget, kept_here="offload_param" not in zero)
         if self._stage > 1:
             for parameter in self._trained:
@@ -147,9 +148,9 @@ class ZeroEngine:
             return self.module(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Accumulate gradients times the number of copies, over which DeepSpeed takes a mean.
+        """Accumulate gradients times the number of copies, over which DeepSpeed averages.
 
-        `gradients` are those of `outputs`, of the same shapes.
+        `gradients` are the gradients of `outputs`, of the same shapes.
         """
         wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outputs]
         scalars = [(x * g).sum() for x, g in zip(wide, gradients, strict=True)]
@@ -169,10 +170,11 @@ class ZeroEngine:
         set_learning_rate(self._optimizer, lr)
 
     def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
-        """Reduce the gradients that are left, update this rank's part, and gather the parameters.
+        """Reduce the remaining gradients, update this rank's part, and gather the parameters.
 
-        `global_norm` maps the squared norm of this engine's gradients to that of all (None: not
-        measured). With `skips`, the update changes nothing where the global norm is not finite.
+        `global_norm` maps the squared norm of this engine's gradients to the squared norm over all
+        engines (None: not measured). With `skips`, the update changes nothing where the global norm
+        is not finite.
         """
         self._shared.wait()
         if self._stage == 1:
@@ -199,10 +201,10 @@ class ZeroEngine:
         self._second = None
         del part
         if self._stage < 3:  # gathered into the parameters themselves
-            left = sum(p.numel() for p in self._trained)
-            while left > 0:
-                self._ask("all-gather", min(left, self._bucket))
-                left -= min(left, self._bucket)
+            remaining = sum(p.numel() for p in self._trained)
+            while remaining > 0:
+                self._ask("all-gather", min(remaining, self._bucket))
+                remaining -= min(remaining, self._bucket)
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         yield from ((p, None) for p in self._trained)
@@ -230,26 +232,28 @@ class ZeroEngine:
         """Return the tensors of the optimizer's state for this rank's part."""
         if self._optimizer is None:
             return []
-        kept = self._optimizer.state.values()
-        return [x for state in kept for x in state.values() if isinstance(x, Tensor)]
+        states = self._optimizer.state.values()
+        return [x for state in states for x in state.values() if isinstance(x, Tensor)]
 
     @property
     def partition_tensors(self) -> list[Tensor]:
-        """Return this rank's fp32 part of the parameters, and other tensors held throughout."""
+        """Return this rank's fp32 part of the parameters, and other tensors that are held
+        throughout."""
         return [self._partition, *self.held]
 
     @property
     def gathered_tensors(self) -> list[Tensor]:
-        """Return the parameters that are gathered at the moment, and the prefetch buffers."""
-        return [*self._prefetched, *(x for whole in self._gathered.values() for x in whole)]
+        """Return the currently gathered parameters, and the prefetch buffers."""
+        return [*self._prefetched, *(x for tensors in self._gathered.values() for x in tensors)]
 
     @property
     def gradient_tensors(self) -> list[Tensor]:
-        """Return the parts of gradients that are kept until the update."""
+        """Return the parts of gradients that are held until the update."""
         return self._gradients
 
     def _reduce(self, parameter: nn.Parameter) -> None:
-        """Replace a new gradient by this rank's part, and count it into the current bucket.
+        """Replace a new gradient by this rank's part, and count its elements into the current
+        bucket.
 
         A full bucket is reduced.
         """
@@ -267,22 +271,24 @@ class ZeroEngine:
             self._send_bucket()
 
     def _send_bucket(self) -> None:
-        """Allocate a bucket of gradients and reduce-scatter it, each copy keeping its part."""
+        """Allocate a bucket of gradients and reduce-scatter it, so that each copy keeps its
+        part."""
         bucket = torch.empty(min(self._filled, self._bucket), device=self._device)
         reduced = torch.empty_like(bucket)
         self._ask("reduce-scatter", reduced.numel(), self._sent)
         self._filled -= bucket.numel()
 
     def _ask(self, kind: str, elements: int, dtype: torch.dtype = torch.float32) -> None:
-        """Ask the copies for a collective of `elements` elements, whose memory is not counted."""
+        """Record a collective of `elements` elements among the copies. The memory of its operands
+        is not counted."""
         assert isinstance(self._group, RecordedGroup)
         self._group.ask(kind, [torch.empty(1, dtype=dtype, device="meta").expand(elements)])
 
     def _gather_when_called(self, forget: Callable[[Tensor], None], *, kept_here: bool) -> None:
         """Gather the parameters of a module from its call to its end, and again in its backward.
 
-        Whole parameters are not counted outside of these times. With `kept_here` (parameters are
-        not offloaded), this rank's part of each is held throughout.
+        Gathered parameters are not counted at other times. With `kept_here` (parameters are not
+        offloaded), this rank's part of each is held throughout.
         """
         for parameter in self.module.parameters():
             forget(parameter.data)
@@ -295,7 +301,7 @@ class ZeroEngine:
                 continue
 
             def gather(module: nn.Module, *_: Any, own: list[nn.Parameter] = own) -> None:
-                if self._prefetches and not self._prefetched:  # flat, and copied out of it
+                if self._prefetches and not self._prefetched:  # flat; weights are copied out
                     total = sum(p.numel() for p in self._trained)
                     part = min(self._prefetches, total) / max(total, 1)
                     size = int(part * sum(p.nbytes for p in self._trained))
@@ -306,8 +312,8 @@ class ZeroEngine:
                     self._gathered[module] = [
                         torch.empty(p.numel(), dtype=p.dtype, device=self._device) for p in own
                     ]
-                    for whole in self._gathered[module]:
-                        self._ask("all-gather", whole.numel(), whole.dtype)
+                    for full in self._gathered[module]:
+                        self._ask("all-gather", full.numel(), full.dtype)
 
             def release(module: nn.Module, *_: Any) -> None:
                 self._gathered.pop(module, None)
@@ -319,7 +325,7 @@ class ZeroEngine:
 
 
 class HostEngine(StreamedEngine):
-    """Stand-in for the engine of weights on the host; its update needs no device memory."""
+    """A stand-in for the engine of weights on the host; its update needs no device memory."""
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
         for parameter in self.parameters:

@@ -1,9 +1,9 @@
-"""Describe where the part that a rank holds of a tensor lies in the whole tensor.
+"""Describe the position of a rank's part of a tensor in the whole tensor.
 
-Verifications and checkpoints are both made of this description. A rank holds a part along one
-dimension, perhaps of several intervals (a fused weight is cut in several places at once). Where
-copies partition that part, a rank holds a range of its flattened elements. Either consists of a few
-blocks: boxes of neighbouring elements, in every dimension.
+Verifications and checkpoints both use this description. A rank holds a part along one dimension,
+perhaps of several intervals (a fused weight is sharded in several places at once). Where copies
+partition that part, a rank holds a range of its flattened elements. In both cases the rank's
+elements form a few blocks: boxes of neighbouring elements, in every dimension.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,16 @@ from torch import Tensor
 from whale_train.checkpoints.safetensors_files import Block, Shape
 from whale_train.strategies.plan.plan import Plan
 
-Intervals = tuple[tuple[int, int], ...]  # [start, stop), one after another
+Intervals = tuple[tuple[int, int], ...]  # [start, stop) each, ascending
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Part of a tensor that a rank holds.
+    """The part of a tensor that a rank holds.
 
-    shape: shape of the whole tensor.
-    intervals: for each dimension, the intervals of the part, one after another; None for all of it.
+    shape: the shape of the whole tensor.
+    intervals: for each dimension, the intervals of the part in ascending order; None for all of the
+        dimension.
     """
 
     shape: Shape
@@ -39,14 +40,15 @@ class Placement:
 
     @property
     def has_first_element(self) -> bool:
-        """Return True where the part includes the whole tensor's first element."""
+        """Return True if the part includes the first element of the whole tensor."""
         return all(not held or held[0][0] == 0 for held in self.intervals)
 
     def blocks(self, held: Tensor, start: int | None = None) -> Iterator[tuple[Block, Tensor]]:
-        """Yield the blocks of the whole tensor in `held`, each with a view of its elements.
+        """Yield the blocks of the whole tensor that `held` contains, each with a view of its
+        elements in `held`.
 
-        `held` is the part itself. With `start`, it is a range of the flattened part that begins at
-        element `start`. Views are of `held`.
+        `held` is the rank's part. With `start`, it is a range of the flattened part that begins at
+        element `start`.
         """
         if start is None:
             assert tuple(held.shape) == self.held_shape, (held.shape, self)
@@ -59,14 +61,15 @@ class Placement:
             end += size
 
     def _cut(self, box: Block, view: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """Yield a box of the part as blocks of the whole tensor, cut where two intervals meet."""
+        """Yield a box of the part as blocks of the whole tensor, divided where two intervals
+        meet."""
         pieces = [(box.offsets, view)]
         for dim, held in enumerate(self.intervals):
             if held is not None:
                 pieces = [
                     ((*at[:dim], offset, *at[dim + 1 :]), piece)
-                    for at, whole in pieces
-                    for offset, piece in _along(dim, held, at[dim], whole)
+                    for at, uncut in pieces
+                    for offset, piece in _along(dim, held, at[dim], uncut)
                 ]
         for offsets, piece in pieces:
             if piece.numel():
@@ -79,9 +82,9 @@ def whole(shape: Sequence[int]) -> Placement:
 
 
 def placement(plan: Plan, rank: int, path: str, shape: Shape) -> Placement:
-    """Return the placement of what `rank` holds of the parameter or buffer `path`.
+    """Return the placement of the part of the parameter or buffer `path` that `rank` holds.
 
-    `shape` is the shape of the rank's own part.
+    `shape` is the shape of the part.
     """
     sizes = list(shape)
     intervals: list[Intervals | None] = [None] * len(shape)
@@ -105,8 +108,7 @@ def placement(plan: Plan, rank: int, path: str, shape: Shape) -> Placement:
 def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Block]:
     """Yield the boxes that make up the elements [start, stop) of a flattened tensor of `shape`.
 
-    Boxes come in the order of their elements: at most two for every dimension but the last, and
-    one.
+    Boxes are in the order of their elements. For n dimensions there are at most 2n - 1 boxes.
     """
     if start >= stop:
         return
@@ -128,7 +130,7 @@ def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Block]:
 
 
 def _in_row(number: int, boxes: Iterator[Block]) -> Iterator[Block]:
-    """Yield boxes of a row as boxes of the tensor, whose first index is `number`."""
+    """Yield boxes of a row as boxes of the tensor in which the row has the first index `number`."""
     for box in boxes:
         yield Block((number, *box.offsets), (1, *box.shape))
 

@@ -1,7 +1,7 @@
-"""Carry files between rank 0's run directory and those of hosts that do not share it.
+"""Copy files between rank 0's run directory and the run directories of hosts that do not share it.
 
-They go through a CPU process group of rank 0 and the ranks of those hosts, in rank order. Nothing
-else uses the group, so a thread may use it beside the steps.
+Files go through a CPU process group of rank 0 and the ranks of those hosts, in rank order. Nothing
+else uses the group, so a thread may use it during the steps.
 """
 
 import shutil
@@ -25,10 +25,10 @@ _PIECE_BYTES = 2**24  # sent at a time
 
 
 class Carrier:
-    """Carrier of files from and to `rank`, one of the `ranks` ranks of a job.
+    """Copies files from and to `rank`, one of the `ranks` ranks of a job.
 
-    `hosts` are the job's hosts; none where all ranks share a file system. A wait for another rank
-    ends after `timeout_s` seconds. Made by all ranks together.
+    `hosts` are the job's hosts, or () where all ranks share a file system. A wait for another rank
+    ends after `timeout_s` seconds. All ranks must make a Carrier together.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Carrier:
 
     @property
     def is_apart(self) -> bool:
-        """Return True where this rank's host has a run directory of its own."""
+        """Return True if this rank's host has a run directory of its own."""
         return self._rank in self._strangers
 
     def hand_over(self, folder: Path, part: SavedPart) -> None:
-        """Give rank 0 this rank's part of `folder`.
+        """Report this rank's part of `folder` to rank 0.
 
-        Files are moved to rank 0 where it does not see them.
+        The files are moved to rank 0 if it does not share this rank's file system.
         """
         if not self.is_apart:
             hand_over(folder, part)
@@ -66,7 +66,8 @@ class Carrier:
                 path.rmdir()
 
     def gathered(self, folder: Path, own: SavedPart) -> list[FileRecord]:
-        """Return the records of all ranks' files, once all are in `folder`. Rank 0 calls it.
+        """Return the records of all ranks' files, once all files are in `folder`. Only rank 0 calls
+        it.
 
         Rank 0's part `own` comes first. Raises OSError where a file is missing.
         """
@@ -75,9 +76,10 @@ class Carrier:
         return gathered(folder, own, self._ranks, self._timeout_s)
 
     def gather(self, folder: Path, own: SavedPart) -> list[FileRecord]:
-        """Give rank 0 the part `own` of each rank, and return the records of all files on rank 0.
+        """Report the part `own` of each rank to rank 0; return the records of all files on rank 0.
 
-        Other ranks get an empty list. A collective. Raises OSError where a part did not arrive.
+        The list is empty on the other ranks. A collective. Raises OSError where a part did not
+        arrive.
         """
         if self._rank == 0:
             return self.gathered(folder, own)
@@ -85,11 +87,11 @@ class Carrier:
         return []
 
     def fetched(self, checkpoint: Place) -> Place:
-        """Return the folder in which this rank reads the `checkpoint` that rank 0 continues from.
+        """Return the folder from which this rank reads the `checkpoint` that rank 0 resumes from.
 
-        It is that folder, or a copy on the rank's host where one of the host's ranks does not see
-        it. Every host reads a store by itself. A collective. Raises OSError where the copy cannot
-        be written.
+        It is `checkpoint`, or a copy on this rank's host if some rank of the host cannot read
+        `checkpoint`. Every host reads a store by itself. A collective. Raises OSError if the copy
+        cannot be written.
         """
         if isinstance(checkpoint, UrlPath):
             return checkpoint
@@ -121,19 +123,20 @@ class Carrier:
         return checkpoint
 
     def forget(self) -> None:
-        """Remove fetched copies, once all their readers are done. A collective."""
+        """Remove fetched copies, after all ranks have read them. A collective."""
         if self._group is not None and (self._rank == 0 or self.is_apart):
             dist.barrier(self._group)
             shutil.rmtree(self._run_dir / FETCHED, ignore_errors=True)
 
     def _received(self, folder: Path, rank: int) -> SavedPart:
-        """Return the part of `rank`, with its files in `folder`, or with an error."""
+        """Return the part of `rank`, whose files are then in `folder`; a failure is the part's
+        error."""
         try:
-            said: list[Any] = [None]
-            dist.recv_object_list(said, rank, self._group)
-            part = SavedPart.from_json(said[0])
+            messages: list[Any] = [None]
+            dist.recv_object_list(messages, rank, self._group)
+            part = SavedPart.from_json(messages[0])
             errors = [self._receive_file(folder / x.path, x.bytes, rank) for x in part.files]
-        except RuntimeError as error:  # it has ended
+        except RuntimeError as error:  # the sending rank has ended
             return SavedPart(rank, error=f"its files did not arrive ({str(error).splitlines()[0]})")
         failed = next(filter(None, errors), "")
         return SavedPart(rank, error=failed) if failed else part
@@ -146,9 +149,10 @@ class Carrier:
                 dist.send(piece, target, self._group)
 
     def _receive_file(self, path: Path, size: int, source: int) -> str:
-        """Write the bytes that rank `source` sends to `path`; return why that fails, or ''.
+        """Write the bytes that rank `source` sends to `path`; return the reason of a failure, or
+        ''.
 
-        All bytes are received even where they cannot be written.
+        All bytes are received even if they cannot be written.
         """
         failed = ""
         file = None
@@ -175,7 +179,8 @@ class Carrier:
 
 
 def _pieces(size: int) -> Iterator[torch.Tensor]:
-    """Yield an empty uint8 tensor for each piece of at most `_PIECE_BYTES` of `size` bytes."""
+    """Yield an uninitialised uint8 buffer for each piece of at most `_PIECE_BYTES` of `size`
+    bytes."""
     for start in range(0, size, _PIECE_BYTES):
         yield torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8)
 

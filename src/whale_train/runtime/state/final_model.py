@@ -1,8 +1,8 @@
 """Write a trained model as a folder of weights that other programs can open.
 
-It has whole tensors under the names of the user's model, in files of at most 5 GB. For a model of
-transformers `from_pretrained` opens the folder; for low-rank additions to one, peft's does. Tensors
-are written one by one: no process has the whole model.
+The folder has whole tensors under the names of the user's model, in files of at most 5 GB. For a
+transformers model `from_pretrained` opens the folder; for low-rank adapters of one, peft's does.
+Tensors are written one by one: no process holds the whole model.
 """
 
 import shutil
@@ -32,7 +32,7 @@ from whale_train.runtime.state.special_tokens import align_special_tokens
 from whale_train.runtime.state.tensor_files import TensorReader, record_json, write_tensors
 
 _FILE_BYTES = 5 * 10**9
-_KEPT = ("generation_config.json", "*processor_config.json")  # beside weights and config
+_KEPT = ("generation_config.json", "*processor_config.json")  # copied beside weights and config
 
 
 def write_final(
@@ -45,12 +45,12 @@ def write_final(
     rank: int,
     carrier: Carrier,
 ) -> Path | None:
-    """Write the trained weights, each rank its own part, and return rank 0's folder of them.
+    """Write the trained weights, each rank its own part, and return their folder on rank 0.
 
-    Other ranks get None. `tokenizer` is the folder of the data's tokenizer, which goes with the
-    weights; None: that of `model.pretrained` does. Where a `checkpoint` was saved after the last
-    step, its weights are read instead. Raises LaunchError where files cannot be written; no files
-    are left then.
+    The result is None on other ranks. `tokenizer` is the folder of the data's tokenizer, which is
+    saved with the weights; None saves the tokenizer of `model.pretrained`. Where a `checkpoint` was
+    saved after the last step, its weights are read instead. Raises LaunchError where files cannot
+    be written; no files are left then.
     """
     parts = run_dir / PARTS_OF_MODEL
     try:
@@ -64,7 +64,7 @@ def write_final(
             carrier.gather(parts, own)
         if rank:
             return None
-        if has_adapters(model):  # peft asks its modules what they hold, which ranks took from them
+        if has_adapters(model):  # peft reads the tensors of its modules, which ranks took from them
             model = model_on_meta(options)
         return export_weights(saved, run_dir, model, options, tokenizer)
     except OSError as error:
@@ -82,42 +82,43 @@ def export_weights(
     options: ModelOptions,
     tokenizer: Path | None = None,
 ) -> Path:
-    """Return the folder of weights in `run_dir`, made from the blocks in the folder `saved`.
+    """Write the folder of weights in `run_dir` from the blocks in the folder `saved`, and return
+    it.
 
-    `model`, built by `options`, is read for its names and its config alone. The files of the
-    `tokenizer` are copied beside the weights, or those of `model.pretrained`. An existing folder is
-    replaced. Raises OSError where files cannot be written.
+    `model`, built by `options`, is read for its names and its config only. The files of the
+    `tokenizer`, or of `model.pretrained`'s tokenizer, are copied beside the weights. An existing
+    folder is replaced. Raises OSError where files cannot be written.
     """
-    made = run_dir / UNFINISHED_MODEL
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
+    unfinished = run_dir / UNFINISHED_MODEL
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
     try:
         if has_adapters(model):
-            describe_adapters(model, options.pretrained, made)
-            _write_adapters(saved, made, model)
+            describe_adapters(model, options.pretrained, unfinished)
+            _write_adapters(saved, unfinished, model)
         else:
-            describe(model, options, made)
-            join(saved, made, other_names(model))
+            describe(model, options, unfinished)
+            join(saved, unfinished, other_names(model))
         if tokenizer is None and options.pretrained is not None:
             tokenizer = folder_of(options.pretrained)
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, made)
+            copy_tokenizer(tokenizer, unfinished)
             if options.pretrained is None:
-                align_special_tokens(made, options.config)
-    except OSError:  # on a full disk there is no room to say so beside it
-        shutil.rmtree(made, ignore_errors=True)
+                align_special_tokens(unfinished, options.config)
+    except OSError:  # on a full disk this makes room to report the failure
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     target = run_dir / MODEL
     shutil.rmtree(target, ignore_errors=True)
-    made.rename(target)
+    unfinished.rename(target)
     return target
 
 
 def join(parts: Place, folder: Path, renamed: Mapping[str, str]) -> None:
     """Write the tensors whose blocks are in `parts` as whole tensors into `folder`.
 
-    `renamed` gives the new names of tensors that change theirs. Several files get an index, as in
-    transformers.
+    `renamed` maps names to new names, for the tensors whose names change. If there are several
+    files, an index is written, as in transformers.
     """
     reader = TensorReader(parts)
     shapes = reader.shapes()
@@ -146,7 +147,7 @@ def join(parts: Place, folder: Path, renamed: Mapping[str, str]) -> None:
 
 
 def _write_adapters(parts: Place, folder: Path, model: nn.Module) -> None:
-    """Write the low-rank additions of `model`, whose blocks are in `parts`, into `folder`."""
+    """Write the low-rank adapters of `model`, whose blocks are in `parts`, into `folder`."""
     reader = TensorReader(parts)
     shapes = reader.shapes()
     names = adapter_names(model, shapes)
@@ -155,16 +156,16 @@ def _write_adapters(parts: Place, folder: Path, model: nn.Module) -> None:
 
 
 def describe(model: Any, options: ModelOptions, folder: Path) -> None:
-    """Write the files that `from_pretrained` needs beside the weights of a transformers model.
+    """Write the files that `from_pretrained` needs besides the weights of a transformers model.
 
-    Such files of the pretrained folder are copied. Other models get none.
+    Such files of the pretrained folder are copied. For other models nothing is written.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
-    if options.is_hugging_face:  # as it was before training turned the cache off
+    if options.is_hugging_face:  # training turned the model's cache off, so read the config again
         config = given_config(type(model).config_class, options.config, options.pretrained)
-    # As save_pretrained does: which class reads it.
+    # save_pretrained also records the class that reads the weights.
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)

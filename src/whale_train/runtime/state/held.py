@@ -1,8 +1,8 @@
-"""Give the blocks that a rank holds of a run's state, under their names in a checkpoint.
+"""The blocks of a run's state that a rank holds, under their names in a checkpoint.
 
-A parameter's or buffer's name is its path in the user's model (of a tied tensor, the first path).
-An optimizer's moment is `state.PATH.exp_avg` or the like, as in torch's flattened optimizer state.
-Nothing in a name or a block depends on the plan: any plan reads what any plan saved.
+A parameter's or buffer's name is its path in the user's model (the first path of a tied tensor). An
+optimizer's moment is `state.PATH.exp_avg` or the like, as in torch's flattened optimizer state. No
+name and no block depends on the plan, so any plan reads a checkpoint of any other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +27,15 @@ Folder = Literal["model", "optimizer"]
 
 @dataclass(frozen=True)
 class LocalBlock:
-    """Block of a tensor that a rank holds.
+    """A block of a tensor that a rank holds.
 
-    folder: folder of the checkpoint that the tensor is in.
-    name: name of the tensor in the checkpoint.
-    block: position and shape of the block in the whole tensor.
-    tensor: the elements, a view of the rank's state. For a `number`, a copy of it.
-    is_owner: True where this rank saves the block.
-    number: for a number, or a scalar, of an optimizer's state: the dictionary that has it, and its
-        name there. None for any other block.
+    folder: the folder of the checkpoint that the tensor is in.
+    name: the name of the tensor in the checkpoint.
+    block: the position and shape of the block in the whole tensor.
+    tensor: the elements, a view of the rank's state. If `number` is given, a copy.
+    is_owner: True if this rank saves the block.
+    number: for a number, or a scalar, of an optimizer's state: the dictionary that contains it, and
+        its key there. None for any other block.
     is_buffer: True for a block of a buffer.
     """
 
@@ -61,11 +61,11 @@ def paths_of(engine: Engine) -> dict[int, str]:
 
 
 class RankState:
-    """State that `rank` holds of the tensors `names`, with the optimizers' states of them.
+    """The state that `rank` holds of the tensors `names`, with their optimizer states.
 
-    All ranks make theirs at once: they agree on who saves a block that no optimizer has, which is
-    the first rank that holds it. A tensor that no rank holds, because no loss depends on it, is
-    rank 0's; its values are taken from `module`, whose weights are still the initial ones.
+    All ranks must make it together: the first rank that holds a block without an optimizer state
+    saves the block. Rank 0 saves a tensor that no rank holds because no loss depends on it; its
+    values are taken from `module`, whose weights are still the initial ones.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class RankState:
         self._saved_here = frozenset(key for key in constants if key not in before)
         somewhere = {path for task_graph in plan.task_graphs for path in task_graph.trained}
         somewhere |= {path for keys in held for path, _ in keys}
-        left = names - somewhere if rank == 0 else frozenset()
-        self._left = {path: x for path, x in kept_tensors(module).items() if path in left}
+        unheld = names - somewhere if rank == 0 else frozenset()
+        self._left = {path: x for path, x in kept_tensors(module).items() if path in unheld}
 
     def blocks(self) -> list[LocalBlock]:
         """Return all blocks of this rank.
@@ -94,23 +94,25 @@ class RankState:
         Call it outside of an update.
         """
         trained = (x for engine in self._engines for x in _trained(engine, self._plan, self._rank))
-        left = (
+        unheld_blocks = (
             LocalBlock("model", path, block, view, True)
             for path, tensor in self._left.items()
             for block, view in whole(tensor.shape).blocks(tensor.detach())
         )
-        return [*trained, *self.constants(), *left]
+        return [*trained, *self.constants(), *unheld_blocks]
 
     def make(self, is_saved: Callable[[str], bool]) -> None:
-        """Make the optimizers' states of the trained parameters whose path `is_saved` accepts,
-        where an optimizer would make them later."""
+        """Create the optimizer states of the trained parameters whose path `is_saved` accepts.
+
+        An optimizer would otherwise create them in a later update.
+        """
         for engine in self._engines:
             paths = paths_of(engine)
             trained = (p for p in engine.module.parameters() if p.requires_grad)
             engine.make_states([p for p in trained if is_saved(paths[id(p)])])
 
     def read(self) -> None:
-        """Make the engines take over values that were written to the blocks."""
+        """Make the engines use the values that were written to the blocks."""
         for engine in self._engines:
             engine.read_states()
 
@@ -132,7 +134,7 @@ class RankState:
 
 
 def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[LocalBlock]:
-    """Yield the blocks of an engine's trained parameters and of its optimizer's state."""
+    """Yield the blocks of an engine's trained parameters and of its optimizer states."""
     paths = paths_of(engine)
     for state in engine.states():
         path = paths[id(state.parameter)]
@@ -144,12 +146,12 @@ def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[LocalBlock]:
                 yield LocalBlock(folder, name, block, view, state.is_owner)
         is_owner = state.is_owner and not state.start and where.has_first_element
         for key in state.apart:
-            kept, name = state.entries[key], f"state.{path}.{key}"
-            if isinstance(kept, Tensor) and kept.dim():
-                for block, view in whole(kept.shape).blocks(kept.detach()):
+            entry, name = state.entries[key], f"state.{path}.{key}"
+            if isinstance(entry, Tensor) and entry.dim():
+                for block, view in whole(entry.shape).blocks(entry.detach()):
                     yield LocalBlock("optimizer", name, block, view, is_owner)
                 continue
-            copied = _copied(kept, key)
+            copied = _copied(entry, key)
             number = (state.entries, key)
             yield LocalBlock("optimizer", name, Block((), ()), copied, is_owner, number=number)
     for parameter in engine.computed_with():
@@ -160,9 +162,9 @@ def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[LocalBlock]:
 
 
 def _copied(number: Any, name: str) -> Tensor:
-    """Return a copy of a number of a state, called `name`, as a scalar on the host.
+    """Return a copy of the number `name` of an optimizer's state, as a scalar on the host.
 
-    Counts of updates are fp32 in every checkpoint. Other numbers of Python's are fp64.
+    Counts of updates are fp32 in every checkpoint. Other Python numbers are fp64.
     """
     if name == "step":
         return torch.tensor(float(number))

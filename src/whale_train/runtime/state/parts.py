@@ -1,7 +1,7 @@
 """Write files of several ranks to one folder, and report them to rank 0.
 
-Ranks communicate through the file system alone. They write beside the steps that follow, and only
-the steps may wait for collectives.
+Ranks communicate through the file system only. They write during later steps, and only the steps
+may wait for collectives.
 """
 
 import json
@@ -16,16 +16,16 @@ from whale_train.runtime.state.held import LocalBlock
 from whale_train.runtime.state.tensor_files import write_tensors
 
 _POLL_S = 0.05
-_AFTER_OWN_S = 2.0  # rank 0's wait for the others where it has failed itself
+_AFTER_OWN_S = 2.0  # rank 0's wait for the others after a failure of its own
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """Files of one rank.
+    """The files of one rank.
 
     rank: the rank.
-    files: records of the files it wrote.
-    error: what kept it from writing, or ''.
+    files: records of the files that the rank wrote.
+    error: the reason that it could not write them, or ''.
     """
 
     rank: int
@@ -43,10 +43,10 @@ class SavedPart:
 
 
 def written(folder: Path, rank: int, write: Callable[[], Iterable[FileRecord]]) -> SavedPart:
-    """Return the part of `rank`, whose files `write` writes to `folder`.
+    """Write the files of `rank` to `folder` by calling `write`, and return them as a part.
 
-    Where `write` raises, the part has the error, and the rank's files are removed: on a full disk
-    there would be no room to report it.
+    If `write` raises, the part has the error, and the rank's files are removed: on a full disk
+    there would be no room to report the error.
     """
     try:
         return SavedPart(rank, tuple(write()))
@@ -58,9 +58,9 @@ def written(folder: Path, rank: int, write: Callable[[], Iterable[FileRecord]]) 
 
 
 def hand_over(folder: Path, part: SavedPart) -> None:
-    """Report a rank's part to rank 0, by a file that appears whole or not at all.
+    """Report a rank's part to rank 0, by a file that is created atomically.
 
-    Where not even that file can be written, rank 0 waits until its timeout.
+    If that file cannot be written either, rank 0 waits until its timeout.
     """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,11 +70,10 @@ def hand_over(folder: Path, part: SavedPart) -> None:
 
 
 def gathered(folder: Path, own: SavedPart, ranks: int, timeout_s: float) -> list[FileRecord]:
-    """Return the records of the files of all `ranks` ranks, rank 0's part `own` first.
+    """Wait for the files of all `ranks` ranks, and return their records, rank 0's part `own` first.
 
-    Waits until all have written. Raises OSError where a rank could not write, or reported nothing
-    within `timeout_s`. It is raised only once the others have ended too, so that their files can be
-    removed.
+    Raises OSError if a rank could not write, or reported nothing within `timeout_s` seconds. The
+    error is raised only after all other ranks have ended, so that their files can be removed.
     """
     wait_s = min(timeout_s, _AFTER_OWN_S) if own.error else timeout_s
     deadline = time.monotonic() + wait_s
@@ -97,7 +96,7 @@ def gathered(folder: Path, own: SavedPart, ranks: int, timeout_s: float) -> list
 def write_blocks(folder: Path, held: Sequence[LocalBlock], rank: int) -> Iterator[FileRecord]:
     """Write the blocks `held` to files, and yield the files' records.
 
-    A name occurs once in a file: a tensor's second block goes to a second file.
+    A file contains a name only once, so a tensor's second block goes to a second file.
     """
     files: dict[tuple[str, int], list[LocalBlock]] = {}
     count: dict[tuple[str, str], int] = {}

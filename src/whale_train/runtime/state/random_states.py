@@ -10,7 +10,7 @@ from whale_train.runtime.graph.shard_rng import SharedRandom
 
 
 class RandomStates:
-    """Random states of this process's default generators and of its shard groups (`shared`)."""
+    """The random states of this process's default generators and of its shard groups (`shared`)."""
 
     def __init__(self, shared: Sequence[SharedRandom]) -> None:
         self._shared = shared

@@ -1,4 +1,4 @@
-"""Read a part of a tensor from a file of a store, by the ranges of bytes that it is in."""
+"""Read a part of a tensor from a file of a store, by ranges of bytes."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -9,37 +9,40 @@ from torch import Tensor
 
 from whale_train.checkpoints.safetensors_files import Shape, StoredBlock, read_range
 
-# Bytes between two runs of wanted ones up to which they are read as one range: about what a store
-# sends in the time of a further request.
+# Two runs with at most this many bytes between them are read as one range: a store sends about as
+# many bytes in the time of one more request.
 MOST_BETWEEN_BYTES = 2**18
-_MOST_BYTES = 2**26  # of a range that has several runs
+_MOST_BYTES = 2**26  # the limit for a range of several runs
 
 
 def read_slice(stored: StoredBlock, index: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """Return a part of a block, which has at least one element.
+    """Read a part of a block that has at least one element, and return it as a tensor.
 
     index: the part, a slice from a start to a stop in each dimension of the block.
     dtype: the dtype of the block.
 
-    Raises OSError.
+    Raises OSError where the store cannot be read.
     """
     shape = tuple(x.stop - x.start for x in index)
     content = bytearray(prod(shape) * dtype.itemsize)
     run_bytes, starts = runs(stored.block.shape, index, dtype.itemsize)
-    written = 0
+    filled = 0
     for group in _near(starts, run_bytes):
         begin = stored.start + group[0]
         read = memoryview(read_range(stored.file, begin, stored.start + group[-1] + run_bytes))
         for start in group:
             at = start - group[0]
-            content[written : written + run_bytes] = read[at : at + run_bytes]
-            written += run_bytes
+            content[filled : filled + run_bytes] = read[at : at + run_bytes]
+            filled += run_bytes
     return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
 def runs(shape: Shape, index: Sequence[slice], itemsize: int) -> tuple[int, list[int]]:
-    """Return the bytes of each run of a part of a row-major block that lies in one piece, and the
-    byte of the block at which each begins, in ascending order.
+    """Return the length of the contiguous runs that make up a part of a row-major block, and their
+    starts.
+
+    All runs have the same length, in bytes. The starts are bytes from the begin of the block,
+    ascending.
 
     shape: the shape of the block.
     index: the part, as in `read_slice`.
@@ -57,7 +60,7 @@ def runs(shape: Shape, index: Sequence[slice], itemsize: int) -> tuple[int, list
 
 
 def _near(starts: Sequence[int], run_bytes: int) -> Iterator[list[int]]:
-    """Yield the runs that are read as one range, group by group."""
+    """Yield groups of run starts, each to be read as one range."""
     group: list[int] = []
     for start in starts:
         is_near = group and start - group[-1] - run_bytes <= MOST_BETWEEN_BYTES

@@ -1,6 +1,7 @@
-"""Read a checkpoint into the state that a rank holds, whatever plan it was saved under.
+"""Read a checkpoint into the state that a rank holds, whichever plan it was saved under.
 
-The launcher has checked the files (`launcher/resume.py`): files missing here broke afterwards.
+The launcher has checked the files (`launcher/resume.py`), so a file that is missing here
+disappeared afterwards.
 """
 
 from collections.abc import Mapping
@@ -33,8 +34,8 @@ def restore(
     `places` are given where layers that share weights in the checkpoint continue separately
     (`delinking.py`). Moments of a parameter that was not trained stay as before a first update.
 
-    Random states are restored where the plan is the one they were saved under. Under another plan
-    no rank drew the same numbers, and the default generator, seeded for this run, is seeded anew by
+    Random states are restored if the plan is the one that they were saved under. Under another plan
+    the saved random states fit no rank, so the default generator is seeded from this run's seed and
     the step. Raises BrokenCheckpoint where a tensor or file is missing.
     """
     scalars = CheckpointState.read(checkpoint)
@@ -54,7 +55,7 @@ def restore(
     for block, _, factor in blocks:
         if factor != 1.0:
             block.tensor.mul_(factor)
-        if block.number is not None:  # ZeRO's one count of all parameters gets the largest
+        if block.number is not None:  # ZeRO has one count for all parameters: the largest
             entries, key = block.number
             place = (id(entries), key)
             numbers[place] = max(numbers.get(place, -inf), float(block.tensor))
@@ -71,8 +72,8 @@ def restore(
 def restore_weights(folder: Place, state: RankState, renamed: Mapping[str, str]) -> None:
     """Fill the weights that a rank holds from the safetensors files in `folder`.
 
-    Optimizers are as before a first update. `renamed` gives the names that tensors have in the
-    files, where they are others. Raises BrokenCheckpoint where a tensor or file is missing.
+    Optimizers stay as before a first update. `renamed` maps names of tensors to their names in the
+    files, where the two differ. Raises BrokenCheckpoint where a tensor or file is missing.
     """
     reader = TensorReader(folder)
     blocks = [block for block in state.blocks() if block.folder == "model"]
@@ -81,7 +82,8 @@ def restore_weights(folder: Place, state: RankState, renamed: Mapping[str, str])
 
 
 def _is_same(text: str, plan: Plan) -> bool:
-    """Return True where a saved plan computes what `plan` does; False where it cannot be read."""
+    """Return True if the saved plan in `text` has the same computation as `plan`; False if it
+    cannot be read."""
     try:
         return _computed(Plan.from_json(text)) == _computed(plan)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -89,7 +91,7 @@ def _is_same(text: str, plan: Plan) -> bool:
 
 
 def _computed(plan: Plan) -> Plan:
-    """Return the plan without its GPUs' ids and the reasons of its decisions.
+    """Return the plan without the ids of its GPUs and without its decisions.
 
     No computation depends on them.
     """
@@ -98,9 +100,9 @@ def _computed(plan: Plan) -> Plan:
 
 
 def _set_number(entries: dict[str, Any], key: str, number: float) -> None:
-    """Set a number of an optimizer's state, which is a tensor or one of Python's."""
-    kept = entries[key]
-    if isinstance(kept, torch.Tensor):
-        kept.fill_(number)
+    """Set the number `key` of an optimizer's state, which is a tensor or a Python number."""
+    current = entries[key]
+    if isinstance(current, torch.Tensor):
+        current.fill_(number)
     else:
-        entries[key] = type(kept)(number)
+        entries[key] = type(current)(number)

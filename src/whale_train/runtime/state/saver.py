@@ -1,8 +1,8 @@
-"""Write checkpoints beside the steps that follow them.
+"""Write checkpoints in a thread, during the steps that follow them.
 
-Every rank copies the blocks it saves and continues (or waits, and copies nothing); a thread writes
-them. Rank 0's thread then waits until all ranks have reported their files, writes the manifest and
-gives the folder its name: until then it is no checkpoint.
+Every rank copies the blocks it saves and continues (a synchronous save copies nothing and waits); a
+thread writes the blocks. Rank 0's thread then waits until all ranks have reported their files,
+writes the manifest and gives the folder its final name. Until then the folder is not a checkpoint.
 """
 
 import json
@@ -44,12 +44,12 @@ _COPIED = ("plan.json", "request.json")
 
 
 class Saver:
-    """Saver of the state that `rank` holds; all ranks save at the same steps.
+    """Saves the state that `rank` holds; all ranks save at the same steps.
 
     `is_asked_to_stop` returns True once this process was told to end. `data` is the data's
-    fingerprint, as plain JSON data. `wants_to_delink` is set where this rank wants shared layers to
-    continue separately, and `asked` is what else it wants. `on_saved` is called on rank 0, in the
-    thread that writes, with every checkpoint that is whole.
+    fingerprint, as plain JSON data. `wants_to_delink` is True if this rank requests that shared
+    layers continue separately, and `asked` is this rank's other request. `on_saved` is called on
+    rank 0, in the thread that writes, with the step and the folder of every complete checkpoint.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Saver:
         self.wants_to_delink = False
         self.asked = CheckpointRequest.NOTHING
         self.on_saved: Callable[[int, Path], None] = lambda step, folder: None
-        # The checkpoint begun last; after `close`, None unless it is whole.
+        # The checkpoint begun last; after `close`, None unless it is complete.
         self.last: Path | None = None
 
     def wanted(self, step: int) -> CheckpointRequest:
-        """Return the wish that all ranks follow after `step` steps. A collective.
+        """Return the request that all ranks follow after `step` steps. A collective.
 
-        It is the largest wish that was cast, or a save that is due.
+        It is the largest request of any rank, or a save if one is due.
         """
         every = self._options.every_steps
         is_due = every is not None and step % every == 0
@@ -90,12 +90,16 @@ class Saver:
         )
 
     def _wish(self) -> CheckpointRequest:
-        """Return this rank's wish. Rank 0 also has the clock, and sees the launcher's requests."""
-        asked, self.asked = self.asked, CheckpointRequest.NOTHING
-        return max(asked, self._own_wish())
+        """Return this rank's request, and clear `asked`."""
+        request, self.asked = self.asked, CheckpointRequest.NOTHING
+        return max(request, self._own_wish())
 
     def _own_wish(self) -> CheckpointRequest:
-        """Return the wish that this rank has by itself."""
+        """Return the request of this rank, apart from `asked`.
+
+        Rank 0 also requests a save when `every_s` has passed, and a stop when the launcher requests
+        one.
+        """
         if self._is_asked_to_stop() or (self._rank == 0 and (self._run_dir / STOP).exists()):
             return CheckpointRequest.SAVE_AND_STOP
         if self.wants_to_delink:
@@ -110,9 +114,9 @@ class Saver:
         """Wait until everything is written. A collective."""
         self._votes.close()
         self.wait()
-        whole = [self.last is not None and (self.last / MANIFEST).exists()]
-        dist.broadcast_object_list(whole, src=0)
-        self.last = self.last if whole[0] else None
+        is_complete = [self.last is not None and (self.last / MANIFEST).exists()]
+        dist.broadcast_object_list(is_complete, src=0)
+        self.last = self.last if is_complete[0] else None
 
     def save(
         self,
@@ -121,12 +125,14 @@ class Saver:
         trackers: Callable[[], Mapping[str, Any]] | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save the state after `step` steps; `scalars` is the part of the state that no tensor has.
+        """Save the state after `step` steps.
 
-        `trackers` waits for the states of trackers and returns them; None where there are none.
-        `best` says by what the checkpoint is the best so far; None where it is not.
-        Returns once the blocks are copied. Where saving is not asynchronous, nothing is copied, and
-        it returns once all is written.
+        scalars: the part of the state that is in no tensor.
+        trackers: waits for the states of trackers and returns them; None: no trackers.
+        best: the metric by which the checkpoint is the best so far; None: it is not the best.
+
+        Returns once the blocks are copied. A synchronous save copies nothing, and returns once all
+        files are written.
         """
         self.wait()
         blocks = owned(self._state.blocks())
@@ -214,13 +220,13 @@ class Saver:
             line["error"] = error.strerror or str(error)
         if "error" not in line:
             self.on_saved(step, checkpoint)
-        for left in unfinished_before(self._run_dir, step):
-            shutil.rmtree(left, ignore_errors=True)  # left by a rank that was late with its part
+        for stale in unfinished_before(self._run_dir, step):
+            shutil.rmtree(stale, ignore_errors=True)  # left by a rank that was late with its part
         with suppress(OSError), (self._run_dir / SAVED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
-            kept = best_step(checkpoint.parent)
-            others = [x for x in checkpoints_in(checkpoint.parent) if x.name != f"step_{kept}"]
+            best_at = best_step(checkpoint.parent)
+            others = [x for x in checkpoints_in(checkpoint.parent) if x.name != f"step_{best_at}"]
             for old in others[self._options.keep :]:
                 shutil.rmtree(old, ignore_errors=True)
 

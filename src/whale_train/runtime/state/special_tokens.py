@@ -1,7 +1,7 @@
-"""Give the config of a new model the special tokens of the tokenizer that is saved beside it.
+"""Give the config of a new model the special tokens of the tokenizer that is saved with it.
 
-A config that began with its class's defaults names tokens of another tokenizer (GPT-2's end of text
-is 50256): `generate` would never meet its end of text.
+A config with its class's defaults names tokens of another tokenizer (GPT-2's end of text is 50256),
+so `generate` would never reach its end of text.
 """
 
 import json
@@ -18,8 +18,11 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 
 def special_ids(folder: Path) -> dict[str, int]:
-    """Return the numbers of a tokenizer's special tokens, as `eos_token_id`, as far as its files
-    name them. Nothing is returned of a tokenizer without a tokenizer.json."""
+    """Return the ids of the special tokens that a tokenizer's files name, by key such as
+    `eos_token_id`.
+
+    The result is empty for a tokenizer without a tokenizer.json.
+    """
     content = _json(folder / "tokenizer.json")
     vocabulary = content.get("model", {}).get("vocab", {})
     numbers = dict(vocabulary) if isinstance(vocabulary, Mapping) else {}
@@ -37,10 +40,10 @@ def special_ids(folder: Path) -> dict[str, int]:
 def align_special_tokens(folder: Path, kept: Collection[str]) -> None:
     """Write the special tokens of the tokenizer in a model's folder into the model's configs.
 
-    A token that the tokenizer does not have, and whose number is beyond the vocabulary, becomes
-    null. Tokens that a config does not name are not added. Raises OSError.
+    A token that the tokenizer does not have, and whose id is beyond the vocabulary, becomes null.
+    Tokens that a config does not name are not added. Raises OSError.
 
-    kept: keys that the user has set, as `eos_token_id`, which stay as they are.
+    kept: keys that the user has set, such as `eos_token_id`, which are not changed.
     """
     ids = special_ids(folder)
     size = _json(folder / "config.json").get("vocab_size")
@@ -56,7 +59,7 @@ def align_special_tokens(folder: Path, kept: Collection[str]) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the content of a file; nothing where it cannot be read."""
+    """Return the content of a JSON file, or {} if it cannot be read."""
     with suppress(OSError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):

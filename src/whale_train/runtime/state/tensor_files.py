@@ -1,8 +1,9 @@
 """Write and read safetensors files block by block.
 
-Files are written through Python's own functions; the library's function holds the interpreter while
-it writes, where steps must go on, and computes no checksum. Files are read by the library, which
-maps a file and reads the slices that are asked for; those in a store by ranges of bytes.
+Files are written by Python's own functions. The library's function would hold the interpreter lock
+while it writes, although steps must go on, and it computes no checksum. Files are read by the
+library, which maps a file and reads the requested slices; files in a store are read by ranges of
+bytes.
 """
 
 import json
@@ -45,15 +46,15 @@ CODES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-_WRITE_BYTES = 2**24  # at a time
+_WRITE_BYTES = 2**24  # written at a time
 _AT_ONCE = 16  # reads from a store at the same time
 
 
 class _Counted:
-    """File of `whole_bytes` that is being written, with the checksum of what is written.
+    """A file of `whole_bytes` that is being written, with the checksum of the bytes written so far.
 
-    Its bytes are on the disk once it is closed. On a full disk an OSError tells how many bytes were
-    needed.
+    `close` returns once the bytes are on the disk. On a full disk an OSError names the number of
+    bytes needed.
     """
 
     def __init__(self, path: Path, whole_bytes: int) -> None:
@@ -93,9 +94,9 @@ def write_tensors(
 ) -> FileRecord:
     """Write a safetensors file, and return its record.
 
-    `shapes` gives dtype and shape by name, and `tensors` the tensors in that order, which are taken
-    and freed one after another. `offsets` gives where each begins in its whole tensor (None: all
-    are whole).
+    `shapes` maps names to dtype and shape. `tensors` yields the tensors in that order; each is
+    freed after it is written. `offsets` maps names to the start of a block in its whole tensor
+    (None: all tensors are whole).
     """
     described = {
         name: (CODES[dtype], shape, prod(shape) * dtype.itemsize)
@@ -129,7 +130,7 @@ def record_text(folder: Path, path: str, text: str) -> FileRecord:
 
 
 def recorded(folder: Path, path: str) -> FileRecord:
-    """Return the record of a file that others wrote."""
+    """Return the record of an existing file, after reading it."""
     crc32 = size = 0
     with (folder / path).open("rb") as file:
         while piece := file.read(_WRITE_BYTES):
@@ -144,7 +145,7 @@ def _bytes_of(tensor: Tensor) -> "memoryview[Any]":
 
 
 class TensorReader:
-    """Reader of the tensors in a folder of safetensors files, however they are cut in blocks."""
+    """Reads the tensors in a folder of safetensors files, whatever blocks they are divided into."""
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
@@ -158,11 +159,12 @@ class TensorReader:
         return {name: (_DTYPES[x[0].dtype], whole_shape(x)) for name, x in stored}
 
     def has_moments(self, name: str) -> bool:
-        """Return True where any moment of the parameter of the moment `name` is stored."""
+        """Return True if any moment is stored of the parameter that the moment `name` belongs
+        to."""
         return name.rpartition(".")[0] in self._parameters
 
     def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors with their names, one after another: those of `names`, or all."""
+        """Yield whole tensors with their names, one by one: the tensors `names`, or all."""
         shapes = self.shapes()
         for name in shapes if names is None else names:
             dtype, shape = shapes[name]
@@ -171,8 +173,8 @@ class TensorReader:
             yield name, tensor
 
     def read_all(self, wanted: Sequence[tuple[str, Block, Tensor]]) -> None:
-        """Fill the tensor of each name and block as `read` does; those in a store several at
-        once."""
+        """Fill the tensor of each (name, block, tensor) as `read` does; a store is read
+        concurrently."""
         if isinstance(self._folder, UrlPath):
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(lambda x: self.read(*x), wanted))
@@ -181,7 +183,8 @@ class TensorReader:
             self.read(name, block, into)
 
     def read(self, name: str, wanted: Block, into: Tensor) -> None:
-        """Fill `into` with the elements `wanted` of tensor `name`, converted to its dtype.
+        """Fill `into` with the elements `wanted` of tensor `name`, converted to the dtype of
+        `into`.
 
         Raises BrokenCheckpoint where the files lack some of the elements.
         """
@@ -203,6 +206,6 @@ class TensorReader:
         if stored.file not in self._open:
             self._open[stored.file] = safe_open(stored.file, framework="pt")
         file = self._open[stored.file]
-        # Slicing a scalar is refused.
+        # The library refuses to slice a scalar.
         tensor: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
         return tensor

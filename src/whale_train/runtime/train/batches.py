@@ -1,7 +1,7 @@
-"""Read this rank's samples of every global batch, and of the held-back samples.
+"""Read this rank's samples of every global batch, and of the evaluation sets.
 
-A thread reads training batches ahead. To a GPU they go through pinned memory, on a stream of their
-own.
+A thread reads training batches ahead. Batches for a GPU go through pinned memory, on a stream of
+their own.
 """
 
 import json
@@ -31,18 +31,18 @@ from whale_train.runtime.train.stream_reads import StreamReads, StreamShare
 from whale_train.runtime.train.worker_reads import WorkerReads
 from whale_train.strategies.plan.plan import Plan
 
-_STATES = 8  # steps whose states of a stream are kept: more than are read ahead
+_STATES = 8  # the number of steps whose stream states are kept: more steps than are read ahead
 
 
 @dataclass
 class EvaluatedSet:
-    """A set of samples to evaluate, read anew each time it is iterated over.
+    """A set of samples to evaluate, read anew in each iteration.
 
     name: the name of the set.
-    samples: number of samples.
-    samples_of: function that reads samples by their numbers.
-    read: function that yields the batches.
-    answers: where this rank keeps its answers; None: nowhere.
+    samples: the number of samples.
+    samples_of: reads samples by their numbers.
+    read: yields the batches.
+    answers: the keeper of this rank's answers; None: answers are not kept.
     """
 
     name: str
@@ -55,19 +55,19 @@ class EvaluatedSet:
         return self.read()
 
     def labels(self, samples: Indices) -> NDArray[Any] | None:
-        """Return the labels of samples, `[n, ...]`, or None where they have none of whole
-        numbers."""
+        """Return the labels of `samples`, integers `[n, ...]`, or None where samples have no
+        integer labels."""
         labels = self.samples_of(samples).get("labels")
         return labels if labels is not None and labels.dtype.kind == "i" else None
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Micro-batches of a step.
+    """The micro-batches of a step.
 
-    batches: tensors of each micro-batch, by field.
-    copied: event after their copy to a GPU, or None on a CPU.
-    longest: length of this rank's longest row, of each field that is cut to the longest.
+    batches: the tensors of each micro-batch, by field.
+    copied: the event after their copy to a GPU, or None on a CPU.
+    longest: the length of this rank's longest row, for each field that is cut to the longest.
     """
 
     batches: list[dict[str, Tensor]]
@@ -89,10 +89,10 @@ class RankBatches:
         self._names = {field.name for field in dataset.fields}
         self._first_step = self._first_sample = 0
         self._stream: StreamReads | None = None
-        self._states = {0: ""}  # of a stream, as JSON, by the steps done before
+        self._states = {0: ""}  # states of a stream, as JSON, by the number of steps before
         self._ahead: Prefetch[_Read] | None = None
         self._workers: WorkerReads | None = None
-        self._reading = Lock()  # a dataset need not know threads
+        self._reading = Lock()  # a dataset need not be thread-safe
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         cut = dataset.longest if isinstance(dataset, RowDataset | StreamDataset) else ()
         self._longest = LongestRows(cut, request.launcher.timeout_s) if cut else None
@@ -100,20 +100,20 @@ class RankBatches:
     def go_on(self, step: int, samples: int, stream: Any = None) -> None:
         """Continue a run that had seen `samples` samples in `step` steps.
 
-        stream: the state of a stream there, or None.
+        stream: the state of a stream after these steps, or None.
         """
         self._first_step, self._first_sample = step, samples
         self._states = {step: "" if stream is None else json.dumps(stream)}
 
     def stream_state(self, step: int) -> Any:
-        """Return the state of a stream after `step` steps, or None where there is none."""
+        """Return the state of a stream after `step` steps, or None if there is none."""
         state = self._states.get(step, "")
         return json.loads(state) if state else None
 
     def seen(self, step: int) -> int:
-        """Return the number of samples the run has seen after `step` steps.
+        """Return the number of samples that the run has seen after `step` steps.
 
-        The count goes on past `num_samples`, where the data is read again.
+        The count continues past `num_samples`, where the data is read again.
         """
         return self._first_sample + (step - self._first_step) * self._plan.global_batch
 
@@ -134,10 +134,10 @@ class RankBatches:
             self._ahead = Prefetch(self._read, step, max(self._request.train.steps, step + 1))
         read = self._ahead.get()
         if read.copied is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(read.copied)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(read.copied)
             for tensor in (x for batch in read.batches for x in batch.values()):
-                tensor.record_stream(here)
+                tensor.record_stream(stream)
         if self._longest is not None:
             return self._longest.cut(read.batches, read.longest)
         return read.batches
@@ -155,7 +155,7 @@ class RankBatches:
             self._stream = None
 
     def _draws(self, places: Indices) -> Indices:
-        """Return the draws of places of the run, which are random numbers, int64 `[n]`."""
+        """Return the draws, which are random numbers, of places of the run, int64 `[n]`."""
         bits = random_bits(stream_key("draws", self._request.seed), places)
         return (bits >> np.uint64(1)).astype(np.int64)
 
@@ -177,8 +177,10 @@ class RankBatches:
         return int(self._draws(np.array([place]))[0])
 
     def _chosen(self, step: int) -> list[tuple[Indices, Indices]]:
-        """Return the samples of each of this rank's micro-batches in a step, and their draws, which
-        are random numbers of the places of the run."""
+        """Return the sample indices and the draws of each of this rank's micro-batches in a step.
+
+        A draw is a random number of the sample's place in the run.
+        """
         indices, seen = self._indices(step), self.seen(step)
         draws = self._draws(seen + np.arange(len(indices), dtype=np.int64))
         return [(indices[own], draws[own]) for own in self._mine]
@@ -207,9 +209,9 @@ class RankBatches:
         return _Read(batches, copied, longest)
 
     def evaluated_sets(self) -> Iterator[EvaluatedSet]:
-        """Yield the sets of samples to evaluate: those held back, and each named set.
+        """Yield the sets of samples to evaluate: the held-back samples, and each named set.
 
-        Of each there are the first, as many as were asked for and exist.
+        Each set is limited to its first samples, as many as the request wants.
         """
         dataset, wanted = self._dataset, self._request.train.evaluation_samples
         sets: list[tuple[str, int, Callable[[Indices], Arrays]]] = []
@@ -218,7 +220,7 @@ class RankBatches:
             sets.append((HELD_BACK, *held_back))
         sets += [(name, x.num_samples, x.samples) for name, x in self._data.sets.items()]
         for of_set in self._data.sets.values():
-            if isinstance(of_set, StreamDataset):  # which metrics ask again for a batch's labels
+            if isinstance(of_set, StreamDataset):  # metrics read a batch's labels again
                 of_set.keeps = 2 * self._plan.global_batch
         for name, count, samples_of in sets:
             read = partial(self._evaluated, min(wanted, count), samples_of)
@@ -238,7 +240,8 @@ class RankBatches:
             yield EvaluationBatch(weight, tensors, indices, own)
 
     def tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
-        """Return the number of tokens of a global batch, known from this rank's part of it.
+        """Return the number of tokens of a global batch, computed from this rank's part of the
+        batch.
 
         It is the number of samples where a sample is no sequence of token numbers (`input_ids`).
         """
@@ -251,11 +254,11 @@ class RankBatches:
         return batch if self.device.type == "cpu" else self._there(batch)
 
     def _given(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the fields of a batch that the model is given."""
+        """Return the fields of a batch that are inputs of the model."""
         return {name: x for name, x in batch.items() if name in self._names}
 
     def _there(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch on its way to the rank's GPU."""
+        """Begin to copy a batch to the rank's GPU, and return the copies."""
         return {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""Follow the values of evaluations: which is the best so far, and whether they still get better."""
+"""Follow the values of evaluations: the best so far, and whether they still improve."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ STOP_AFTER, BEST = "train.stop_after", "checkpoint.best"
 class BestValue:
     """The best value of a metric so far.
 
-    value: the value; None before the first.
+    value: the value; None before the first evaluation.
     step: the step after which it was evaluated.
-    worse: number of evaluations since, none of which was better.
+    worse: the number of evaluations since, none of which was better.
     """
 
     value: float | None = None
@@ -24,10 +24,10 @@ class BestValue:
     worse: int = 0
 
     def after(self, step: int, value: float, is_lower: bool, min_change: float) -> "BestValue":
-        """Return the best value once `value` was evaluated after `step`.
+        """Return the best value, given that `value` was evaluated after `step`.
 
         is_lower: whether lower values are better.
-        min_change: a value has to be better by more than that.
+        min_change: the change that an improvement has to exceed.
         """
         gain = 0.0 if self.value is None else self.value - value if is_lower else value - self.value
         if value == value and (self.value is None or gain > min_change):  # not NaN
@@ -36,13 +36,14 @@ class BestValue:
 
 
 class EvaluationWatch:
-    """Follower of evaluations for a run that ends early by them, or keeps its best checkpoint.
+    """Follows the evaluations of a run that may end early because of them, or keeps its best
+    checkpoint.
 
-    All ranks have one, and are given the same values.
+    Every rank has one, and all of them must get the same values.
     """
 
     def __init__(self, request: Request, saved: Mapping[str, Any]) -> None:
-        """Begin, or go on from the state `saved` in a checkpoint, as `state` returned it."""
+        """Begin, or continue from `saved`, the result of `state` in a checkpoint."""
         options = {STOP_AFTER: request.train.stop_after, BEST: request.checkpoint.best}
         self._watched = {key: option for key, option in options.items() if option is not None}
         self._best = {
@@ -55,17 +56,17 @@ class EvaluationWatch:
         return bool(self._watched)
 
     def add(self, step: int, values: Mapping[str, float]) -> bool:
-        """Add the values of the evaluation after `step`. Returns whether the step is the best one
-        by `checkpoint.best`.
+        """Add the values of the evaluation after `step`; return whether it is the best step by
+        `checkpoint.best`.
 
-        Raises LaunchError where a metric that is watched is not among them.
+        Raises LaunchError where `values` lacks a metric that is watched.
         """
         is_best = False
         for key, option in self._watched.items():
             if option.metric not in values:
                 listing = ", ".join(values)
-                said = f"{key} watches {option.metric}, and the evaluation gave {listing}"
-                raise LaunchError(f"{said}; use one of these")
+                rule = f"{key} watches {option.metric}, and the evaluation gave {listing}"
+                raise LaunchError(f"{rule}; use one of these")
             min_change = option.min_change if isinstance(option, StopAfterOptions) else 0.0
             now = self._best[key].after(step, values[option.metric], option.is_lower, min_change)
             is_best |= key == BEST and now.step == step
@@ -81,11 +82,15 @@ class EvaluationWatch:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """Return the metric, value and step of the best checkpoint; None where there is none."""
-        kept = self._best.get(BEST)
-        if kept is None or kept.value is None:
+        """Return the metric, value and step of the best checkpoint, or None if there is none."""
+        best = self._best.get(BEST)
+        if best is None or best.value is None:
             return None
-        return {"metric": self._watched[BEST].metric, "value": kept.value, "step": kept.step}
+        return {
+            "metric": self._watched[BEST].metric,
+            "value": best.value,
+            "step": best.step,
+        }
 
     def state(self) -> dict[str, Any]:
         """Return the best values so far, as JSON data for a checkpoint."""
@@ -96,7 +101,7 @@ class EvaluationWatch:
 
 
 def _restored(option: WatchedMetric, saved: Mapping[str, Any] | None) -> BestValue:
-    """Return the best value in a checkpoint; a new one where another metric was watched."""
+    """Return the best value in a checkpoint, or a new BestValue if another metric was watched."""
     if saved is None or saved.get("metric") != option.metric:
         return BestValue()
     return BestValue(saved["value"], saved["step"], saved["worse"])

@@ -1,4 +1,4 @@
-"""Evaluate every set of a request: its loss, its accuracy and the metrics of the user's own."""
+"""Evaluate every set of a request: its loss, its accuracy and the user's own metrics."""
 
 from collections.abc import Callable
 
@@ -31,11 +31,12 @@ def evaluate_sets(
     keeps_answers: bool,
     keeper: Callable[[EvaluatedSet], AnswerKeeper] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Return the results of each set of samples to evaluate, by the set's name: the mean `loss`,
-    the `accuracy` where there are targets, and the metrics of the user's `own`.
+    """Return the results of each set of samples to evaluate, by the set's name.
 
-    Rank 0 alone has metrics and their results. All ranks keep their answers for them, where
-    `keeps_answers` says so. `keeper` returns what further keeps the answers for a set.
+    The results of a set are the mean `loss`, the `accuracy` where there are targets, and the values
+    of the user's metrics `own`. Only rank 0 has `own` metrics and their results. With
+    `keeps_answers`, all ranks store their answers for these metrics. `keeper` returns a further
+    keeper of the answers for a set.
     """
     results: dict[str, dict[str, float]] = {}
     for evaluated in batches.evaluated_sets():

@@ -1,10 +1,10 @@
 """Evaluate: compute the means over all held-back samples, in batches.
 
-A batch has a step's size, for which ranks have their shares and graphs. A last batch that would be
-smaller is filled with samples that were seen before, and their part is subtracted again: every
-batch has a weight, with which every sum over samples comes out as the sum over all of them, once
-each (`data/order.py`). A mean over samples is a sum over samples once it is divided by their number
-in all. A mean over targets becomes one by the targets of all batches, which are counted first.
+An evaluation batch has the size of a training batch, for which ranks have their shares and graphs.
+A smaller last batch is filled with samples that were seen before, and their part is subtracted
+again: batches have weights such that each weighted sum counts every sample once (`data/order.py`).
+A mean over samples is such a sum divided by the number of samples. A mean over targets is divided
+by the number of targets in all batches, which are counted first.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from whale_train.strategies.plan.loss_weights import LossWeights
 
 
 class EvaluatedCopies:
-    """The unmodified model on every rank of `group`; each evaluates its part of every batch.
+    """The unmodified model on every rank of `group`; each rank evaluates its part of every batch.
 
     `sizes` are the numbers of samples of this rank's micro-batches, and `weights` gives the weights
-    of their losses. Where there are several, `counter` counts their targets. An `agreement` is as
-    in GlobalMeans.
+    of their losses. If a rank has several micro-batches, `counter` counts the targets. `agreement`
+    is that of GlobalMeans.
     """
 
     def __init__(
@@ -43,28 +43,31 @@ class EvaluatedCopies:
         self._weights, self._counter = weights, counter
 
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
-        """Return the means over `held`. All members of the group call it."""
+        """Return the means over `held`. All members of the group must call it."""
         counter = self._counter
         if counter is None:
             return self._uncounted(held)
         return self._counted(held, counter.whole(held), lambda _, batch: counter.mine(batch))
 
     def _counted(
-        self, held: EvaluationBatches, whole: Tensor, targets: Callable[[int, Batch], Tensor]
+        self, held: EvaluationBatches, num_targets: Tensor, targets: Callable[[int, Batch], Tensor]
     ) -> Evaluation:
-        """Return the means over `held`, whose losses have `whole` targets in all, fp64 [losses].
+        """Return the means over `held`, whose losses have `num_targets` targets over all ranks and
+        batches, fp64 [losses].
 
         `targets` returns the targets of a micro-batch, given the number of its batch and the
         micro-batch.
         """
         if held.answers is not None:
-            held.answers.clear()  # of a first look
-        sums = torch.zeros(3, dtype=torch.float64, device=whole.device)
+            held.answers.clear()  # drop the answers of uncounted forwards
+        sums = torch.zeros(3, dtype=torch.float64, device=num_targets.device)
         for number, evaluated in enumerate(held):
             parts = zip(self._sizes, evaluated.micro_batches, evaluated.own, strict=True)
             for size, batch, samples in parts:
                 share = self._weights.of_evaluation(size, held.samples)
-                with self._means(held, share, Targets(targets(number, batch), whole)) as means:
+                with self._means(
+                    held, share, Targets(targets(number, batch), num_targets)
+                ) as means:
                     loss = self._engine(**batch)
                 sums += evaluated.weight * _row(loss * share, means)
                 _keep(held, evaluated.weight, samples, means)
@@ -72,12 +75,13 @@ class EvaluatedCopies:
         return Evaluation(*sums.tolist())
 
     def _uncounted(self, held: EvaluationBatches) -> Evaluation:
-        """Return the means over `held`, whose targets cannot be known before the forwards run.
+        """Return the means over `held`, whose targets cannot be counted before the forwards run.
 
         The forwards run with each batch's own means, which give the number of targets of every
-        batch. That is enough where all batches have as many, or where the loss is one mean over
-        targets and nothing else. Otherwise the forwards run again, with the targets counted. Raises
-        RuntimeError where the model calls more losses in some batches than in others.
+        batch. That is enough where all batches have equally many targets, or where the loss is one
+        mean over targets and nothing else. Otherwise the forwards run again, with the counted
+        targets. Raises RuntimeError where the model calls more losses in some batches than in
+        others.
         """
         (size,), batch = self._sizes, self._weights.global_batch
         share = self._weights.of_evaluation(size, batch)
@@ -97,19 +101,19 @@ class EvaluatedCopies:
         if len({len(row) for row in batch_rows}) > 1:
             raise RuntimeError("the model calls more losses in some evaluated batches than others")
         rows = torch.stack(batch_rows)
-        others = torch.tensor(float(not alone), dtype=rows.dtype, device=rows.device)
+        has_others = torch.tensor(float(not alone), dtype=rows.dtype, device=rows.device)
         dist.all_reduce(rows, group=self._group)
-        dist.all_reduce(others, group=self._group)
+        dist.all_reduce(has_others, group=self._group)
         weight_of = torch.tensor(weights, dtype=rows.dtype, device=rows.device)
         losses, divisors_of = rows[:, 0], rows[:, 3:]
-        whole = weight_of @ divisors_of
+        num_targets = weight_of @ divisors_of
         _, correct, targets = (weight_of @ rows[:, :3]).tolist()
         if torch.equal(divisors_of, divisors_of[:1].expand_as(divisors_of)):
             return Evaluation(float(weight_of @ losses) * batch / held.samples, correct, targets)
-        if not others:
+        if not has_others:
             total = torch.where(divisors_of[:, 0] > 0, losses * divisors_of[:, 0], 0.0)
-            return Evaluation(float(weight_of @ total / whole[0]), correct, targets)
-        return self._counted(held, whole, lambda number, _: counted[number])
+            return Evaluation(float(weight_of @ total / num_targets[0]), correct, targets)
+        return self._counted(held, num_targets, lambda number, _: counted[number])
 
     def _means(
         self, held: EvaluationBatches, weight: float, targets: Targets | None = None
@@ -124,13 +128,14 @@ class EvaluatedCopies:
 
 
 def _keep(held: EvaluationBatches, weight: float, samples: Int64s, means: GlobalMeans) -> None:
-    """Keep the answers for `samples` of a batch of weight `weight`, where they are asked for."""
+    """Add the answers for `samples` of a batch of weight `weight` to the keeper, if there is
+    one."""
     if held.answers is not None:
         for call, answers in enumerate(means.answers):
             held.answers.add(weight, samples, call, answers)
 
 
 def _row(loss: Tensor, means: GlobalMeans) -> Tensor:
-    """Return [loss, right answers, targets], fp64, on the loss's device."""
+    """Return [loss, right answers, targets] in fp64, on the loss's device."""
     seen = (loss, means.correct, means.targets)
     return torch.stack([torch.as_tensor(x, device=loss.device).double() for x in seen])

@@ -1,7 +1,7 @@
 """Compute the metrics of a request from the answers of an evaluation, on rank 0.
 
 A metric is updated once, with the predicted class and the target of every target of the set, as if
-one process had seen all samples: nothing of it depends on the plan.
+one process had seen all samples. So its value does not depend on the plan.
 """
 
 import os
@@ -18,8 +18,10 @@ from whale_train.runtime.base.answers import Int64s
 
 
 def _keep_alone(metric: Any) -> None:
-    """Keep a metric from adding up the ranks' states, which torchmetrics does wherever a process
-    group is: rank 0 has the answers of all."""
+    """Keep a metric from summing the states of all ranks, as rank 0 has the answers of all ranks.
+
+    torchmetrics sums them wherever a process group exists.
+    """
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
     for part in parts:
         if hasattr(part, "distributed_available_fn"):
@@ -30,14 +32,14 @@ class EvaluationMetrics:
     """The metrics of a request, by name."""
 
     def __init__(self, options: Mapping[str, MetricOptions]) -> None:
-        """Make the metrics. Raises ConfigError."""
+        """Make the metrics. Raises ConfigError for a metric that cannot be made."""
         with importable(os.getcwd()):
             self._metrics = {name: make_metric(name, option) for name, option in options.items()}
         for metric in self._metrics.values():
             _keep_alone(metric)
 
     def values(self, predicted: Int64s, target: Int64s, counts: Int64s) -> dict[str, float]:
-        """Return the values of all metrics by their names, as `numbers_of` makes them.
+        """Return the values of all metrics by their names, as `numbers_of` names them.
 
         predicted, target: class numbers of pairs, int64 `[pairs]`.
         counts: how often each pair was seen, int64 `[pairs]`.

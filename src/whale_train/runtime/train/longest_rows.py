@@ -1,4 +1,4 @@
-"""Cut the padding of batches that no row of the global batch needs."""
+"""Cut padding that no row of the global batch needs."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -11,10 +11,10 @@ from whale_train.data.dataset import LENGTHS
 
 
 class LongestRows:
-    """Fields whose batches are cut to the longest row of the global batch. Made by all ranks.
+    """The fields whose batches are cut to the longest row of the global batch. Made by all ranks.
 
-    The lengths go through a CPU group of their own: the shapes of a step have to be known on the
-    host, which must not wait for a GPU.
+    The lengths go through a CPU group of their own: the host needs the shapes of a step, and must
+    not wait for a GPU.
     """
 
     def __init__(self, fields: Sequence[str], timeout_s: float) -> None:
@@ -31,7 +31,7 @@ class LongestRows:
     ) -> list[dict[str, Tensor]]:
         """Return micro-batches cut to the longest rows of all ranks. A collective.
 
-        `own` are the lengths of this rank's longest rows, by field. A row has one place at least.
+        `own` are the lengths of this rank's longest rows, by field. A row has at least length 1.
         """
         longest = torch.tensor([max(1, x) for x in own])
         dist.all_reduce(longest, dist.ReduceOp.MAX, self._group)
@@ -43,7 +43,8 @@ class LongestRows:
 
 
 def _longest(batch: Mapping[str, Tensor], field: str) -> int:
-    """Return the length of the longest row of a field: all of it in a set that is not cut."""
+    """Return the length of the longest row of a field; the padded length in a set that is not
+    cut."""
     lengths = batch.get(f"{field}{LENGTHS}")
     if lengths is None:
         return batch[field].shape[1]

@@ -1,7 +1,7 @@
 """Train: steps, learning rate, evaluation.
 
-A step only asks for work. Its loss and its gradient norm travel to the host while the next step is
-asked for, and are looked at then: a GPU never waits for the host.
+A step only enqueues work. Its loss and its gradient norm are copied to the host while the next step
+is enqueued, and are read after that: a GPU never waits for the host.
 """
 
 import math
@@ -45,9 +45,9 @@ MOST_SKIPPED = 100  # steps in a row that train.on_nan=skip leaves out before it
 
 
 class Loop:
-    """Steps of a run, one after another.
+    """The steps of a run, one after another.
 
-    A step's line is written while the next one is computed; `settle` writes the last line.
+    A step's line is written while the next step is computed; `settle` writes the last line.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Loop:
     ) -> None:
         self._callbacks = callbacks
         self._evaluation_metrics: EvaluationMetrics | None = None
-        if request.metrics and metrics is not None:  # of rank 0, where their package is imported
+        if request.metrics and metrics is not None:  # on rank 0, which alone imports their package
             self._evaluation_metrics = EvaluationMetrics(request.metrics)
         self.final_loss: float | None = None
-        self.lr = 0.0  # learning rate of the step asked for last
-        self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
+        self.lr = 0.0  # the learning rate of the step that was enqueued last
+        self.skipped = self._skipped_in_a_row = 0  # settled steps without an update
         self.watch = EvaluationWatch(request, {})
         self.is_best = False  # whether the evaluation after the last step was the best so far
         self._trace = program.trace = trace
@@ -86,10 +86,10 @@ class Loop:
             self.loss_scale = LossScale(start, device=batches.device)
 
     def step(self, number: int) -> float:
-        """Take step `number`, counted from 0, and return the seconds it took.
+        """Take step `number`, counted from 0, and return the seconds that it took.
 
-        A step is its batch, its gradients and its update, and the evaluation after it where one is
-        due.
+        A step consists of its batch, its gradients and its update, and of an evaluation where one
+        is due. The seconds do not include the evaluation.
         """
         options, program, batches = self._request.train, self._program, self._batches
         started = time.perf_counter()
@@ -122,8 +122,8 @@ class Loop:
     def _rate(self, number: int) -> float:
         """Return the learning rate of step `number`, counted from 0.
 
-        Skipped steps take nothing of the schedule. Where the step before changes the rate and may
-        yet be skipped, its result is waited for.
+        Skipped steps do not advance the schedule. If the previous step may still be skipped, and
+        the rate depends on that, its result is waited for.
         """
         rate = self._rates
         may_skip = self.loss_scale is not None or self._request.train.on_nan == "skip"
@@ -136,7 +136,7 @@ class Loop:
         return span(self._trace, name)
 
     def settle(self) -> None:
-        """Read the results of the step before, and write its line.
+        """Read the results of the previous step, and write its line.
 
         Raises NotFinite where its loss or gradient norm is not finite and is not to be skipped, or
         where too many steps in a row were skipped.
@@ -166,43 +166,43 @@ class Loop:
                 experts=step.loads.read() if step.loads is not None else (),
             )
             samples = self._plan.global_batch
-            written = self._metrics.write(line, samples, self._batches.tokens(step.batch))
+            record = self._metrics.write(line, samples, self._batches.tokens(step.batch))
             if self._callbacks is not None:
-                self._callbacks.step(step.number, written, step.evaluation)
+                self._callbacks.step(step.number, record, step.evaluation)
             self.final_loss = loss
             if self.plateau is not None and math.isfinite(loss):
                 self.plateau.add(loss)
         if on_nan == "stop" and scale is None and not math.isfinite(loss):
             raise NotFinite(_not_finite(step.number, "loss", ""), step.number)
         if on_nan == "skip" and scale is None and self._skipped_in_a_row == MOST_SKIPPED:
-            said = f"{MOST_SKIPPED} steps in a row were left out, the last of them step "
-            said += f"{step.number}, as their loss or gradient norm was not finite; "
-            said += "use train.on_nan=stop to see where that begins, or a lower optimizer.lr"
-            raise NotFinite(said, step.number)
+            text = f"{MOST_SKIPPED} steps in a row were left out, the last of them step "
+            text += f"{step.number}, as their loss or gradient norm was not finite; "
+            text += "use train.on_nan=stop to see where that begins, or a lower optimizer.lr"
+            raise NotFinite(text, step.number)
 
     def _refuse_no_targets(self, step: "_Pending") -> None:
         """Raise NotFinite where the step's loss is a mean over no targets. A collective."""
         labels = without_targets(step.batch)
         if labels:
             samples = listed(map(str, self._batches.sample_numbers(step.number - 1)))
-            said = f"step {step.number} has no target: all its {labels}, so that its loss is a "
-            said += f"mean over nothing (samples {samples}); leave samples without targets out of "
-            said += "the data, use a larger train.global_batch or data.shuffle=true so that others "
-            said += "are beside them, or train.on_nan=skip to leave such steps out"
-            raise NotFinite(said, step.number)
+            text = f"step {step.number} has no target: all its {labels}, so that its loss is a "
+            text += f"mean over nothing (samples {samples}); leave samples without targets out of "
+            text += "the data, use a larger train.global_batch or data.shuffle=true so that others "
+            text += "are beside them, or train.on_nan=skip to leave such steps out"
+            raise NotFinite(text, step.number)
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """Step that was asked for, and whose results are on their way.
+    """A step that was enqueued, and whose results are on their way to the host.
 
     number: the step, counted from 1.
     lr: its learning rate.
-    seconds: time it took on the host.
-    evaluation: results of the evaluation after it, by name.
+    seconds: the time it took on the host.
+    evaluation: the results of the evaluation after it, by name.
     batch: this rank's micro-batches.
     coming: its loss, gradient norm and loss scale, on their way to the host.
-    loads: loads of its experts, or None in a model without them.
+    loads: the loads of its experts, or None in a model without experts.
     """
 
     number: int
@@ -216,11 +216,11 @@ class _Pending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a step, on the device.
+    """The results of a step, on the device.
 
-    loss: loss of the global batch.
-    grad_norm: global gradient norm, or None where it is not measured.
-    loss_scale: scale of the loss in fp16, or None.
+    loss: the loss of the global batch.
+    grad_norm: the global gradient norm, or None where it is not measured.
+    loss_scale: the scale of the loss in fp16, or None.
     """
 
     loss: PendingLoss
@@ -236,9 +236,9 @@ def train_step(
     loss_scale: LossScale | None,
     device: torch.device,
 ) -> Outcome:
-    """Ask `device` for the gradients of a batch and the update of all parameters.
+    """Enqueue the gradients of a batch and the update of all parameters on `device`.
 
-    Reads no value on the host.
+    No value is read on the host.
     """
     options = request.train
     scale = None if loss_scale is None else loss_scale.value
@@ -265,11 +265,11 @@ def train_step(
     return Outcome(loss, norm, scale)
 
 
-def _not_finite(step: int, what: str, began: str) -> str:
-    """Return the message of a run that stops at a value that is not finite."""
-    said = f"the {what} of step {step} is not finite"
-    said += f", which began with {began}" if began else ""
-    return f"{said}; use train.on_nan=skip to leave such steps out, or a lower optimizer.lr"
+def _not_finite(step: int, quantity: str, began: str) -> str:
+    """Return the message of a run that stops because `quantity` of step `step` is not finite."""
+    text = f"the {quantity} of step {step} is not finite"
+    text += f", which began with {began}" if began else ""
+    return f"{text}; use train.on_nan=skip to leave such steps out, or a lower optimizer.lr"
 
 
 def _sum_over_job(squared: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def train_steps(
 ) -> dict[str, Any]:
     """Train to the end, from step 0 or from the step of `resumed`.
 
-    Rank 0 may have `callbacks`; all ranks have a `saver` then. Returns the content of
+    Rank 0 may have `callbacks`; all ranks must then have a `saver`. Return the content of
     `summary.json`, without the ranks' memory.
     """
     loop = Loop(request, plan, program, batches, metrics, trace, callbacks)
@@ -300,8 +300,8 @@ def train_steps(
         first = resumed.step
         batches.go_on(first, resumed.samples, resumed.stream)
         if loop.loss_scale is not None and resumed.loss_scale is not None:
-            kept = resumed.loss_scale
-            loop.loss_scale = LossScale(kept.value, kept.good_steps, batches.device)
+            saved_scale = resumed.loss_scale
+            loop.loss_scale = LossScale(saved_scale.value, saved_scale.good_steps, batches.device)
         loop.skipped = resumed.skipped
         loop.watch = EvaluationWatch(request, resumed.watched)
     times = []
@@ -347,7 +347,7 @@ def train_steps(
     batches.close()
     if saver is not None:
         saver.close()
-    # The first step pays for what libraries set up when first used.
+    # The first step includes the set-up of libraries at their first use.
     typical = median(times[1:] or times)
     return {
         "final_loss": loop.final_loss,
@@ -366,7 +366,7 @@ def train_steps(
 
 
 def of_rank_0(values: dict[str, float]) -> dict[str, float]:
-    """Return the values of rank 0, so that all ranks go by the same digits. A collective."""
+    """Return the values of rank 0, so that all ranks decide by the same digits. A collective."""
     shared = [values]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]

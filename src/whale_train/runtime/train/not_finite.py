@@ -1,8 +1,8 @@
-"""Find where in a step the first value arose that is not finite.
+"""Find the first value of a step that is not finite.
 
-A step whose gradients are not finite runs once more, watched: every operation's result is checked,
-and the first that has a NaN or an infinity is named by its module. Minus infinity is let pass:
-masks are made of it, before a softmax.
+A step whose gradients are not finite runs once more under a watch that checks every operation's
+result. The first result that has a NaN or an infinity is reported with its module. Minus infinity
+is allowed: masks before a softmax consist of it.
 """
 
 import linecache
@@ -33,7 +33,7 @@ _IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 
 class NotFinite(FloatingPointError):
-    """Error: a loss or gradient of a step is not finite.
+    """A loss or gradient of a step is not finite.
 
     `step` is the step, counted from 1, or None where it is not known.
     """
@@ -44,7 +44,7 @@ class NotFinite(FloatingPointError):
 
 
 def without_targets(batches: Sequence[Mapping[str, Tensor]]) -> str:
-    """Return the labels of a step that are no target of a loss, as "labels are -100", or ''.
+    """Return the labels of a step that are no target of a loss, such as "labels are -100", or ''.
 
     All values of such a field are -100, or the field is called labels or targets and all its values
     are negative. `batches` are this rank's micro-batches of the step. A collective of all ranks.
@@ -69,7 +69,8 @@ def without_targets(batches: Sequence[Mapping[str, Tensor]]) -> str:
 def first_not_finite(engines: Sequence[Engine], step: Callable[[], object]) -> str:
     """Return the operation, module and rank of the first value in `step` that is not finite.
 
-    All ranks take the step again together. Returns '' where the repeated step has no such value.
+    All ranks must call it together; `step` repeats the step. The result is '' if the repeated step
+    has no such value.
     """
     names = {
         id(module): model_path(name)
@@ -82,11 +83,11 @@ def first_not_finite(engines: Sequence[Engine], step: Callable[[], object]) -> s
             step()
     sightings: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(sightings, watch.first)
-    return next((f"{said} (rank {rank})" for rank, said in enumerate(sightings) if said), "")
+    return next((f"{seen} (rank {rank})" for rank, seen in enumerate(sightings) if seen), "")
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that notes the first operation to make a non-finite value of finite ones.
+    """A mode that notes the first operation to make a non-finite value of finite ones.
 
     `where` returns the place of an operation; `first` names the operation and its place.
     """
@@ -108,10 +109,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _computes(operation: Any) -> bool:
-    """Return True where an operation computes values.
+    """Return True if an operation computes values.
 
-    Operations that return uninitialised memory or a view do not. Nor do those of c10d, whose values
-    come from other ranks, which name their origin themselves.
+    Operations that return uninitialised memory or a view do not. Operations of c10d return values
+    of other ranks, which report these values themselves.
     """
     schema = operation._schema
     views = any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
@@ -119,7 +120,7 @@ def _computes(operation: Any) -> bool:
 
 
 def _is_bad(value: object) -> bool:
-    """Return True where a floating-point tensor has a NaN or plus infinity."""
+    """Return True for a floating-point tensor with a NaN or plus infinity."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
         return False
     return bool((value.isnan() | value.isposinf()).any())
@@ -147,7 +148,8 @@ def _left(stack: list[nn.Module]) -> None:
 def _place(stack: Sequence[nn.Module], names: Mapping[int, str]) -> str:
     """Return the path of the module that is running.
 
-    In a graph it is told by the line of generated code; otherwise it is the innermost named module.
+    In a graph the running line of generated code determines the module; otherwise it is the
+    innermost named module.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -156,9 +158,9 @@ def _place(stack: Sequence[nn.Module], names: Mapping[int, str]) -> str:
             text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals)
             line = _LINE.match(text)
             nodes = frame.f_locals["self"].graph.nodes
-            made = [node for node in nodes if line and node.name == line.group(1)]
-            if made and MODULE in made[0].meta:
-                return made[0].meta[MODULE] or "the model itself"
+            matches = [node for node in nodes if line and node.name == line.group(1)]
+            if matches and MODULE in matches[0].meta:
+                return matches[0].meta[MODULE] or "the model itself"
         frame = frame.f_back  # type: ignore[assignment]
     named = (names[id(module)] for module in reversed(stack) if id(module) in names)
     inner = next(named, None)

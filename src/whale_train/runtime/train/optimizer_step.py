@@ -24,14 +24,14 @@ def update(
 ) -> Tensor | None:
     """Take one optimizer step of all of a rank's engines, on `device`.
 
-    Returns the global L2 norm of the gradients before clipping and without the loss scale. It is
-    None unless `measure`, `clip` or a loss scale asks for it. With `loss_scale`, by which the
-    gradients were multiplied, or with `skips_bad`, a step whose gradients are not finite is
-    skipped; the norm is the same number on every rank, so all ranks skip it.
+    Return the global L2 norm of the gradients before clipping and without the loss scale, or None
+    unless `measure`, `clip` or a loss scale requires it. With `loss_scale`, by which the gradients
+    were multiplied, or with `skips_bad`, a step whose gradients are not finite is skipped; the norm
+    is the same number on every rank, so all ranks skip it.
 
-    `poison` is a scalar, the same on every rank: 0, or NaN where the step is to be skipped whatever
-    its gradients are. `sum_over_job` adds a scalar over all ranks whose engines hold different
-    parameters; None where every rank's engines hold, among their copies, all parameters.
+    `poison` is a scalar, the same on every rank: 0, or NaN to skip the step whatever its gradients
+    are. `sum_over_job` adds a scalar over all ranks whose engines hold different parameters. It is
+    None where every rank's engines hold, among their copies, all parameters.
     """
 
     def counts(engine: Engine) -> bool:
@@ -54,8 +54,8 @@ def update(
     def steps(waiting: Sequence[PartitionedEngine], squared: list[Tensor]) -> Tensor:
         """Return the global squared norm, after the steps of the engines `waiting`.
 
-        `squared` are the squared norms known so far. An engine tells its own norm inside of its
-        step, and needs the global one there, so the other engines step inside of that step.
+        `squared` are the squared norms known so far. An engine computes its own norm inside its
+        step, and needs the global norm there, so the other engines step inside that step.
         """
         if not waiting:
             squared_norm = torch.stack(squared).sum() if squared else torch.zeros((), device=device)

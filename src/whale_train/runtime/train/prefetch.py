@@ -9,11 +9,10 @@ Item = TypeVar("Item")
 
 
 class Prefetch(Generic[Item]):
-    """Reader of consecutive steps, in a thread.
+    """Reads items of consecutive steps ahead, in a thread.
 
-    It calls `read(step)` from `first` to before `stop`, at most `depth` steps ahead of the step
-    asked for. The thread ends after the last step or when it is closed, and does not keep its
-    process alive.
+    It calls `read(step)` from `first` to before `stop`, at most `depth` steps ahead of `next`. The
+    thread ends after the last step or when it is closed, and does not keep its process alive.
     """
 
     def __init__(self, read: Callable[[int], Item], first: int, stop: int, depth: int = 2) -> None:
@@ -30,7 +29,7 @@ class Prefetch(Generic[Item]):
     def get(self) -> Item:
         """Return the item of step `next`, and advance `next`.
 
-        Raises what `read` raised, and RuntimeError after the last step.
+        Raises the error of `read`, and RuntimeError after the last step.
         """
         if self.next >= self._stop:
             raise RuntimeError(f"step {self.next} is after the last one that is read")

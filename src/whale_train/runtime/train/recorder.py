@@ -2,12 +2,12 @@
 
 `rank_N.safetensors` has, by the parameter's path in the user's model, its `initial` value, its
 values after the `first` step (of several) and at the end (`final`), and the first step's `gradient`
-(of the mean loss, before clipping), in fp32. It also has blocks of what is not trained, as the
-steps left it. `rank_N.json` says which part of the whole tensor each is. A first step is one that
-fp16 did not skip. A rank that trains alone adds what the comparison is judged by (`Yardstick`).
-`launcher/modes/compare_runs.py` compares.
+(of the mean loss, before clipping), in fp32. It also has blocks of buffers and frozen parameters,
+as they were after the steps. `rank_N.json` gives the part of the whole tensor that each block is. A
+first step is one that fp16 did not skip. A rank that trains alone adds the magnitudes that the
+comparison is judged by (`Yardstick`). `launcher/modes/compare_runs.py` compares.
 
-Dropout is off: its masks differ from plan to plan, so with it no two plans compute the same.
+Dropout is off: its masks differ from plan to plan, so with dropout no two plans have equal results.
 """
 
 import math
@@ -52,13 +52,13 @@ def record_verification(
     rank: int,
     rounding: int | None = None,
 ) -> tuple[dict[str, Any], tuple[FileRecord, ...]]:
-    """Train the first `verify.steps` steps of the run, and write `rank`'s tensors.
+    """Train the first `verify.steps` steps of the run, and write the tensors of `rank`.
 
-    Returns the entries of `summary.json`, and the records of the files. `rounding` is the seed of
-    the noise on the weights of every forward and backward, on a rank that trains alone (None: no
+    Return the entries of `summary.json`, and the records of the files. `rounding` is the seed of
+    the noise on the weights in every forward and backward, on a rank that trains alone (None: no
     noise).
     """
-    # One rank whose engine partitions is a plan, and compared: it offloads.
+    # One rank whose engine partitions offloads: it is a plan to compare, not the reference.
     is_alone = plan.world_size == 1 and not any(engine.partitions for engine in program.engines)
     yardstick = Yardstick(request) if is_alone else None
     rounded = None
@@ -75,7 +75,7 @@ def record_verification(
         scale = None if loop.loss_scale is None else float(loop.loss_scale.value)
         loop.step(number)
         if loop.loss_scale is not None and float(loop.loss_scale.value) < (scale or 0.0):
-            skipped.append(number + 1)  # all ranks skip it: they go by the job's norm
+            skipped.append(number + 1)  # all ranks skip it, by the job's norm
             recorder.forget_step()
             continue
         if yardstick is not None:
@@ -85,7 +85,7 @@ def record_verification(
     batches.close()
     recorder.keep_values("final")
     recorder.keep_constants(state)
-    said = {
+    report = {
         "parts": recorder.parts,
         "constants": recorder.constants,
         "skipped": skipped,
@@ -100,19 +100,17 @@ def record_verification(
     path = f"verify/rank_{rank}"
     files = (
         write_tensors(run_dir, f"{path}.safetensors", described, tensors.values()),
-        record_json(run_dir, f"{path}.json", said),
+        record_json(run_dir, f"{path}.json", report),
     )
     return {"final_loss": loop.final_loss, "steps": request.verify.steps}, files
 
 
-# --- What a rank holds ---------------------------------------------------------------------------
-
-
 class _Recorder:
-    """Collector of a rank's tensors, while its engines take their steps.
+    """Collects a rank's tensors, while its engines take their steps.
 
     `tensors` are the collected tensors by name. `parts` are the placements of trained parameters,
-    by path; `constants` are those of blocks that are not trained, by tensor name.
+    by path; `constants` are the placements of blocks of buffers and frozen parameters, by tensor
+    name.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class _Recorder:
             engine.on_gradients = partial(self._see_gradients, engine)
 
     def keep_values(self, kind: str) -> None:
-        """Keep the present values of the trained parameters, under the folder `kind`."""
+        """Store the current values of the trained parameters, under the folder `kind`."""
         for engine in self._program.engines:
             for path, value in _by_path(engine, engine.values()):
                 self.tensors[f"{kind}/{path}"] = _kept(value)
@@ -136,7 +134,7 @@ class _Recorder:
                 self.parts[path] = {"shape": where.shape, "index": where.intervals}
 
     def keep_constants(self, state: RankState) -> None:
-        """Keep the buffers and the parameters that are not trained, block by block."""
+        """Store the buffers and the frozen parameters, block by block."""
         for number, held in enumerate(state.constants()):
             tensor, ends = held.tensor.detach(), held.block.stops
             starts = zip(held.block.offsets, ends, strict=True)
@@ -146,15 +144,15 @@ class _Recorder:
             name = f"constant/{number}"
             is_float = tensor.is_floating_point()
             self.tensors[name] = _kept(tensor, torch.float32 if is_float else torch.int64)
-            what = "buffer" if held.is_buffer else "frozen parameter"
+            kind = "buffer" if held.is_buffer else "frozen parameter"
             self.constants[name] = {
-                **{"path": held.name, "what": what, "index": index, "is_float": is_float}
+                **{"path": held.name, "what": kind, "index": index, "is_float": is_float}
             }
 
     def end_step(self, keeps_first: bool) -> None:
         """Count a step that updated the parameters.
 
-        `keeps_first` keeps the values after the first such step.
+        `keeps_first` stores the values after the first such step.
         """
         if self._steps == 0:
             self.tensors |= {f"gradient/{path}": x for path, x in self._gradients.items()}
@@ -171,7 +169,7 @@ class _Recorder:
         self._gradients = {}
 
     def _see_gradients(self, engine: Engine) -> None:
-        """Keep the gradients of `engine`, and show them to the yardstick, where needed."""
+        """Store the gradients of `engine`, and pass them to the yardstick, where needed."""
         if self._steps and self._yardstick is None:
             return
         gradients = dict(_by_path(engine, engine.gradients()))
@@ -196,16 +194,13 @@ def _kept(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return value.detach().to("cpu", dtype, copy=True).contiguous()
 
 
-# --- What is judged by ---------------------------------------------------------------------------
-
-
 class Yardstick:
     """Magnitudes that a single process measures, by which a comparison is judged.
 
     `largest` is the largest gradient element of a parameter in any step, by path. `sensitivity`
-    bounds, element by element, how far all steps' updates move when the gradient of every step is
+    bounds, element by element, the change of all steps' updates when the gradient of every step is
     off by one unit. It is a sum over steps of the learning rate times the optimizer's own slope.
-    For Adam that slope is steep where gradients are near 0: there it divides one small number by
+    For Adam that slope is steep where gradients are near 0: there Adam divides one small number by
     another.
     """
 
@@ -220,17 +215,17 @@ class Yardstick:
         self._steps = 0
 
     def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note the sizes of all gradients of a step, before clipping, by path."""
+        """Record the magnitudes of all gradients of a step, before clipping, by path."""
         for path, gradient in gradients.items():
             largest = float(gradient.abs().max()) if gradient.numel() else 0.0
-            # A non-finite gradient says nothing of sizes, and must not allow any difference.
+            # A non-finite gradient has no magnitude, and must not allow any difference.
             largest = largest if math.isfinite(largest) else 0.0
             self._seen[path] = largest
         norm = sum(float(x.double().square().sum()) for x in gradients.values()) ** 0.5
         self._left_by_clipping = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
 
     def see_values(self, engine: Engine) -> None:
-        """Note the values before an update, where that is all that tells how far it moves."""
+        """Record the values before an update of a custom optimizer, whose slope is not known."""
         if self._options.is_custom:
             self._before |= {x: _kept(value) for x, value in _by_path(engine, engine.values())}
 
@@ -256,8 +251,10 @@ class Yardstick:
                 self.sensitivity[path] = grown if before is None else before + grown
 
     def _add_moves(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Add the moves of an update of which nothing else is known: each parameter's largest move
-        is taken to be in proportion to its largest gradient."""
+        """Add the moves of an update of an unknown optimizer.
+
+        Each parameter's largest move is taken to be in proportion to its largest gradient.
+        """
         for path, value in values:
             largest, before = self._seen.get(path, 0.0), self._before[path]
             if largest and before.numel():
@@ -265,7 +262,7 @@ class Yardstick:
                 self.sensitivity[path] = self.sensitivity.get(path, torch.zeros(())) + moved
 
     def _slope(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
-        """Return `slope_of` a parameter of `group`, in the group's learning rate."""
+        """Return `slope_of` for a parameter of `group`, in the group's learning rate."""
         options = self._options.model_copy(update={"weight_decay": group["weight_decay"]})
         state = optimizer.state.get(parameter, {})
         return slope_of(options, self._steps, state, parameter.detach())
@@ -279,12 +276,12 @@ def slope_of(
     The result has the shape of `parameter`, or is a scalar that holds for all elements. `steps` is
     the number of updates, and `state` the optimizer's state of the parameter.
 
-    SGD adds errors up as it does gradients. For Adam (Kingma and Ba, 2015, algorithm 1), the update
-    is m / d with d = sqrt(v) + eps, both bias-corrected. m is a mean of gradients and sqrt(v) a
-    weighted norm of them, so an error of 1 moves either by at most 1, and the quotient by 1 / d +
-    |m| / d^2 to first order. The slope is 0 where every gradient was exactly 0: no term reached
-    that element, and none is rounded. LAMB's slope is that of its direction r, as Adam's, and of
-    |r|, times the trust ratio |x| / |r| (runtime/optim/lamb.py).
+    SGD adds up errors as it adds up gradients. For Adam (Kingma and Ba, 2015, algorithm 1), the
+    update is m / d with d = sqrt(v) + eps, both bias-corrected. m is a mean of gradients and
+    sqrt(v) a weighted norm of them, so an error of 1 moves either by at most 1, and the quotient by
+    1 / d + |m| / d^2 to first order. The slope is 0 where every gradient was exactly 0: no term
+    reached that element, and none is rounded. LAMB's slope is the slope of its direction r, as
+    Adam's, and of |r|, times the trust ratio |x| / |r| (runtime/optim/lamb.py).
     """
     if options.name == "sgd":
         return torch.tensor(sum(options.momentum**k for k in range(steps)))
@@ -305,16 +302,14 @@ def slope_of(
     return slope.masked_fill((mean == 0) & (square == 0), 0.0)
 
 
-# --- Nothing random ------------------------------------------------------------------------------
-
-
 class _WithoutDropout:
-    """Program that runs under `DropoutOff`, recomputed forwards included, on `rounded` weights."""
+    """A program that runs under `DropoutOff`, recomputed forwards included, on `rounded`
+    weights."""
 
     def __init__(self, program: Program, rounded: RoundedWeights | None) -> None:
         self._program, self._rounded = program, rounded
         self.mode = DropoutOff()
-        self.trace: Trace | None = None  # the loop says None as well
+        self.trace: Trace | None = None  # the loop sets None as well
         self.loads = program.loads
 
     @property
@@ -338,7 +333,7 @@ class _WithoutDropout:
 def _random_states() -> list[Tensor]:
     """Return the states of torch's default generators.
 
-    They are equal before and after a computation that drew nothing random.
+    They are equal before and after a computation without random draws.
     """
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():

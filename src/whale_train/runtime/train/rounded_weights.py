@@ -1,9 +1,10 @@
-"""Round weights otherwise, to measure what rounding does to a model.
+"""Perturb weights, to measure the effect of rounding on a model.
 
-Where a model is not smooth (a ReLU at 0, a choice of experts), a rounding may decide a whole
-gradient. How much two right computations can differ then depends on the model and its batch. It is
-measured by computing the same with other roundings (Monte Carlo arithmetic: D. S. Parker, "Monte
-Carlo Arithmetic", UCLA, 1997, with the noise on the weights instead of every operation).
+Where a model is not smooth (a ReLU at 0, a choice of experts), one rounding may decide a whole
+gradient. The possible difference of two right computations then depends on the model and its batch.
+It is measured by repeating the computation with other roundings (Monte Carlo arithmetic: D. S.
+Parker, "Monte Carlo Arithmetic", UCLA, 1997, with the noise on the weights instead of every
+operation).
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,14 +13,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# Largest relative noise on a weight: a multiple of the largest relative error of a rounding. What
-# fp32 decides by rounding is rare: a few of millions of ReLUs. Noise of several units finds, in a
-# few runs, those that another order of a sum could decide; in 16 bits there are always many.
+# The largest relative noise on a weight: a multiple of the largest relative error of a rounding.
+# Decisions by rounding are rare in fp32: a few of millions of ReLUs. Noise of several units finds,
+# in a few runs, the decisions that another order of a sum could change. In 16 bits there are always
+# many.
 UNITS = {"fp32": 8.0 * 2.0**-24, "bf16": 2.0 * 2.0**-8, "fp16": 2.0 * 2.0**-11}
 
 
 class RoundedWeights:
-    """Relative noise on `parameters`, drawn anew for each `moved`, in the units of `precision`.
+    """Relative noise on `parameters`, drawn anew for each call of `moved`, in the units of
+    `precision`.
 
     `seed` seeds the noise.
     """
@@ -33,7 +36,7 @@ class RoundedWeights:
     @torch.no_grad()
     def moved(self) -> Iterator[None]:
         """Add noise to the weights inside the context, and restore them after it."""
-        kept = [p.detach().clone() for p in self._parameters]
+        originals = [p.detach().clone() for p in self._parameters]
         try:
             for parameter in self._parameters:
                 noise = torch.rand(parameter.shape, generator=self._generator) * 2 - 1
@@ -41,5 +44,5 @@ class RoundedWeights:
             with torch.enable_grad():
                 yield
         finally:
-            for parameter, value in zip(self._parameters, kept, strict=True):
+            for parameter, value in zip(self._parameters, originals, strict=True):
                 parameter.copy_(value)

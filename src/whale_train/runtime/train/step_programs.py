@@ -1,7 +1,7 @@
-"""Define what one rank does with a batch: forward, backward, and the same for evaluation.
+"""Define the work of one rank for a batch: forward and backward, and evaluation.
 
-All programs have one contract. `WholeModel` runs the model as it is on this rank's share;
-`runtime/pipeline/executor.py` runs a rewritten graph of which every rank has a part.
+All programs have one contract. `WholeModel` runs the unmodified model on this rank's share of the
+batch; `runtime/pipeline/executor.py` runs a rewritten graph of which every rank has a part.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ from whale_train.strategies.schedule.instructions import Instruction, Kind
 
 
 class Program(Protocol):
-    """Contract of a program.
+    """The contract of a program.
 
-    `engines` hold all of this rank's parameters. `forward_backward` leaves their gradients, and
-    writes its spans to `trace`, unless that is None. `shared_random` are the random states that it
-    draws from beside the default generator. `loads` counts the rows of a step's experts, or is None
-    in a model without experts.
+    `engines` hold all of this rank's parameters. `forward_backward` leaves the gradients in them,
+    and writes its spans to `trace`, unless `trace` is None. `shared_random` are the random states
+    that the program draws from besides the default generator. `loads` counts the rows of a step's
+    experts, or is None in a model without experts.
     """
 
     trace: Trace | None
@@ -54,8 +54,8 @@ class Program(Protocol):
     ) -> PendingLoss:
         """Compute gradients, and return the global batch's mean loss.
 
-        The gradients are those of `loss_scale`, a scalar (None: 1), times that loss. `batches` are
-        this rank's micro-batches.
+        The gradients are those of the mean loss times `loss_scale`, a scalar (None: 1). `batches`
+        are this rank's micro-batches.
         """
 
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
@@ -67,7 +67,7 @@ class WholeModel:
 
     `sizes` are the numbers of samples of this copy's micro-batches, and `weights` gives the weights
     of their losses. With several micro-batches, `counter` counts the targets of a step before the
-    first one runs. With an `agreement`, ranks check that their forwards are at the same collective.
+    first forward. With an `agreement`, ranks check that their forwards are at the same collective.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class WholeModel:
     def forward_backward(
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
-        """Run all micro-batches of a step, and return the loss, still being reduced."""
+        """Run all micro-batches of a step, and return the loss, which is still being reduced."""
         engine, parts = self._engine, []
         watching: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.loads is not None:
@@ -129,13 +129,14 @@ class WholeModel:
         )
         module.eval()
         try:
-            with uncompiled():  # compiling a second time is not worth it for few batches
+            with uncompiled():  # few batches are not worth a second compilation
                 return copies.evaluate(held)
         finally:
             module.train()
 
     def _counted(self, batches: Sequence[Batch]) -> list[tuple[Batch, Targets | None]]:
-        """Return the micro-batches, each with the divisors of its losses if they are counted."""
+        """Return the micro-batches, each with the divisors of its losses if they are counted in
+        advance."""
         if self._counter is None:
             return [(batch, None) for batch in batches]
         return list(zip(batches, self._counter.count(batches), strict=True))

@@ -1,7 +1,7 @@
-"""Read a rank's samples of a stream in a process of its own, ahead of the steps.
+"""Read a rank's samples of a stream in a separate process, ahead of the steps.
 
-The process goes through the whole stream. It is a rank of no job and the only worker there, so that
-a stream which is shared out among ranks or workers gives everything.
+The process iterates over the whole stream. It is a rank of no job and the only worker, so a stream
+that divides itself among ranks or workers yields everything.
 """
 
 import os
@@ -25,13 +25,13 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE":
 
 @dataclass(frozen=True, eq=False)
 class StreamShare:
-    """What a rank takes of a stream.
+    """A rank's share of a stream.
 
     stream: the stream.
-    mine: places of the rank's micro-batches in a global batch.
-    batch: samples of a global batch.
+    mine: the places of the rank's micro-batches in a global batch.
+    batch: the number of samples of a global batch.
     draw_of: returns the draw of a place of the run.
-    keeps_state: whether the state after each step is asked for.
+    keeps_state: whether the state after each step is needed.
     """
 
     stream: StreamDataset
@@ -42,12 +42,12 @@ class StreamShare:
 
 
 class StreamReads:
-    """Micro-batches of a stream, step after step.
+    """The micro-batches of a stream, step after step.
 
-    share: what the rank takes.
+    share: the rank's share of the stream.
     position: the place of the stream at which reading begins.
-    state: the state of the stream there, as JSON; '' at its beginning.
-    skipped: number of samples that are passed over first.
+    state: the state of the stream at `position`, as JSON; '' at its beginning.
+    skipped: the number of samples to skip first.
     """
 
     def __init__(self, share: StreamShare, position: int, state: str, skipped: int = 0) -> None:
@@ -60,10 +60,11 @@ class StreamReads:
         self._steps = iter(loader)
 
     def read(self) -> Read:
-        """Return this rank's micro-batches of the next step, and the state after it, '' where none
-        is kept.
+        """Return this rank's micro-batches of the next step, and the state after it ('' if none is
+        kept).
 
-        Raises the error of the process, with its traceback, and RuntimeError where it has ended.
+        Raises the error of the process, with its traceback, and RuntimeError where the process has
+        ended.
         """
         batches, state = next_of(self._steps)
         return batches, state
@@ -76,7 +77,7 @@ class StreamReads:
 
 
 class _Steps(IterableDataset[Read]):
-    """Steps of a stream, without an end."""
+    """The steps of a stream, without an end."""
 
     def __init__(self, share: StreamShare, position: int, state: str, skipped: int) -> None:
         self._share, self._from, self._skipped = share, (position, state), skipped
@@ -91,18 +92,18 @@ class _Steps(IterableDataset[Read]):
         while True:
             start = reader.position
             own = [range(start + x.start, start + x.stop) for x in share.mine]
-            kept = {
+            own_samples = {
                 place: sample
                 for place, sample in reader.read(share.batch)
                 if any(place in places for places in own)
             }
-            batches = [self._tensors([kept[x] for x in places], places) for places in own]
+            batches = [self._tensors([own_samples[x] for x in places], places) for places in own]
             yield batches, reader.state() if share.keeps_state else ""
 
     def _tensors(self, samples: list[Any], places: range) -> dict[str, Tensor]:
         numbers = np.array(places, np.int64)
         try:
             arrays = self._share.stream.source.batch(samples, numbers)
-        except RequestError as error:  # which a loader makes anew of its text alone
+        except RequestError as error:  # a loader would rebuild this error from its text alone
             raise RuntimeError(str(error)) from error
         return {name: torch.from_numpy(x) for name, x in arrays.items()}

@@ -1,7 +1,7 @@
-"""Read a rank's training samples in processes of their own, ahead of the steps.
+"""Read a rank's training samples in separate processes, ahead of the steps.
 
-Code of the user's own reads them there: it may be slow, and it draws from the global generators,
-which in the rank itself belong to the model's dropout.
+The user's own code runs in them: it may be slow, and it draws from the global generators, which in
+the rank itself belong to the model's dropout.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,8 @@ class WorkerReads:
     """Micro-batches that worker processes read, step after step.
 
     samples: returns samples by their indices and draws.
-    chosen: returns what each micro-batch of a step takes.
-    workers: number of processes.
+    chosen: returns the indices and draws of each micro-batch of a step.
+    workers: the number of processes.
     first: the step that is read first.
     """
 
@@ -49,9 +49,9 @@ class WorkerReads:
         self._batches = iter(loader)
 
     def read(self, step: int) -> list[dict[str, Tensor]]:
-        """Return the micro-batches of a step, which must be the one after the last.
+        """Return the micro-batches of a step, which must be the step after the last one read.
 
-        Raises the error of a worker, with its traceback, and RuntimeError where one has ended.
+        Raises the error of a worker, with its traceback, and RuntimeError where a worker has ended.
         """
         assert step == self.next, (step, self.next)
         self.next += 1
@@ -73,7 +73,7 @@ def next_of(batches: Iterator[Any]) -> Any:
         return next(batches)
     except (OSError, EOFError, RuntimeError) as error:
         workers: Sequence[Any] = getattr(batches, "_workers", ())
-        if not isinstance(error, RuntimeError):  # of a connection to one that ends just now
+        if not isinstance(error, RuntimeError):  # the connection broke: the worker is just ending
             for worker in workers:
                 worker.join(_END_S / len(workers))
         codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
@@ -93,13 +93,13 @@ class _Read(Dataset[dict[str, Tensor]]):
     def __getitem__(self, chosen: Chosen) -> dict[str, Tensor]:
         try:
             arrays = self._samples(*chosen)
-        except RequestError as error:  # which a loader makes anew of its text alone
+        except RequestError as error:  # a loader would rebuild this error from its text alone
             raise RuntimeError(str(error)) from error
         return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
 
 class _Steps(Sampler[Chosen]):
-    """What micro-batches take, from the first step on, without an end."""
+    """The indices and draws of micro-batches, from the first step on, without an end."""
 
     def __init__(self, chosen: Callable[[int], Sequence[Chosen]], first: int) -> None:
         self._of_step, self._first = chosen, first
