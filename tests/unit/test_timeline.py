@@ -16,7 +16,7 @@ def test_pieces_are_one_event_and_ranks_do_what_stands_for_them() -> None:
         Task((0,), Lane.COMPUTE, 0.0, (3,), name=UPDATE),  # of nothing, which is not shown
     ]
     names, events = [], []
-    for event in events_of(simulate(tasks), {0: 0, 1: 0}, ("fast", "slow")):
+    for event in events_of(simulate(tasks), {0: 0, 1: 0}, {0: "fast", 1: "slow"}):
         (names if event["ph"] == "M" else events).append(event)
     assert [(x["pid"], x["args"]["name"]) for x in names] == [
         (0, "rank 0 (fast)"),
