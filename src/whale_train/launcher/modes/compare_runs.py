@@ -248,8 +248,8 @@ class _Rules:
         return _difference(path, kind, low, high, update, allowed)
 
     def _moved(self, path: str, alone: RecordedRun, *, is_first: bool) -> Array:
-        """Return how far gradients within tolerance can move each element of a parameter, as an
-        fp64 array that broadcasts to the parameter's shape.
+        """Return the distance by which gradients within tolerance can move each element of a
+        parameter, as an fp64 array that broadcasts to the parameter's shape.
 
         is_first: whether to count the first step alone, or all steps.
         """
