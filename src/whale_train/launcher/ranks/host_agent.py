@@ -51,7 +51,7 @@ class RankRequest:
 class HostReport:
     """The report of one host.
 
-    seen: the devices and memory that a rank would see, a `Seen` as JSON.
+    seen: the cores, memory and GPUs that a rank would see, a `Seen` as JSON.
     versions: the installed version of each package in PACKAGES; None for a missing package.
     port: a free TCP port.
     missing: the requested paths and modules that do not exist on the host.
@@ -100,10 +100,10 @@ def look(wanted: RankRequest) -> HostReport:
 
 
 def _is_there(module: str) -> bool:
-    """Return whether a Python module can be found, without importing it."""
+    """Return whether a Python module can be found. The module itself is not imported."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that would contain it
+    except ModuleNotFoundError:  # the parent package does not exist
         return False
 
 
@@ -142,7 +142,7 @@ class _Ranks:
         deadline = float("inf")
         while any(process.poll() is None for process in self._processes):
             line = self._said()
-            if line is not None:  # a line to end, or the end of the input
+            if line is not None:  # a request to end, or the end of the input
                 self._signal(signal.SIGTERM)
                 deadline = min(deadline, time.monotonic() + (_LEAVE_S if line else _KILL_S))
             if any(process.poll() for process in self._processes):
@@ -157,8 +157,8 @@ class _Ranks:
         return code if code >= 0 else 128 - code
 
     def _said(self) -> str | None:
-        """Return the line that was written to standard input, '' at its end, or None where nothing
-        is new."""
+        """Return a new line of standard input, '' once at the end of the input, or None without new
+        input."""
         if self._is_cut_off or not self._input.select(timeout=0):
             return None
         line = sys.stdin.readline()
@@ -166,8 +166,8 @@ class _Ranks:
         return line
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to every running rank. SIGKILL goes to the processes that the ranks
-        started, too."""
+        """Send a signal to every running rank. SIGKILL is also sent to the processes that the ranks
+        started."""
         for process in self._processes:
             if number == signal.SIGKILL:
                 with suppress(ProcessLookupError):

@@ -173,8 +173,8 @@ class HostProcess:
     def _failure(self, code: int) -> RunFailure:
         """Return the failure of a failed run.
 
-        The failure is the one that the host wrote. If the host wrote none, the failure is made from
-        the host's exit status `code`. A full disk replaces an unexplained exit.
+        The failure is the one that the host wrote, or is made from the host's exit status `code` if
+        the host wrote none. On a full disk, a failure without an exception names the disk instead.
         """
         failure = self._recorded()
         full = has_no_room(self._run_dir)

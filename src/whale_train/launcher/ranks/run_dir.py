@@ -120,8 +120,8 @@ def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:
 def _set_aside(run_dir: Path) -> None:
     """Move the files of the last attempt in `run_dir` into a folder of their own.
 
-    Checkpoints that the attempt left incomplete are removed. Metrics and checkpoints stay, since
-    they belong to the whole run.
+    Checkpoints and weights that the attempt left incomplete are removed. Metrics and whole
+    checkpoints stay, since they belong to the run.
     """
     for path in unfinished_in(run_dir):
         shutil.rmtree(path, ignore_errors=True)
