@@ -6,7 +6,7 @@ The script calibrates the machine (`mode=calibrate`, which writes into a folder 
 trains every model on the given numbers of CPU processes. Each strategy file that the model and the
 devices allow runs once. Then the strategy that auto finds and the files that were nearly the
 fastest run in turns. If auto finds the strategy of a file, both are one plan, and nothing is
-compared. The models and the statistics over rounds are those of `accuracy.py`.
+compared. Models and statistics over rounds are as in `accuracy.py`.
 """
 
 import argparse

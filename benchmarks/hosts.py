@@ -53,12 +53,14 @@ class Hosts:
             switch = _namespace()
             _run("ip link add switch type bridge")
             _run("ip link set switch up")
-            made = []
+            namespaces = []
             for number in range(count):
-                made.append(_namespace())
+                namespaces.append(_namespace())
                 _run("ip link set lo up")
-                there = f"/proc/{os.getpid()}/fd/{switch}"
-                _run(f"ip link add {INTERFACE} type veth peer name port{number} netns {there}")
+                switch_path = f"/proc/{os.getpid()}/fd/{switch}"
+                _run(
+                    f"ip link add {INTERFACE} type veth peer name port{number} netns {switch_path}"
+                )
                 _run(f"ip address add {address(number)}/24 dev {INTERFACE}")
                 _run(f"ip link set {INTERFACE} up")
                 _limit(INTERFACE, rate_gbit_s)
@@ -67,7 +69,7 @@ class Hosts:
                 _limit(f"port{number}", rate_gbit_s)
         finally:
             _enter(home)
-        return cls(tuple(made), switch, rate_gbit_s)
+        return cls(tuple(namespaces), switch, rate_gbit_s)
 
     def move(self, rank: int) -> None:
         """Move this process to a host: number `rank` modulo the number of hosts.

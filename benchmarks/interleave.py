@@ -2,9 +2,9 @@
 
 All ranks of all sides exist at the same time and run in turns of a few steps: A, B, C, A, B, C, ...
 They are forked from one process that has imported everything. So the noise of the machine hits all
-sides alike, and no side inherits another's memory or thread pools. The time of a step is that of
-its slowest rank. The ratio of two sides' median steps is computed for each round. The table has the
-median ratio, and the quartiles as a measure of its certainty.
+sides alike, and no side inherits another's memory or thread pools. A step takes as long as its
+slowest rank. The ratio of two sides' median steps is computed for each round. The table has the
+median ratio, and the quartiles as a measure of certainty.
 """
 
 import ctypes

@@ -199,7 +199,7 @@ def measure(
     model: overrides of the model.
     options: the command line's options.
     folder: the folder of run directories.
-    steps: number of steps; None for that of the options.
+    steps: number of steps; None for the number in the options.
     """
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
     graph = STRATEGIES.get(strategy, "").replace("RANKS", str(ranks))

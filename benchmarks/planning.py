@@ -51,8 +51,8 @@ SEARCHES: Mapping[str, Sequence[tuple[int, str, str]]] = {
     "8 V100 + 8 P100": [(8, *V100), (8, *P100)],
     "128 V100 + 384 P100": [(128, *V100), (384, *P100)],
     **{
-        f"{each} each of A100, V100, P100": [(each, *A100), (each, *V100), (each, *P100)]
-        for each in (32, 64, 256)
+        f"{count} each of A100, V100, P100": [(count, *A100), (count, *V100), (count, *P100)]
+        for count in (32, 64, 256)
     },
 }
 

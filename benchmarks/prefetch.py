@@ -63,9 +63,9 @@ def main() -> None:
             ),
         }
         sides = {}
-        for number, (name, made) in enumerate(datasets.items()):
+        for number, (name, prepare) in enumerate(datasets.items()):
             (run_dir / str(number)).mkdir()
-            sides[name] = Ours(run_dir / str(number), plan, made(), 0)
+            sides[name] = Ours(run_dir / str(number), plan, prepare(), 0)
         times: dict[str, list[float]] = {name: [] for name in sides}
         done = dict.fromkeys(sides, 0)
         for _ in range(options.rounds):

@@ -77,10 +77,10 @@ def make_bucket(environment: dict[str, str]) -> None:
     answer."""
     program = "import s3fs; s3fs.S3FileSystem().mkdir('bucket')"
     for _ in range(30):
-        made = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL
         )
-        if made.returncode == 0:
+        if done.returncode == 0:
             return
         time.sleep(0.5)
     sys.exit("the server does not answer")

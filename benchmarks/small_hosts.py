@@ -71,12 +71,12 @@ def main() -> None:
         folder = Path(name) / "job"
         folder.mkdir()
         memory = options.memory_gb * GB
-        with hosts_apart(folder, HOSTS, "10gbit") as hosts, groups(HOSTS, memory) as made:
-            peaks_of_whole = run(hosts, made, folder / "whole", *large)
+        with hosts_apart(folder, HOSTS, "10gbit") as hosts, groups(HOSTS, memory) as folders:
+            peaks_of_whole = run(hosts, folders, folder / "whole", *large)
             if peaks_of_whole is not None:
                 sys.exit("model.init=whole was not refused")
-            sharded = run(hosts, made, folder / "sharded", *large, "model.init=sharded")
-            small = run(hosts, made, folder / "tiny", *tiny, "model.init=sharded")
+            sharded = run(hosts, folders, folder / "sharded", *large, "model.init=sharded")
+            small = run(hosts, folders, folder / "tiny", *tiny, "model.init=sharded")
             if sharded is None or small is None:
                 sys.exit("model.init=sharded did not train")
     show(sharded, small)
@@ -162,14 +162,14 @@ def groups(names: Sequence[str], memory_bytes: float) -> Iterator[list[Path]]:
         if (root / "memory").is_dir()
         else (root, "memory.max")
     )
-    made = [root / f"whale-train-{os.getpid()}-{name}" for name in names]
+    folders = [root / f"whale-train-{os.getpid()}-{name}" for name in names]
     try:
-        for group in made:
+        for group in folders:
             group.mkdir()
             (group / limit).write_text(str(int(memory_bytes)))
-        yield made
+        yield folders
     finally:
-        for group in made:
+        for group in folders:
             if group.is_dir():
                 group.rmdir()
 

@@ -104,7 +104,7 @@ class Kind:
     build: creates the model.
     loss: computes the loss of a batch in a plain loop.
     samples: returns, for the overrides, the number of samples and their reader. The reader takes
-        the samples' numbers and the keys of their random draws.
+        the numbers of samples, and for each sample the number that seeds its random parts.
     micro_batches: number of micro-batches of a pipeline; 1 where the model has statistics over the
         whole batch.
     """

@@ -1,6 +1,6 @@
 """Describe the attempts of one job, and write their record.
 
-A rank that dies ends an attempt. The next attempt goes on from the newest checkpoint.
+A rank that dies ends an attempt. The next attempt continues from the newest checkpoint.
 """
 
 import json

@@ -450,7 +450,7 @@ def _other_kind(override: Override) -> Fault:
 
 
 def _file_fault(error: Exception) -> Fault:
-    """Return the fault of a config file of the user's own, for whose reading `error` was raised."""
+    """Return the fault of one of the user's config files, which raised `error` when read."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         rule = f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"

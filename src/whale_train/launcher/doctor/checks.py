@@ -46,7 +46,7 @@ class Check:
     name: the item, such as a package or a program.
     found: the version, path or description of the item; '' where it is missing.
     is_needed: whether every run needs the item.
-    remedy: the repair for a missing or unfit item; '' where nothing has to be done.
+    remedy: the repair for a missing or unfit item; '' where the item is fine.
     """
 
     part: str

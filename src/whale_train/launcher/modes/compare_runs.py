@@ -14,7 +14,7 @@ With a relative tolerance t, the allowances are:
   digit of the remainder is right;
 * a parameter's update, after the first step and after the last, element by element: the change that
   gradients within tolerance can cause (the gradient's error times the element's `sensitivity`),
-  plus t times the update, plus the rounding of the two values whose difference the update is. AdamW
+  plus t times the update, plus the rounding of the values before and after the update. AdamW
   takes a step of full size for a gradient of any size, so an element whose gradient is smaller than
   the gradient's error may step in either direction. Such elements are counted as `undecided`, and
   bounded only by the largest step of Adam. The comparison of gradients has checked that their
@@ -112,8 +112,8 @@ def _largest_constant(alone: RecordedRun) -> float:
 def _first_rate(alone: RecordedRun) -> list[float]:
     """Return a list of one element: the learning rate of the first step that was not skipped, or 0
     where every step was skipped."""
-    made = (x for step, x in enumerate(alone.rates, 1) if step not in alone.skipped)
-    return [next(made, 0.0)]
+    rates = (x for step, x in enumerate(alone.rates, 1) if step not in alone.skipped)
+    return [next(rates, 0.0)]
 
 
 # --- What is allowed -----------------------------------------------------------------------------
@@ -173,8 +173,8 @@ class _Rules:
             if self.steps > 1:
                 yield self._update(path, side, alone, is_first=True)
             yield self._update(path, side, alone)
-        for path, what in alone.constants.items():
-            yield self._constant(path, what, side, alone)
+        for path, kind_name in alone.constants.items():
+            yield self._constant(path, kind_name, side, alone)
 
     def undecided(self, alone: RecordedRun) -> tuple[int, int]:
         """Return the number of elements whose update is determined by rounding alone, and the

@@ -135,8 +135,8 @@ def _epochs(segments: Sequence[StepRange]) -> tuple[Epochs, ...]:
 
 
 def _not_shared_out(plan: Plan, segment: StepRange) -> list[str]:
-    """Return a sentence on each fault in how the replicas of a TaskGraph share out the batch; at
-    most one, and none where exactly one replica takes each place of the batch."""
+    """Return a sentence on the first TaskGraph whose replicas do not take each place of a batch
+    exactly once, in a list; an empty list without one."""
     for task_graph in plan.task_graphs:
         replicas = [
             [places for rank in replica for places in plan.ranks[rank].samples]

@@ -63,7 +63,7 @@ Kind = tuple[str, int | None]  # the `what` and the `step` of a difference
 class Verification:
     """The whole comparison of the plan's run with one process.
 
-    A pair of lists has the values of the plan's run, then those of one process.
+    In a pair of lists, the first list is of the plan's run, and the second of one process.
 
     ranks: number of ranks of the plan.
     steps: number of compared steps.

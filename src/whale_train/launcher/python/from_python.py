@@ -240,8 +240,8 @@ def _request(
 
 def _other_mode(mode: Mode, given: Mode) -> Fault:
     """Return the fault of a request in the mode `given`, for the function of the mode `mode`."""
-    there = given in ("train", "plan", "verify", "evaluate", "predict")
-    remedy = f"leave it out, or call {given}()" if there else f"use whale-train mode={given}"
+    is_function = given in ("train", "plan", "verify", "evaluate", "predict")
+    remedy = f"leave it out, or call {given}()" if is_function else f"use whale-train mode={given}"
     return Fault("mode", given, f"is not what {mode}() does", remedy)
 
 

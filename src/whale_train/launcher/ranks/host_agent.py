@@ -37,7 +37,7 @@ _KILL_S = 5.0
 
 @dataclass(frozen=True)
 class RankRequest:
-    """An order to report a host. It names what the job needs on every host.
+    """An order to report a host, with the paths and modules that the job needs on every host.
 
     paths: files and folders.
     modules: Python modules.

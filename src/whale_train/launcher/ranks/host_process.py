@@ -129,7 +129,7 @@ class HostProcess:
                 time.sleep(POLL_S)
             poll()
         except KeyboardInterrupt:
-            # torchrun or srun interrupts every rank when one has failed.
+            # The program that started the ranks interrupts all of them when one has failed.
             failure = self._recorded()
             return HostOutcome("failed", failure) if failure else HostOutcome("interrupted")
         finally:

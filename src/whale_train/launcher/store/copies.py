@@ -1,4 +1,4 @@
-"""Copy a run's checkpoints into a store, one after another, while the run goes on.
+"""Copy a run's checkpoints into a store, one after another, while the run trains.
 
 The launcher on rank 0's host copies, since the files of all ranks are there and no step has to
 wait. A thread copies. The main thread gives it the new checkpoints, and prints each finished copy.

@@ -97,14 +97,14 @@ def refuse_store(to: UrlPath, run_dir: Path, resume: str | None) -> None:
     if said := _unwritable(to):
         remedy = "name a folder in which this machine may write, read and remove files"
         raise ConfigError([Fault(KEY, str(to), f"cannot be used ({said})", remedy)])
-    there, own = run_of(to), run_of(run_dir)
+    owner, own = run_of(to), run_of(run_dir)
     try:
         has_files = any(map(_is_whole, checkpoints_in(to))) or (to / MODEL).exists()
     except StoreError as error:
         rule, remedy = f"cannot be read ({error})", "see that it can, or name another folder"
         raise ConfigError([Fault(KEY, str(to), rule, remedy)]) from None
     begins = not own and not checkpoints_in(run_dir / CHECKPOINTS)
-    if not has_files or (there and there == own) or (resume == AUTO and begins):
+    if not has_files or (owner and owner == own) or (resume == AUTO and begins):
         return
     remedy = "name another folder"
     if begins:

@@ -62,15 +62,15 @@ def goals_of(
     if not sets or data.get("evaluation_fraction") != 0:
         sets.insert(0, _HELD_BACK)
     measured = ("loss", "accuracy", *_section(config, "metrics"))
-    evaluated = [f"{name}_{what}" for name in sets for what in measured]
+    evaluated = [f"{name}_{metric}" for name in sets for metric in measured]
     default = evaluated[0] if evaluates else "final_loss"
     names = settings.objective or ("predicted.step_time_s" if plans else default,)
     key = f"{SECTION}.objective"
     known = _OF_PLANS if plans else {*_OF_SUMMARY, *OF_STEPS, *evaluated}
     for name in names:
         if name not in known and not (plans and _is_of_plan(name)):
-            what = "a plan" if plans else "a run"
-            faults.append(Fault(key, name, f"is no number of {what}", nearest(name, known)))
+            source = "a plan" if plans else "a run"
+            faults.append(Fault(key, name, f"is no number of {source}", nearest(name, known)))
         elif name in evaluated and not evaluates:
             rule = "is measured by evaluations, and there is none"
             faults.append(Fault(key, name, rule, "set train.evaluate_every"))

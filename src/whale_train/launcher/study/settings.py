@@ -152,8 +152,8 @@ def _check_packages(sampler: Named | None, faults: list[Fault]) -> None:
     """Add a fault for a package that the study needs and that is missing or too old."""
     installed = installed_version("optuna")
     if installed is None or int(installed.partition(".")[0]) < _OLDEST:
-        there = "which is not installed" if installed is None else f"and {installed} is installed"
-        rule = f"needs Optuna {_OLDEST}, {there}"
+        state = "which is not installed" if installed is None else f"and {installed} is installed"
+        rule = f"needs Optuna {_OLDEST}, {state}"
         faults.append(Fault("hydra/sweeper", "optuna", rule, how_to_install("optuna")))
     elif sampler is not None and sampler.name == CMAES and find_spec("cmaes") is None:
         rule, remedy = "needs cmaes, which is not installed", how_to_install("cmaes")

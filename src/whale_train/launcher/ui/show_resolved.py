@@ -14,8 +14,8 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def show_resolved(resolved: Resolved, request: Request, console: Console) -> None:
-    """Print the plan of a request, with notices where devices are emulated or kernels have to be
-    compiled."""
+    """Print the plan of a request, with a notice on emulated devices and one on kernels to
+    compile."""
     names = request.names
     if resolved.emulated and request.mode != "plan":
         console.print(

@@ -273,8 +273,8 @@ def _not_here(cluster: Cluster, host: Host) -> Fault:
     own = (device_of(card) for card in host.cards) if missing.name not in DEVICES else ()
     small = next((device for device in own if not is_catalogued(device)), None)
     if small is not None:
-        need, there = in_bytes(missing.memory_bytes), in_bytes(small.memory_bytes)
-        rule = f"has {missing.name} of {need}, and this host's {small.name} has {there}"
+        need, memory = in_bytes(missing.memory_bytes), in_bytes(small.memory_bytes)
+        rule = f"has {missing.name} of {need}, and this host's {small.name} has {memory}"
     return Fault("hardware", cluster.name, rule, _REMEDY)
 
 

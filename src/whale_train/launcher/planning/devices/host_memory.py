@@ -26,18 +26,18 @@ def refuse_small_hosts(
     """
     size = weight_bytes(profile) if is_whole else 0
     for host in hosts:
-        builders, there = len(host.ranks) or 1, in_bytes(host.memory_bytes)
+        builders, memory = len(host.ranks) or 1, in_bytes(host.memory_bytes)
         if builders * size > host.memory_bytes:
             by = f" by each of its {builders} ranks" if builders > 1 else ""
             rule = f"has {in_bytes(size)} of weights, built whole on {host.name}{by} before they "
-            rule += f"are cut, and there are {there}"
+            rule += f"are cut, and there are {memory}"
             remedy = "use model.init=sharded, which builds them tensor by tensor"
             faults.append(Fault("model", profile.name, rule, remedy))
             continue
         needed = needed_bytes(plan, host.ranks or range(plan.world_size))
         if on_cpu and needed > host.memory_bytes:
             rule = f"needs {in_bytes(needed)} of {host.name}, whose memory its processes share: "
-            rule += f"there are {there}"
+            rule += f"there are {memory}"
             remedy = "use fewer devices, or a strategy that partitions more"
             faults.append(Fault("hardware", plan.cluster, rule, remedy))
 
