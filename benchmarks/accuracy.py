@@ -1,13 +1,13 @@
-"""Predicted against measured steps: pairs of models and strategies that no figure was fitted to.
+"""Compare predicted with measured steps, for models and strategies that no figure was fitted to.
 
 python benchmarks/accuracy.py
 
-Every round calibrates the machine (`mode=calibrate`, with its figures in a folder of this run),
-which runs no model, before each model, and then trains that model's pairs with the command. What
-the plans predicted for a step, the median of the rounds, is set beside the lower quartile of the
-steps of all rounds, as calibrating counts. A machine that others use as well is slower at one time
-than at another, by two thirds for seconds or minutes: hence a calibration for each model, the
-rounds, the quartile, and what `quiet.py` repeats.
+Before each model, every round calibrates the machine (`mode=calibrate`, which runs no model and
+writes into a folder of this script), and then trains the model under each strategy. The median of
+the predictions over the rounds is compared with the lower quartile of the steps of all rounds, the
+statistic that calibrating uses as well. A shared machine may be slower by two thirds for seconds or
+minutes. Hence the calibration for each model, the rounds, the quartile, and the repetitions of
+`quiet.py`.
 """
 
 import argparse
@@ -32,7 +32,10 @@ REFUSED = 2  # the command's exit status
 
 
 def hugging_face(architecture: str, config: str) -> tuple[str, ...]:
-    """Return the overrides for a model of transformers; `config` are its settings as YAML."""
+    """Return the overrides for a model of transformers.
+
+    config: the settings of the model, as YAML.
+    """
     return "model=hf", f"model.architecture={architecture}", f"model.config={{{config}}}"
 
 
@@ -66,7 +69,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "classes": ("model=class_head", "model.num_classes=20000", "data=classes"),
 }
 TWO, FOUR = "{stages: 2, micro_batches: 4}", "{stages: 4, micro_batches: 8}"
-# Two devices, of which the second has half the speed of the first.
+# Two devices. The second has half the speed of the first.
 MIXED = (
     "hardware.nodes=[{devices: 1, link: pcie3_x16, device: {name: fast, flops: {fp32: 2e12}, "
     "memory_bytes: 64e9, memory_bandwidth_bytes_s: 9e11}}, {devices: 1, link: pcie3_x16, device: "
@@ -175,9 +178,9 @@ def main() -> None:
 
 
 def table_of(seconds: Mapping[tuple[str, str], tuple[float, float]]) -> Table:
-    """Return a table with a row for each (model, strategy), and a summary in its caption.
+    """Return a table with a row for each (model, strategy), and a summary in the caption.
 
-    `seconds` are the (predicted, measured) seconds of a step of each pair.
+    seconds: the (predicted, measured) seconds of a step of each pair.
     """
     errors = [abs(predicted / measured - 1) for predicted, measured in seconds.values()]
     ranks = []
@@ -200,9 +203,9 @@ def table_of(seconds: Mapping[tuple[str, str], tuple[float, float]]) -> Table:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Spearman's correlation of two sequences of figures; 1 for a single pair.
+    """Return Spearman's rank correlation of two sequences; 1 for sequences of one number.
 
-    No two figures of one sequence may be equal.
+    The numbers of a sequence must differ.
     """
 
     def places(figures: Sequence[float]) -> list[int]:
@@ -215,34 +218,35 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def of_rounds(rounds: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """Return the (predicted, measured) seconds of a step over all rounds.
+    """Return the (predicted, measured) seconds of a step over all rounds: the median of the
+    predictions, and the lower quartile of the steps (`undisturbed`).
 
-    Each round is (predicted seconds, measured seconds of every step). The result is the median of
-    the predictions, and the lower quartile of the steps (`undisturbed`).
+    rounds: the predicted seconds, and the measured seconds of every step, of each round.
     """
     steps = (seconds for _, measured in rounds for seconds in measured)
     return median(predicted for predicted, _ in rounds), undisturbed(steps)
 
 
 def run(asked: Sequence[str], folder: str, where: Path) -> tuple[float, Sequence[float]]:
-    """Run the command and return its step's predicted seconds, and the seconds of each step."""
+    """Run the command, and return the predicted seconds of a step and the seconds of each step."""
     run_dir = fresh(folder)
     command(asked, run_dir, where)
     return times(run_dir)
 
 
 def calibrate(overrides: Sequence[str], folder: str, where: Path) -> None:
-    """Calibrate this machine for `overrides`, with its figures in the folder `where`."""
+    """Calibrate this machine for `overrides`, and save the calibrations in the folder `where`."""
     command(["mode=calibrate", "hardware=cpu", *overrides], fresh(folder), where)
 
 
 def fresh(folder: str) -> Path:
-    """Return the path of a run directory in `folder` that no run has used."""
+    """Return the path of a new run directory in `folder`."""
     return Path(tempfile.mkdtemp(dir=folder)) / "run"
 
 
 def times(run_dir: Path) -> tuple[float, Sequence[float]]:
-    """Return the predicted seconds of a run's step, and those of each step after the warm-up."""
+    """Return the predicted seconds of a run's step, and the seconds of each step after the
+    warm-up."""
     summary = json.loads((run_dir / "summary.json").read_text())
     predicted = summary["predicted_here_s"] or summary["predicted_step_time_s"]
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -252,10 +256,14 @@ def times(run_dir: Path) -> tuple[float, Sequence[float]]:
 def command(
     arguments: Sequence[str], run_dir: Path, where: Path, *, refusable: bool = False
 ) -> bool:
-    """Run the command with its calibrations in `where`; return whether it ran.
+    """Run the command, and return whether it accepted the request.
 
-    It returns False where the command refuses the request and `refusable` is set, and exits where
-    it fails otherwise.
+    arguments: the overrides.
+    run_dir: the run directory.
+    where: the folder of calibrations.
+    refusable: whether the command may refuse the request. If not, a refusal is a failure.
+
+    Exits the process where the command fails.
     """
     line = [sys.executable, "-m", "whale_train.launcher.cli", *arguments]
     line += [f"hydra.run.dir={run_dir}", "launcher=auto"]

@@ -1,12 +1,12 @@
-"""The strategy that `strategy=auto` finds against the fastest of our strategy files, measured.
+"""Compare the strategy of `strategy=auto` with the fastest of our strategy files, by measurement.
 
 python benchmarks/auto_measured.py
 
-Calibrates the machine (`mode=calibrate`, with its figures in a folder of this run) and trains every
-model on as many CPU processes as named: once with each file that the model and the devices allow,
-and then, in turns, with the strategy that auto finds and the files that were nearly as fast as the
-fastest. Where auto finds what a file says, there is one plan to run and nothing to compare.
-Models, and what counts of the rounds, are those of `accuracy.py`.
+The script calibrates the machine (`mode=calibrate`, which writes into a folder of this script) and
+trains every model on the given numbers of CPU processes. Each strategy file that the model and the
+devices allow runs once. Then the strategy that auto finds and the files that were nearly the
+fastest run in turns. If auto finds the strategy of a file, both are one plan, and nothing is
+compared. Models and statistics over rounds are as in `accuracy.py`.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from whale_train.runtime.calibrate.timing import undisturbed
 
 FILES = ("single", "dp", "zero1", "split", "hybrid_split_dp", "pipeline", "zero_bubble", "split_dp")
 AUTO = "auto"
-NEARLY = 1.2  # times the fastest file's step, of files that run again
+NEARLY = 1.2  # files within this multiple of the fastest file's step run again
 
-Steps = list[tuple[float, Sequence[float]]]  # of each round: predicted, and measured
+Steps = list[tuple[float, Sequence[float]]]  # predicted and measured seconds of each round
 
 
 def main() -> None:
@@ -66,10 +66,14 @@ def main() -> None:
 def compared(
     asked: Sequence[str], rounds: int, quiet: Quiet, folder: str, where: Path
 ) -> tuple[Mapping[str, Steps], str]:
-    """Train with every file and with auto, and return their steps and the file that auto equals.
+    """Train with every strategy file and with auto. Return the steps of auto and of the files that
+    were nearly the fastest, by name, and the file that auto equals, or ''.
 
-    The steps are those of the strategies that ran and were nearly the fastest, by name. The file is
-    the one that says what auto found; '' where none does.
+    asked: the overrides, without the strategy.
+    rounds: number of further runs of each strategy in the result.
+    quiet: repeats disturbed measurements.
+    folder: the folder of run directories.
+    where: the folder of calibrations.
     """
     steps: dict[str, Steps] = {}
     plans: dict[str, Any] = {}
@@ -95,21 +99,19 @@ def compared(
     for _ in range(rounds):
         for name in dict.fromkeys((same or AUTO, *again)):
             train(name)
-    # One round says enough of the other files.
+    # One round is enough for the other files.
     return {name: steps[name] for name in dict.fromkeys((same or AUTO, *again))}, same
 
 
 def allowed(asked: Sequence[str], folder: str, where: Path) -> Path | None:
-    """Run the command and return its run directory, or None where it refuses the request."""
+    """Run the command, and return the run directory; None where the command refuses the request."""
     run_dir = fresh(folder)
     return run_dir if command(asked, run_dir, where, refusable=True) else None
 
 
 def plan_of(run_dir: Path) -> Any:
-    """Return the plan of a run without the reasons for it.
-
-    It is equal for equal strategies, however they came about.
-    """
+    """Return the plan of a run without decisions and paths, which is equal for equal strategies
+    from different sources."""
     plan = json.loads((run_dir / "plan.json").read_text())
     del plan["decisions"]
     for task_graph in plan["task_graphs"]:
@@ -118,19 +120,20 @@ def plan_of(run_dir: Path) -> Any:
 
 
 def to_calibrate(devices: Sequence[int]) -> Sequence[int]:
-    """Return the numbers of processes, of those in `devices`, that calibrations are needed for.
+    """Return the numbers of processes in `devices` for which a calibration is needed.
 
-    A calibration holds for one number of threads of a process. Of the numbers that leave a process
-    as many threads, the largest is returned. A process alone is measured with any of them.
+    A calibration holds for one number of threads of a process. Of all numbers of processes with the
+    same number of threads, the largest is returned. Every calibration also measures a single
+    process.
     """
     return [*{max(1, cores() // count): count for count in sorted(devices)}.values()]
 
 
 def cells_of(seconds: Mapping[str, tuple[float, float]], same: str) -> Sequence[str]:
-    """Return the cells of a row: auto beside the fastest of the files.
+    """Return the cells of a row, which compares auto with the fastest file.
 
-    `seconds` are the (predicted, measured) seconds of a step by strategy. `same` is the file that
-    auto equals; '' for none.
+    seconds: the (predicted, measured) seconds of a step, by strategy.
+    same: the file that auto equals; '' for none.
     """
     predicted, measured = seconds[same or AUTO]
     files = [name for name in seconds if name != AUTO]
@@ -144,7 +147,7 @@ def cells_of(seconds: Mapping[str, tuple[float, float]], same: str) -> Sequence[
 
 
 def chosen_of(name: str, run_dir: Path) -> str:
-    """Return the name of a strategy, followed for auto by the strategy that it found."""
+    """Return the name of a strategy; for auto, followed by the strategy that it found."""
     if name != AUTO:
         return name
     decisions = json.loads((run_dir / "plan.json").read_text())["decisions"]

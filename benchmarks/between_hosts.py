@@ -1,4 +1,4 @@
-"""Common parts of benchmarks between hosts: their options, hosts at a rate, sides in turns."""
+"""Provide the options, the hosts and the comparison for benchmarks of several hosts."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from whale_train.runtime.process.preload import preload
 
 
 def options_of(description: str | None, hosts: int, gbit: float) -> argparse.ArgumentParser:
-    """Return the parser of the options that all these benchmarks have; others can be added to it.
+    """Return a parser with the options of all benchmarks of several hosts. Callers add their own.
 
-    `hosts` and `gbit` are the defaults of their options.
+    description: the description in the parser's help.
+    hosts, gbit: the defaults of the options `--hosts` and `--gbit`.
     """
     words = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=words)
@@ -26,11 +27,11 @@ def options_of(description: str | None, hosts: int, gbit: float) -> argparse.Arg
 
 
 class Bench:
-    """Hosts as `options` ask for them, and the turns of the sides that run on them."""
+    """The hosts that `options` ask for, and the turns of the sides that run on them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._hosts = Hosts.make(options.hosts, options.gbit)  # before there are threads
+        self._hosts = Hosts.make(options.hosts, options.gbit)  # before any thread is started
         preload()
         self._console = Console(width=150)
         self.turns = Turns(options.rounds, options.steps)
@@ -39,7 +40,7 @@ class Bench:
         self._console.print(said)
 
     def compare(self, title: str, sides: Sequence[Side], against: str) -> None:
-        """Run the sides in turns and show how they compare with the one named `against`."""
+        """Run the sides in turns, and show how fast each is compared with the side `against`."""
         count = self._options.hosts
         results = interleaved(sides, count, num_threads(count), self.turns, self._hosts.move)
         show(f"{title}, {self._options.gbit:g} Gbit/s", results, [against], self._console)

@@ -1,13 +1,13 @@
-"""The breakdown of a step of ours: compute, bridges, waiting for others, and the rest.
+"""Break down a step of ours into compute, bridges, collectives, waiting for others, and the rest.
 
-The ranks write a timeline (runtime/record/timeline.py), to which this adds the collectives. All
-ranks of a run are on one machine and read one clock, so that a wait has two parts: until the last
-of those it takes has come (*waiting*: the bubble of a pipeline, or a rank that is slower than
-another), and from then until the data is there: what moving it costs. Between TaskGraphs on other
-devices or shared otherwise (a pipeline's messages, what gathers a batch for a split head and takes
-its gradient back) that is *bridges*, inside of one (a split's sums) *collectives*. Inside of
-forward, backward and update everything else is *compute*; what is in none of them is *outside*:
-reading data, metrics, the bookkeeping between instructions.
+The ranks write a timeline (runtime/record/timeline.py), to which this file adds the collectives.
+All ranks of a run are on one machine and read one clock, so a transfer can be divided at the moment
+when its last rank arrives. The time before that moment is *waiting*: the bubble of a pipeline, or a
+slower rank. The time after it is the cost of moving data. Between TaskGraphs this cost counts as
+*bridges*: the messages of a pipeline, the gather of a batch for a split head, and the way back of
+its gradient. Inside a TaskGraph it counts as *collectives*, such as the sums of a split. All other
+time in forward, backward and update is *compute*. Time in none of these is *outside*: reading data,
+metrics, and the bookkeeping between instructions.
 """
 
 import json
@@ -37,11 +37,11 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a step that sum to 1: means over ranks and steps.
+    """Fractions of a step's time that sum to 1, as means over ranks and steps.
 
     compute: forward, backward and update, without communication.
     bridges: moving data between TaskGraphs.
-    collectives: moving data inside of a TaskGraph.
+    collectives: moving data inside a TaskGraph.
     waiting: waiting for other ranks.
     outside: everything else.
     """
@@ -54,7 +54,7 @@ class Shares:
 
 
 class Watched:
-    """A rank of ours whose timeline, with the collectives in it, is written when it is done."""
+    """A rank of ours that writes its timeline, collectives included, after the last step."""
 
     def __init__(self, start: Callable[..., Running], folder: Path, rank: int) -> None:
         self._trace, self._folder = Trace(rank, "cpu"), folder
@@ -70,17 +70,17 @@ class Watched:
 
 
 def watched(request: Request, plan: Plan, folder: Path) -> Side:
-    """Return our side with a timeline, which is written into `folder`."""
+    """Return our side, with a timeline that is written into `folder`."""
     start = partial(sides.Ours, folder, plan, worker.prepare(request))
     return Side("ours, watched", partial(Watched, start, folder), huge_pages=True)
 
 
 def watch_collectives(trace: Trace) -> None:
-    """Make every collective of this process a span of `trace`, from here on.
+    """Record every later collective of this process as a span of `trace`.
 
-    The span is `collective N`, or `bridge N` where the collective gathers a batch or takes the
-    gradient of a gathered one back. An asynchronous collective has the spans `post N` and `wait N`.
-    N is the number of the collective. The end of a step's sends is a span `settle`.
+    The span is `bridge N` where the collective gathers a batch or returns the gradient of a
+    gathered batch, and else `collective N`, with the number N of the collective. An asynchronous
+    collective has two spans, `post N` and `wait N`. The wait for a step's sends is a span `settle`.
     """
     numbers = iter(range(10**9))
     kind = "collective"
@@ -130,7 +130,7 @@ def watch_collectives(trace: Trace) -> None:
 
 
 class _Work:
-    """Handle of an asynchronous collective whose wait is a span."""
+    """The handle of an asynchronous collective that records its wait as a span."""
 
     def __init__(self, work: dist.Work, trace: Trace, number: int) -> None:
         self._work, self._trace, self._number = work, trace, number
@@ -141,7 +141,7 @@ class _Work:
 
 
 def shares(folder: Path, ranks: int, skipped: int) -> Shares:
-    """Return the shares of the timelines in `folder`, without the first `skipped` steps."""
+    """Return the shares of the timelines in `folder`, leaving out the first `skipped` steps."""
     timelines = []
     for rank in range(ranks):
         events = json.loads((folder / "trace" / f"rank_{rank}.json").read_text())["traceEvents"]
@@ -150,13 +150,14 @@ def shares(folder: Path, ranks: int, skipped: int) -> Shares:
 
 
 def shares_of(timelines: Sequence[Sequence[Event]], skipped: int) -> Shares:
-    """Return the shares of timelines, one list of events for each rank.
+    """Return the shares of timelines.
 
-    The first `skipped` steps are left out.
+    timelines: the events of each rank.
+    skipped: number of first steps to leave out.
     """
     posted = _posted(timelines)
     totals = dict.fromkeys((field.name for field in fields(Shares)), 0.0)
-    whole = 0.0
+    total = 0.0
     for events in timelines:
         for number, step in enumerate(_steps(events)):
             if number < skipped:
@@ -164,12 +165,12 @@ def shares_of(timelines: Sequence[Sequence[Event]], skipped: int) -> Shares:
             parts = _parts(step, number, posted)
             for name, amount in parts.items():
                 totals[name] += amount
-            whole += sum(parts.values())
-    return Shares(**{name: amount / whole for name, amount in totals.items()})
+            total += sum(parts.values())
+    return Shares(**{name: amount / total for name, amount in totals.items()})
 
 
 def _steps(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Yield the events of each step, in order; a step begins with reading data."""
+    """Yield the events of each step, in order. A step begins with reading data."""
     step: list[Event] = []
     for event in sorted(events, key=lambda event: float(event["ts"])):
         if event["name"] == "data" and step:
@@ -181,9 +182,9 @@ def _steps(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 
 def _posted(timelines: Sequence[Sequence[Event]]) -> dict[tuple[Any, ...], float]:
-    """Return the time at which the last rank had posted its part of each transfer.
+    """Return the time, in microseconds, at which the last rank posted its part of each transfer.
 
-    Times are in microseconds. The key is what identifies the transfer on all ranks.
+    The keys identify a transfer in the same way on all ranks.
     """
     posted: dict[tuple[Any, ...], float] = {}
     for events in timelines:
@@ -202,9 +203,11 @@ def _posted(timelines: Sequence[Sequence[Event]]) -> dict[tuple[Any, ...], float
 
 
 def _parts(step: Sequence[Event], number: int, posted: Mapping[Any, float]) -> dict[str, float]:
-    """Return the microseconds of each part of step `number` of one rank.
+    """Return the microseconds of each part of one rank's step.
 
-    `posted` are the times at which transfers were complete, as `_posted` gives them.
+    step: the events of the step.
+    number: the number of the step.
+    posted: the times at which the last rank posted each transfer, as in `_posted`.
     """
     parts = dict.fromkeys(("compute", "bridges", "collectives", "waiting"), 0.0)
     end = max(event["ts"] + event["dur"] for event in step)

@@ -1,4 +1,4 @@
-"""The cost of checkpoints to a run's steps, and the speed of writing and reading a large state.
+"""Measure the cost of checkpoints to steps, and the speed of writing and reading a large state.
 
 python benchmarks/checkpoint.py --gigabytes 1
 """
@@ -20,7 +20,7 @@ from rich.table import Table
 
 DEADLINE_S = 1800.0
 EVERY = 20  # steps between checkpoints
-FEATURES = 512  # that the head of the large state reads
+FEATURES = 512  # number of input features of the large state's head
 GPT = (
     *("model=gpt", "model.width=320", "model.depth=8", "model.heads=8"),
     f"train.steps={5 * EVERY + EVERY // 2}",
@@ -46,9 +46,12 @@ def main() -> None:
 
 
 def beside_steps(folder: Path, ranks: int, rounds: int) -> Table:
-    """Return a table of the steps of a GPT without and with checkpoints every EVERY steps.
+    """Return a table of a GPT's steps: without checkpoints, with asynchronous checkpoints every
+    EVERY steps, and with synchronous ones.
 
-    Checkpoints are written beside the steps, and before the next step.
+    folder: the folder of the runs.
+    ranks: number of ranks.
+    rounds: number of runs of each kind.
     """
     sides = {
         "no checkpoints": ("checkpoint.every=null",),
@@ -60,7 +63,8 @@ def beside_steps(folder: Path, ranks: int, rounds: int) -> Table:
         for name, more in sides.items():
             run_dir = folder / f"steps_{number}"
             summary = train(run_dir, ranks, *GPT, *more)
-            # Between steps a run copies what it saves: not a part of any step, and counted here.
+            # A run copies its state between steps. The time of a step leaves that out, and this
+            # mean includes it.
             times[name].append(summary["trained_s"] / summary["steps"])
             shutil.rmtree(run_dir)
     table = Table("", title=f"GPT of 10 M, AdamW, {ranks} ranks, a checkpoint every {EVERY} steps")
@@ -74,10 +78,15 @@ def beside_steps(folder: Path, ranks: int, rounds: int) -> Table:
 
 
 def large_state(folder: Path, ranks: int, gigabytes: float, rounds: int) -> Table:
-    """Return a table of the speeds at which a large state is saved and resumed from.
+    """Return a table of the speeds of saving and resuming a large state, beside those of the disk.
 
-    The state is `gigabytes` of weights and Adam's moments. Beside them are the speeds of the disk
-    for a file of that size, measured in turns with it. All are medians of `rounds`.
+    The disk is measured in turns with the state, on a file of the same size. All speeds are medians
+    over `rounds`.
+
+    folder: the folder of the runs and the file.
+    ranks: number of ranks.
+    gigabytes: size of the weights and Adam's moments, in GB.
+    rounds: number of measurements.
     """
     classes = round(gigabytes * 1e9 / 12 / FEATURES)  # three values of 4 bytes each
     head = ("model=class_head", "data=classes", f"model.num_classes={classes}")
@@ -108,7 +117,7 @@ def large_state(folder: Path, ranks: int, gigabytes: float, rounds: int) -> Tabl
 
 
 def train(run_dir: Path, ranks: int, *overrides: str) -> dict[str, Any]:
-    """Run the command; return its summary."""
+    """Run the command, and return the run's summary. Exits the process where the command fails."""
     command = [sys.executable, "-m", "whale_train.launcher.cli", "strategy=dp", "hardware=cpu"]
     command += [f"hardware.devices={ranks}", f"train.global_batch={2 * ranks}", *overrides]
     command += [f"hydra.run.dir={run_dir}", "checkpoint.final=false"]
@@ -120,7 +129,7 @@ def train(run_dir: Path, ranks: int, *overrides: str) -> dict[str, Any]:
 
 
 def disk(path: Path, size: int) -> tuple[float, float]:
-    """Return the seconds to write a file of `size` bytes to the disk, and to read it from there."""
+    """Return the seconds to write a file of `size` bytes to the disk, and to read it back."""
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for _ in range(size // len(_CHUNK)):
@@ -136,7 +145,7 @@ def disk(path: Path, size: int) -> tuple[float, float]:
 
 
 def forget(folder: Path) -> None:
-    """Have the kernel drop the cached files below `folder`, so that they are read from the disk."""
+    """Drop all files below `folder` from the page cache, so that they are read from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

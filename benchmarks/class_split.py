@@ -1,4 +1,4 @@
-"""A head of 100,000 classes: ours split and copied, against both written by hand.
+"""Compare ours, with a head of 100,000 classes split and replicated, with both by hand.
 
 python benchmarks/class_split.py --ranks 2 4 --optimizers sgd adamw
 """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def compare(ranks: int, optimizer: str, options: argparse.Namespace, folder: Path) -> None:
-    """Measure all sides on `ranks` ranks with one optimizer, and print what they took."""
+    """Measure all sides on `ranks` ranks with one optimizer, and print the timings."""
     turns = Turns(options.rounds, options.steps)
     compared: list[Side] = []
     for strategy in STRATEGIES:
@@ -83,7 +83,12 @@ def by_hand(
     batches: Sequence[Sequence[sides.Batch]],
     rank: int,
 ) -> Running:
-    """Return a side of the class `kind` on rank `rank`, whose model `optimizer` trains."""
+    """Return a side by hand of the class `kind`, on rank `rank`.
+
+    optimizer: name of the optimizer, in TORCH.
+    classes: number of classes.
+    batches: the batches of each rank.
+    """
     torch.manual_seed(0)
     make = partial(TORCH[optimizer], lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     return kind(ClassHead(classes), make, batches[rank])

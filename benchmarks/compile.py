@@ -1,9 +1,9 @@
-"""What does `train.compile` do to a step on CPU processes? (It is for GPUs.)
+"""Measure the effect of `train.compile`, which is meant for GPUs, on steps of CPU processes.
 
     python benchmarks/compile.py --ranks 2
 
-Both roads, compiled beside not: copies of the unchanged model (`dp`), and its exported graph
-(`split`).
+Compiled and uncompiled steps are compared for replicas of the unchanged model (`dp`), and for the
+model's exported graph (`split`).
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Do a step and a rank's memory grow with the corpus that `data=text_files` reads?
+"""Measure whether steps and memory grow with the corpus that `data=text_files` reads.
 
     python benchmarks/corpus.py [--gigabytes 0.01 1 10] [--pack concat] [--turns 2]
 
-Stores of tokens are written as tokenising would leave them, with documents of 800 tokens on
-average. For each size and turn a process of its own trains a GPT of one narrow layer twice:
+The script writes stores of random tokens in the format of tokenising, with documents of 800 tokens
+on average. For each size and turn, two new processes train a GPT of one narrow layer:
 
-- in batches of 64 x 1,024 tokens, for the time that reading a batch takes, and that of a step;
-- in batches of 1 x 1,024 tokens, for the peak of its memory, of which little is the model's.
+- in batches of 64 x 1,024 tokens, to time the reading of a batch and the step;
+- in batches of 1 x 1,024 tokens, to measure the peak memory, little of which is the model's.
 
-The first size is the baseline: a store that the page cache holds. Before a process starts, the
-pages of its store are dropped from the page cache, so that it reads from the disk.
+The first size is the baseline, a store that fits into the page cache. Before a process starts, its
+store is dropped from the page cache, so that the process reads from the disk.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from whale_train.runtime.process import rank_main as worker
 
 _VOCABULARY = 2048
 _LENGTH, _BATCH = 1024, 64
-_BLOCK = 20_000_000  # tokens that are written at once
-_WARM = 2  # steps that do not count
+_BLOCK = 20_000_000  # number of tokens written at once
+_WARM = 2  # number of first steps that do not count
 
 
 def write_store(folder: Path, gigabytes: float, pack: str) -> None:
-    """Write a store whose tokens take `gigabytes`, and its layout."""
+    """Write a store whose tokens take `gigabytes` GB, with the layout of the packing `pack`."""
     rng = np.random.default_rng(0)
     writer = StoreWriter(folder, _VOCABULARY, Special(eos=0))
     left = int(gigabytes * 1e9 / 2)
@@ -59,7 +59,7 @@ def write_store(folder: Path, gigabytes: float, pack: str) -> None:
 
 
 def drop_pages(folder: Path) -> None:
-    """Take the files of a folder out of the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.iterdir():
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -67,8 +67,8 @@ def drop_pages(folder: Path) -> None:
 
 
 def measured(folder: Path, pack: str, batch: int, steps: int) -> dict[str, float]:
-    """Train on the store in `folder`, and return seconds to read a batch, those of a step, and the
-    peak of this process's memory in bytes."""
+    """Train on the store in `folder`, and return the median seconds of reading a batch (`read_s`)
+    and of a step (`step_s`), and this process's peak memory in bytes (`peak`)."""
     overrides = [
         *("hardware=cpu", "hardware.devices=1", "model=gpt", f"model.vocab_size={_VOCABULARY}"),
         *("model.depth=1", "model.width=32", "model.heads=2", f"model.sequence_length={_LENGTH}"),
@@ -104,7 +104,8 @@ def measured(folder: Path, pack: str, batch: int, steps: int) -> dict[str, float
 
 
 def in_a_process(folder: Path, pack: str, batch: int, steps: int) -> dict[str, float]:
-    """Return `measured` of a new process."""
+    """Return the result of `measured` in a new process, with the store dropped from the page
+    cache."""
     drop_pages(folder)
     arguments = ["--child", str(folder), "--pack", pack, "--batch", str(batch)]
     command = [sys.executable, __file__, *arguments, "--steps", str(steps)]
@@ -114,7 +115,7 @@ def in_a_process(folder: Path, pack: str, batch: int, steps: int) -> dict[str, f
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of as many tokens as the stores have."""
+    """Write a tokenizer with the vocabulary of the stores."""
     words = {f"t{number}": number for number in range(_VOCABULARY)}
     own = Tokenizer(models.WordLevel(words, unk_token="t1"))
     PreTrainedTokenizerFast(tokenizer_object=own, eos_token="t0").save_pretrained(folder)

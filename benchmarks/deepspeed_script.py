@@ -1,8 +1,8 @@
-"""A DeepSpeed ZeRO-1 script as one writes it by hand, which benchmarks/startup.py compares with.
+"""Train our GPT with DeepSpeed ZeRO 1, as a script by hand does, for benchmarks/startup.py.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/deepspeed_script.py FILE
 
-Trains our GPT for three steps on random tokens; rank 0 writes a line to FILE after each.
+The script runs three steps on random tokens. Rank 0 writes a line to FILE after each step.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Links that are slowed to the proportions of an inventory, beside what they should take.
+"""Compare links that are slowed to an inventory's proportions with the nominal times.
 
 python benchmarks/emulated_links.py
 
-Two nodes of two devices, a fast link inside and a network in between that is slower by a ratio.
-First bare transfers by four processes that do nothing else, then steps of the command, by turns
-without and with `launcher.link_speed=true`, of models so small that they wait for the network most
-of the time. Nominal is what the network needs by the bandwidth that each run measured.
+The inventory has two nodes of two devices, with a fast link inside a node and a network between
+nodes that is slower by a given ratio. First, four processes make bare transfers. Then the command
+trains models so small that steps mostly wait for the network, in turns without and with
+`launcher.link_speed=true`. The nominal time follows from the bandwidth that each run measured.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from whale_train.runtime.comms.process_groups import join, leave
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks, wire_bytes
 
 RANKS = 4
-WARM_UP = 4  # steps that do not count
+WARM_UP = 4  # number of first steps that do not count
 MICRO_BATCHES = 4
 BATCH, SEQUENCE, WIDTH = 8, 64, 256
 PIPELINE = f"{{pipeline: {{stages: 4, schedule: 1f1b, micro_batches: {MICRO_BATCHES}}}}}"
@@ -73,7 +73,11 @@ def _bare_transfers(ratio: float) -> Table:
 def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
     """Measure the transfers as rank `rank`.
 
-    The first rank puts the (fast, slow, nominal) seconds of each transfer, by name, into `answers`.
+    folder: the folder in which ranks meet.
+    rank: the rank.
+    ratio: the slowdown of the slow links.
+    answers: the queue to which rank 0 adds the (fast, slow, nominal) seconds of each transfer, by
+        name.
     """
     torch.set_num_threads(1)
     nodes = [i // 2 for i in range(RANKS)]
@@ -87,7 +91,7 @@ def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
     def message(group: dist.ProcessGroup, peer: int) -> None:
         """Send `value` from the lower rank of the pair to the other, and one number back.
 
-        Without the answer the sender would be done before the message has arrived.
+        The answer makes the sender wait until the message has arrived.
         """
         if rank < peer:
             dist.send(value, peer, group)
@@ -122,7 +126,7 @@ def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
 def _median_s(
     transfer: Callable[[dist.ProcessGroup, int], None], group: dist.ProcessGroup, peer: int
 ) -> float:
-    """Return the median seconds of a transfer in `group`, the first three of fifteen left out."""
+    """Return the median seconds of twelve transfers in `group`, after three that do not count."""
     taken = []
     for _ in range(15):
         dist.barrier()
@@ -134,13 +138,13 @@ def _median_s(
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy, and the links that it is measured on.
+    """A strategy, with the links on which it is measured.
 
     name: name in the table.
     overrides: overrides of the command.
-    ratio: how many times slower the network is than a fast link.
-    moved: bytes that go over the network one after another in a step, given the bytes of a rank's
-        parameters.
+    ratio: the bandwidth of a fast link divided by that of the network.
+    moved: maps the bytes of a rank's parameters to the bytes that go over the network one after
+        another in a step.
     """
 
     name: str
@@ -151,7 +155,8 @@ class Row:
 
 ROWS = (
     Row("copies: the sum of gradients", ("strategy=dp",), 24.0, lambda size: size * 3 / 2),
-    # All micro-batches' values, and the last one's gradient back: the others go beside them.
+    # The values of all micro-batches, and the gradient of the last. Other gradients overlap with
+    # the values.
     Row(
         f"pipeline of 4, {MICRO_BATCHES} micro-batches",
         (f"strategy.graph={PIPELINE}",),
@@ -162,7 +167,7 @@ ROWS = (
 
 
 def _steps(options: argparse.Namespace) -> Table:
-    """Return a table of the steps of every row, with fast and with slow links."""
+    """Return a table of every row's steps, with fast and with slow links."""
     table = Table(title="A step of GPT, AdamW, medians of a run", title_justify="left")
     names = ("all fast", "slow links", "longer by", "nominal", "longer / nominal", "full MB/s")
     for name in ("strategy", "ratio", *names):
@@ -179,10 +184,10 @@ def _steps(options: argparse.Namespace) -> Table:
 
 
 def _run(row: Row, steps: int, slowed: bool) -> tuple[float, float, float]:
-    """Return the median step of a run, the parameters of a rank, and the full bandwidth.
+    """Return the median step of a run in seconds, the parameters of a rank in bytes, and the full
+    bandwidth in bytes/s.
 
-    They are in seconds, bytes and bytes a second; the bandwidth is 0 where links are not slowed.
-    Exits where the run fails.
+    The bandwidth is 0 if links are not `slowed`. Exits the process where the run fails.
     """
     link = f"{{bandwidth_bytes_s: {row.ratio}e9, latency_s: 1e-6}}"
     nodes = ", ".join([f"{{devices: 2, device: v100_sxm2_32gb, link: {link}}}"] * 2)

@@ -1,4 +1,4 @@
-"""Experts over four hosts: rows sent to them, against tokens gathered by hand.
+"""Compare experts on four hosts: rows are sent to them, or all tokens are gathered by hand.
 
 sudo python benchmarks/experts.py
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def compare(top_k: int, bench: Bench, options: argparse.Namespace, folder: Path) -> None:
-    """Measure ours beside experts by hand for one `top_k`, and print what they took."""
+    """Measure ours and the experts written by hand for one `top_k`, and print the timings."""
     shape = {
         **{"vocab_size": 257, "sequence_length": options.sequence, "width": options.width},
         **{"depth": options.depth, "ffn": options.ffn, "experts": options.experts},
@@ -69,7 +69,11 @@ def compare(top_k: int, bench: Bench, options: argparse.Namespace, folder: Path)
 
 
 def by_hand(shape: dict[str, int], batches: Sequence[Sequence[sides.Batch]], rank: int) -> object:
-    """Return the side that gathers tokens, on rank `rank`."""
+    """Return the side that gathers tokens, on rank `rank`.
+
+    shape: arguments of the model.
+    batches: the batches of each rank.
+    """
     torch.manual_seed(0)
     model = MoEGPT(**shape)
     for block in model.blocks:
@@ -84,8 +88,8 @@ def by_hand(shape: dict[str, int], batches: Sequence[Sequence[sides.Batch]], ran
 class GatheredExperts(nn.Module):
     """This rank's part of `experts`, applied to the tokens of all ranks.
 
-    Tokens are gathered with the experts they go to. The results are summed over the ranks, and each
-    rank gets the sums of its own tokens back.
+    The tokens of all ranks are gathered, together with their experts. The results are summed over
+    the ranks, and each rank receives the sums for its own tokens.
     """
 
     def __init__(self, experts: Experts) -> None:
@@ -96,13 +100,15 @@ class GatheredExperts(nn.Module):
         own_experts = slice(self.first, self.first + self.held)
         self.expand = nn.Parameter(experts.expand[own_experts].detach().clone())
         self.contract = nn.Parameter(experts.contract[own_experts].detach().clone())
-        for parameter in self.parameters():  # losses are means of each rank's own samples
+        for parameter in self.parameters():  # each rank's loss is a mean over its own samples
             parameter.register_hook(lambda gradient: gradient / self.world)
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sums of what the experts give this rank's tokens, [tokens, width].
+        """Return the weighted sums of the experts' outputs for this rank's tokens, [tokens, width].
 
-        `tokens` are [tokens, width], `weights` and `chosen` [tokens, slots].
+        tokens: hidden states of this rank's tokens, [tokens, width].
+        weights: routing weights, [tokens, slots].
+        chosen: numbers of the experts, int64 [tokens, slots].
         """
         tokens, weights = (apply_linear_map(x, _gathered, _scattered) for x in (tokens, weights))
         expert = _gathered(chosen).flatten() - self.first
@@ -117,14 +123,14 @@ class GatheredExperts(nn.Module):
 
 
 def _gathered(x: Tensor) -> Tensor:
-    """Return the tensors `x` of all ranks, joined in dimension 0."""
-    whole = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous())
-    return whole
+    """All-gather `x` along dimension 0."""
+    gathered = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous())
+    return gathered
 
 
 def _scattered(x: Tensor) -> Tensor:
-    """Return this rank's part, in dimension 0, of the sum over the ranks of `x`."""
+    """Reduce-scatter `x` along dimension 0: return this rank's part of the sum over the ranks."""
     own = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
     dist.reduce_scatter_tensor(own, x.contiguous())
     return own

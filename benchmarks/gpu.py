@@ -1,14 +1,14 @@
-"""Measurements on GPUs: utilisation, the largest model with offload, and errors of predictions.
+"""Measure on GPUs the utilisation, the largest model with offload, and errors of predictions.
 
     python benchmarks/gpu.py --out gpu.md
 
-Runs the command on this machine's GPUs (on one, unless `--gpus` says more) and prints a table for
-each part. `--out` keeps them as Markdown, with the date and the device, row by row as they are
-measured:
+The script runs the command on this machine's GPUs, on one GPU by default, and prints a table for
+each part. `--out` writes the tables as Markdown, with the date and the device, row by row as they
+are measured:
 
 * `mfu`: model FLOP/s utilisation of a GPT of 1 B parameters in bf16, uncompiled and compiled.
 * `offload`: the largest GPT that is planned and trained with ZeRO 3 and all state on the host.
-* `errors`: predicted steps and memory beside measured ones, before and after calibrating.
+* `errors`: predicted and measured steps and memory, before and after calibrating.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from whale_train.machine.nvml import visible_gpus
 
-SETTING_UP = 4  # steps of a run that do not count
+SETTING_UP = 4  # number of first steps of a run that do not count
 LENGTH = 2048
 # Width, depth and heads by billions of parameters, as in Brown et al. 2020 (arXiv 2005.14165),
 # table 2.1, and between its rows.
@@ -70,7 +70,7 @@ def main() -> None:
                 rows.append(row)
                 said.append(_line(row))
                 console.print(*row, sep="  ", style="dim")
-                if options.out:  # what is there, if a later one fails
+                if options.out:  # at once, since a later row may fail
                     options.out.write_text("\n".join(said) + "\n")
             _print(console, title, columns, rows)
 
@@ -79,15 +79,16 @@ Rows = Iterator[list[str]]
 
 
 class Measured:
-    """Runs of the command on `gpus` GPUs, each in a directory of its own under `folder`."""
+    """A runner of the command on `gpus` GPUs, with a directory below `folder` for each run."""
 
     def __init__(self, folder: Path, gpus: int) -> None:
         self._folder, self._gpus, self._count = folder, gpus, 0
-        # A calibration of its own, so that what it starts with is the catalogue's figures.
+        # With an empty folder of calibrations, the first runs use the catalogue's figures.
         self._environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(folder / "calibrations")}
 
     def run(self, *overrides: str) -> tuple[Path, str]:
-        """Run the command; return its run directory, and why it failed ('' where it did not)."""
+        """Run the command. Return the run directory, and the error of a run that failed, else
+        ''."""
         self._count += 1
         run_dir = self._folder / f"run_{self._count}"
         place = ("hardware=local", f"hardware.devices={self._gpus}", f"hydra.run.dir={run_dir}")
@@ -114,7 +115,7 @@ def gpt(billions: int, batch: int) -> list[str]:
 
 
 def utilisation(measured: Measured, options: argparse.Namespace) -> Rows:
-    """Yield the rows of model FLOP/s utilisation, not compiled and compiled."""
+    """Yield a row on the model FLOP/s utilisation of the uncompiled and of the compiled model."""
     for compiled in (False, True):
         run_dir, failed = measured.run(
             *gpt(1, options.batch * options.gpus),
@@ -136,7 +137,8 @@ def utilisation(measured: Measured, options: argparse.Namespace) -> Rows:
 
 
 def largest(measured: Measured, options: argparse.Namespace) -> Rows:
-    """Yield the rows of the GPTs tried with offload, from the largest to the first that trains."""
+    """Yield a row for each GPT tried with offload, from the largest down to the first that
+    trains."""
     for billions in sorted(SIZES, reverse=True):
         run_dir, failed = measured.run(
             *gpt(billions, options.gpus),
@@ -157,7 +159,7 @@ def largest(measured: Measured, options: argparse.Namespace) -> Rows:
 
 
 def errors(measured: Measured, options: argparse.Namespace) -> Rows:
-    """Yield the rows of predicted and measured steps and memory, before and after calibrating."""
+    """Yield rows of predicted and measured steps and memory, before and after calibrating."""
     strategies = STRATEGIES if options.gpus > 1 else STRATEGIES[:1]
     for figures in ("the catalogue's", "calibrated"):
         if figures == "calibrated":
@@ -185,7 +187,7 @@ def errors(measured: Measured, options: argparse.Namespace) -> Rows:
                 ]
 
 
-# Title, columns and function that yields the rows, of each part.
+# The title, the columns and the function that yields the rows of each part.
 PARTS: Mapping[str, tuple[str, list[str], Callable[[Measured, argparse.Namespace], Rows]]] = {
     "mfu": (
         "Model FLOP/s utilisation",
@@ -206,7 +208,7 @@ PARTS: Mapping[str, tuple[str, list[str], Callable[[Measured, argparse.Namespace
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run's steps, without those of setting up."""
+    """Return the metrics of a run's steps after the first SETTING_UP steps."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return lines[SETTING_UP:]
 

@@ -1,10 +1,10 @@
-"""Hosts on a slow network, on one machine: network namespaces joined by a switch.
+"""Simulate hosts on a slow network on one machine, by network namespaces joined by a switch.
 
-Every host is a namespace with one interface, `eth0`, of limited rate in both directions, whose
-other end is a port of a bridge in a namespace of its own. None of them has a name: they live as
-long as a process holds them, so that however a benchmark ends, the kernel takes them away with
-it. Needs root, and iproute2's `ip` and `tc`. Processes share everything else, processors and
-memory included.
+Every host is a namespace with one interface, `eth0`, whose rate is limited in both directions. The
+other end of the interface is a port of a bridge in a further namespace. The namespaces have no
+names and live as long as a process holds them, so the kernel removes them however a benchmark
+ends. Processes on different hosts share everything else, processors and memory included. Root and
+iproute2's `ip` and `tc` are needed.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 CLONE_NEWNET = 0x40000000  # from Linux's <sched.h>
 INTERFACE = "eth0"
-# A token bucket must hold what the kernel hands it at once (64 KiB), and its queue what a
-# connection may have on its way; neither changes the rate.
+# A token bucket must hold the largest packet that the kernel passes to it (64 KiB), and its queue
+# all data that a connection may have in flight. Neither number changes the rate.
 BUCKET = ("burst", "256kb", "latency", "20ms")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,9 +30,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Hosts:
     """Hosts that are network namespaces.
 
-    namespaces: open file of each host's namespace, which forked processes inherit.
-    switch: open file of the switch's namespace.
-    rate_gbit_s: rate of every link, in Gbit/s.
+    namespaces: the file descriptor of each host's namespace, which forked processes inherit.
+    switch: the file descriptor of the switch's namespace.
+    rate_gbit_s: the rate of every link, in Gbit/s.
     """
 
     namespaces: tuple[int, ...]
@@ -41,7 +41,10 @@ class Hosts:
 
     @classmethod
     def make(cls, count: int, rate_gbit_s: float) -> "Hosts":
-        """Return `count` new hosts. Exits with what is missing where they cannot be made."""
+        """Return `count` new hosts. Exits the process where root or iproute2 is missing.
+
+        rate_gbit_s: the rate of every link, in Gbit/s.
+        """
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
         if missing or os.geteuid() != 0:
             sys.exit(f"needs root and iproute2 (missing: {', '.join(missing) or 'root'})")
@@ -50,12 +53,14 @@ class Hosts:
             switch = _namespace()
             _run("ip link add switch type bridge")
             _run("ip link set switch up")
-            made = []
+            namespaces = []
             for number in range(count):
-                made.append(_namespace())
+                namespaces.append(_namespace())
                 _run("ip link set lo up")
-                there = f"/proc/{os.getpid()}/fd/{switch}"
-                _run(f"ip link add {INTERFACE} type veth peer name port{number} netns {there}")
+                switch_path = f"/proc/{os.getpid()}/fd/{switch}"
+                _run(
+                    f"ip link add {INTERFACE} type veth peer name port{number} netns {switch_path}"
+                )
                 _run(f"ip address add {address(number)}/24 dev {INTERFACE}")
                 _run(f"ip link set {INTERFACE} up")
                 _limit(INTERFACE, rate_gbit_s)
@@ -64,20 +69,20 @@ class Hosts:
                 _limit(f"port{number}", rate_gbit_s)
         finally:
             _enter(home)
-        return cls(tuple(made), switch, rate_gbit_s)
+        return cls(tuple(namespaces), switch, rate_gbit_s)
 
     def move(self, rank: int) -> None:
-        """Put this process on host `rank` modulo the number of hosts.
+        """Move this process to a host: number `rank` modulo the number of hosts.
 
-        The process must have one thread. gloo then communicates over that host's interface.
+        The process must have a single thread. gloo then communicates over the host's interface.
         """
         _enter(self.namespaces[rank % len(self.namespaces)])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def measured_gbit_s(self, megabytes: int = 64) -> float:
-        """Return the rate of one connection from the second host to the first, in Gbit/s.
+        """Measure the rate of one connection from the second host to the first, in Gbit/s.
 
-        It sends `megabytes` MB.
+        megabytes: amount of data to send, in MB.
         """
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
         try:
@@ -102,19 +107,20 @@ class Hosts:
 
 
 def address(host: int) -> str:
-    """Return the IP address of a host."""
+    """Return the IP address of a host, given its number from 0."""
     return f"10.77.0.{host + 1}"
 
 
 def _namespace() -> int:
-    """Put this thread into a new network namespace, and return an open file of it."""
+    """Move this thread into a new network namespace, and return the namespace's file
+    descriptor."""
     if _libc.unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare of the network failed")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
 def _enter(namespace: int) -> None:
-    """Put this thread into a network namespace, given an open file of it."""
+    """Move this thread into a network namespace, given by a file descriptor."""
     if _libc.setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns failed")
 
@@ -126,7 +132,7 @@ def _limit(interface: str, rate_gbit_s: float) -> None:
 
 
 def _run(command: str) -> None:
-    """Run a command. Exits with its errors where it fails."""
+    """Run a command. Exits the process with the command's errors where it fails."""
     completed = subprocess.run(command.split(), capture_output=True, text=True)
     if completed.returncode:
         sys.exit(f"{command}: {completed.stderr.strip()}")

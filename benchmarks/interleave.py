@@ -1,10 +1,10 @@
-"""Fair timing on a noisy machine: every side on ranks of its own, taking turns, and the table.
+"""Time several sides fairly on a noisy machine, in turns, and print the table.
 
-All ranks of all sides are forked from one process that has imported everything, exist at the
-same time, and run in turns of a few steps: A, B, C, A, B, C, ... Whatever else the machine does
-hits all sides alike, and none inherits another's memory or thread pools. A step is as long as it
-was for the slowest of its ranks. What is compared is, round by round, one side's median step
-with another's; the middle half of these ratios says how sure the middle one is.
+All ranks of all sides exist at the same time and run in turns of a few steps: A, B, C, A, B, C, ...
+They are forked from one process that has imported everything. So the noise of the machine hits all
+sides alike, and no side inherits another's memory or thread pools. A step takes as long as its
+slowest rank. The ratio of two sides' median steps is computed for each round. The table has the
+median ratio, and the quartiles as a measure of certainty.
 """
 
 import ctypes
@@ -30,28 +30,29 @@ from whale_train.runtime.record.metrics import peak_memory_bytes
 
 PR_SET_THP_DISABLE = 41  # from Linux's <sys/prctl.h>
 
-Seconds = list[list[float]]  # round by round
+Seconds = list[list[float]]  # by round and step
 
 
 class Running(Protocol):
-    """A side on one of its ranks."""
+    """One rank of a running side."""
 
     def step(self, number: int, grad_norm: bool) -> None:
-        """Run all of optimizer step `number`, from 0 on, with the gradient's norm if asked for."""
+        """Run optimizer step `number`, counted from 0, with the gradient norm if `grad_norm`."""
 
     def loss(self) -> float:
-        """Return the loss of this rank in the last step; the mean over the ranks is compared."""
+        """Return the loss of this rank in the last step. The mean over the ranks is compared."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the ways of training that are compared.
+    """One of the compared ways of training.
 
     name: name in the tables.
-    start: sets the side up on a rank, given its number, that has joined the side's world (gloo).
-    huge_pages: whether the side keeps the huge pages that the host of our ranks asks torch for
-        (runtime/process/fork_server.py). All sides are forked from such a host; False takes them
-        away again, as torch is without that setting.
+    start: sets the side up on a rank, given the rank's number. The rank has joined the side's
+        process group (gloo).
+    huge_pages: whether the side uses huge pages, which the host of our ranks turns on for torch
+        (runtime/process/fork_server.py). All sides are forked from such a host. False turns huge
+        pages off again, as is torch's default.
     """
 
     name: str
@@ -63,10 +64,10 @@ class Side:
 class Turns:
     """Numbers of turns and steps.
 
-    rounds: turns of a side that are counted.
-    steps: timed steps of a turn, after one that is not timed; without the gradient's norm and again
-        with it.
-    warm_up: first turns, which are not counted.
+    rounds: number of counted turns of a side.
+    steps: number of timed steps in a turn, which follow one untimed step. A turn has them twice:
+        without the gradient norm, and with it.
+    warm_up: number of first turns that are not counted.
     """
 
     rounds: int
@@ -81,10 +82,10 @@ class Turns:
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one side, in seconds, by round and step.
+    """The times of one side, in seconds, by round and step.
 
-    seconds: wall-clock seconds of a step.
-    busy: seconds of a step in which a rank had a processor, the mean of the side's ranks.
+    seconds: wall-clock seconds of a step on the slowest rank.
+    busy: CPU seconds of a step, as the mean over the side's ranks.
     """
 
     seconds: Seconds
@@ -99,20 +100,20 @@ class Timing:
         return median(second for turn in self.busy for second in turn)
 
     def ratios(self, other: "Timing") -> list[float]:
-        """Return the ratio of `other`'s median step to that of this side, for each round."""
+        """Return, for each round, the median step of `other` divided by this side's."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return [median(theirs) / median(own) for own, theirs in pairs]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a side.
+    """The result of one side.
 
     name: name of the side.
-    plain: times without the gradient's norm.
-    with_norm: times with the gradient's norm.
-    memory_bytes: peak memory of the side's largest rank.
-    loss: last loss, by which the sides show that they train the same.
+    plain: times without the gradient norm.
+    with_norm: times with the gradient norm.
+    memory_bytes: peak memory of the side's heaviest rank.
+    loss: loss of the last step, which is equal for sides that train the same.
     """
 
     name: str
@@ -131,10 +132,15 @@ def interleaved(
 ) -> list[Result]:
     """Run all sides in turns, and return their results in the order of `sides`.
 
-    Each side has `ranks` ranks of its own, with `threads` threads each. Every rank calls
-    `move(rank)` before it meets the others. Ends the program when a rank fails.
+    sides: the sides.
+    ranks: number of ranks of each side.
+    threads: number of threads of each rank.
+    turns: numbers of turns and steps.
+    move: called by every rank with its number, before it joins the process group.
+
+    Exits the process where a rank fails.
     """
-    # Rank r of a side hands its turn to rank r of the next one through a pipe.
+    # Rank r of a side passes the turn to rank r of the next side through a pipe.
     pipes = [[os.pipe() for _ in range(ranks)] for _ in sides]
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as name:
         folder = Path(name)
@@ -157,8 +163,9 @@ def interleaved(
             result = _of_all_ranks(side.name, _take_turns(running, turns, *turn), running)
             if rank == 0:
                 (folder / f"side_{index}.json").write_text(json.dumps(asdict(result)))
-            # DistributedDataParallel's reducer must not be the last to hold the process group:
-            # freed with the GIL held, it waits for gloo's threads, and they for the GIL.
+            # DistributedDataParallel's reducer must not hold the last reference to the process
+            # group. Freed by it, with the GIL held, the group waits for gloo's threads, which wait
+            # for the GIL.
             del running
             leave()
 
@@ -179,10 +186,10 @@ def interleaved(
 
 
 def forgo_huge_pages() -> None:
-    """Turn transparent huge pages off for this process.
+    """Turn transparent huge pages off for this process, if the system gives them on request.
 
-    Where only those who ask get them, it is then as a process that did not ask. Elsewhere asking
-    changes nothing, and the call has no effect.
+    The process is then like one that has not asked for them. Under any other setting of the system,
+    a request has no effect, and nothing is done.
     """
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if setting.exists() and "[madvise]" in setting.read_text():
@@ -229,9 +236,12 @@ def _of_all_ranks(name: str, timings: list[Timing], running: Running) -> Result:
 
 
 def show(title: str, results: Sequence[Result], baselines: Sequence[str], console: Console) -> None:
-    """Print two tables, without and with the gradient's norm, with a row for each side.
+    """Print two tables with a row for each side: without the gradient norm, and with it.
 
-    A row says how many times as fast the side is as each of `baselines`.
+    title: start of the tables' titles.
+    results: the results of all sides.
+    baselines: names of the sides with which each side's speed is compared.
+    console: prints the tables.
     """
     for words, key in (("without the gradient's norm", "plain"), ("with it", "with_norm")):
         table = Table(title=f"{title}, {words}", title_justify="left", title_style="bold")

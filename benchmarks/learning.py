@@ -1,4 +1,4 @@
-"""Common parts of benchmarks of learning: a run of the command, and a number over several seeds."""
+"""Provide the run of the command and the spread over seeds for benchmarks of learning."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def steps_of(*overrides: str) -> list[dict[str, Any]]:
-    """Run `whale-train` on CPU processes; return the lines of `metrics.jsonl`, in order."""
+    """Run `whale-train` on CPU processes, and return the lines of `metrics.jsonl` in order."""
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
         run = Path(folder) / "run"
         program = str(Path(sys.executable).with_name("whale-train"))
@@ -21,5 +21,5 @@ def steps_of(*overrides: str) -> list[dict[str, Any]]:
 
 
 def spread(losses: Sequence[float]) -> str:
-    """Return the mean and the standard deviation of the losses of several seeds, as text."""
+    """Return the mean and the standard deviation of losses over seeds, as text."""
     return f"{mean(losses):.4f} ± {stdev(losses) if len(losses) > 1 else 0.0:.4f}"

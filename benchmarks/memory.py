@@ -1,14 +1,14 @@
-"""Peak memory of ranks that hold a part of a model, and of a model of a billion parameters.
+"""Measure the peak memory of ranks that hold parts of a model, and of a billion-parameter model.
 
 python benchmarks/memory.py                 # every strategy against one process
 python benchmarks/memory.py --parts billion # needs some 20 GiB
 
-Every line is a run of the command, whose processes are looked at from outside while it lasts
-(/proc/PID/smaps_rollup). *Own* is what a rank has written and shares with nobody: its weights,
-gradients, optimizer state, activations. Memory a rank has only inherited from the host that forked
-it is not in it. *With files* adds the pages of mapped files it has read: those of the initial
-weights, which the host keeps in one file for all ranks and of which a rank reads its part. RSS
-would count both, and the host's besides. What the same run takes with a tiny model (Python,
+Every line is a run of the command, whose processes are observed from outside
+(/proc/PID/smaps_rollup). *Own* is the memory that a rank has written and shares with no process:
+weights, gradients, optimizer state, activations. It leaves out memory that a rank has inherited
+unchanged from the host that forked it. *With files* adds the pages of mapped files that the rank
+has read: its part of the initial weights, which the host keeps in one file for all ranks. RSS would
+count both, and the inherited memory as well. The memory of the same run with a tiny model (Python,
 torch, DeepSpeed) is subtracted.
 """
 
@@ -40,12 +40,11 @@ TINY = ("model.width=64", "model.depth=4")
 
 @dataclass(frozen=True)
 class Amount:
-    """Memory of one process, in bytes.
+    """The memory of one process, in bytes.
 
-    own: what the process has written and shares with nobody.
-    with_files: `own` and the pages of mapped files that it has read.
-    part: the process's part of all memory that processes share (PSS), which may be added up over
-        processes.
+    own: memory that the process has written and shares with no process.
+    with_files: `own`, and the pages of mapped files that the process has read.
+    part: the process's proportional share of memory (PSS), which can be summed over processes.
     """
 
     own: int
@@ -55,14 +54,14 @@ class Amount:
 
 @dataclass
 class Watch:
-    """Observer of the memory of a run's processes, which looks again and again until `stop`.
+    """An observer of the memory of a run's processes, which looks repeatedly until `stop`.
 
-    command: process id of the command.
+    command: the process id of the command.
     interval_s: seconds between looks.
-    ranks: times (ns since the epoch) and amounts of each rank.
-    highest_total_bytes: most that all processes took together.
-    low_bytes: least memory that the machine had available.
-    first_bytes: memory that the machine had available at first.
+    ranks: the times (ns since the epoch) and amounts of each rank.
+    highest_total_bytes: the largest total memory of all processes.
+    low_bytes: the smallest available memory of the machine.
+    first_bytes: the available memory of the machine at the first look.
     """
 
     command: int
@@ -74,12 +73,12 @@ class Watch:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Look at the processes until `stop` is called; it is to be run in a thread."""
+        """Observe the processes until `stop` is called. To be run in a thread."""
         self.first_bytes = self.low_bytes = available_bytes()
         while not self._ended.wait(self.interval_s):
             total = 0
             for pid in descendants(self.command):
-                with suppress(OSError):  # it has just ended
+                with suppress(OSError):  # the process has just ended
                     amount, name = amount_of(pid), Path(f"/proc/{pid}/comm").read_text().strip()
                     total += amount.part
                     if name.startswith("whale-rank-"):
@@ -94,12 +93,12 @@ class Watch:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peaks of a run.
+    """The peaks of a run's memory.
 
-    start: of the ranks, before the first step; the highest amounts.
-    steps: of the ranks, from the first step on; the highest amounts.
-    total_bytes: most that all processes of the run took together.
-    fell_bytes: bytes by which the memory that the machine had available fell.
+    start: the highest amounts of any rank before the first step.
+    steps: the highest amounts of any rank from the first step on.
+    total_bytes: the largest total memory of all processes of the run.
+    fell_bytes: the largest fall of the machine's available memory, in bytes.
     """
 
     start: Amount
@@ -131,20 +130,21 @@ def main() -> None:
 
 
 def compare_shares(options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """Print the memory of ranks beside that of one process that holds everything."""
+    """Print the memory of ranks under each strategy, beside that of one process with the whole
+    model."""
     model = (f"model.width={options.width}", f"model.depth={options.depth}", "model.heads=8")
     table = Table(title=f"GPT of {elements(options.width, options.depth)}, AdamW, MiB a rank")
     table.title_justify = "left"
     columns = [
         name
         for phase in ("start-up", "steps")
-        for what in ("own", "with files")
-        for name in (f"{phase}, {what}", "of the whole")
+        for kind in ("own", "with files")
+        for name in (f"{phase}, {kind}", "of the whole")
     ]
     table.add_column("ours")
     for name in columns:
         table.add_column(name, justify="right")
-    whole: list[int] = []
+    single_process: list[int] = []
     lines = [("single", 1)]
     lines += [(name, ranks) for ranks in options.ranks for name in options.strategies]
     for name, ranks in lines:
@@ -156,16 +156,16 @@ def compare_shares(options: argparse.Namespace, folder: Path, console: Console) 
             given.steps.own - empty.steps.own,
             given.steps.with_files - empty.steps.with_files,
         ]
-        whole = whole or amounts
+        single_process = single_process or amounts
         cells = []
-        for amount, theirs in zip(amounts, whole, strict=True):
+        for amount, theirs in zip(amounts, single_process, strict=True):
             cells += [f"{amount / MIB:.0f}", f"{amount / theirs:.2f}"]
         table.add_row(f"{name}, {ranks} rank{'s' * (ranks > 1)}", *cells)
     console.print(table)
 
 
 def measure_billion(options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """Print the memory of one step of a model of a billion parameters on two ranks."""
+    """Print the memory of one step of a billion-parameter model on two ranks."""
     width, depth = options.billion_width, options.billion_depth
     model = (f"model.width={width}", f"model.depth={depth}", "model.heads=16")
     table = Table(title=f"GPT of {elements(width, depth)} on 2 ranks, AdamW, one step, GiB")
@@ -191,7 +191,16 @@ def measure(
     folder: Path,
     steps: int | None = None,
 ) -> Peaks:
-    """Run the command and return the peaks of its memory. Exits where it fails."""
+    """Run the command, and return the peaks of its memory. Exits the process where the command
+    fails.
+
+    strategy: a strategy of STRATEGIES, or the name of a strategy file.
+    ranks: number of ranks.
+    model: overrides of the model.
+    options: the command line's options.
+    folder: the folder of run directories.
+    steps: number of steps; None for the number in the options.
+    """
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
     graph = STRATEGIES.get(strategy, "").replace("RANKS", str(ranks))
     command = [
@@ -209,7 +218,7 @@ def measure(
         try:
             status = process.wait()
         except BaseException:
-            process.terminate()  # as Ctrl-C would: it ends its ranks
+            process.terminate()  # the command then ends its ranks
             process.wait()
             raise
         finally:
@@ -222,7 +231,8 @@ def measure(
 
 
 def peaks(watch: Watch, run_dir: Path) -> Peaks:
-    """Return the peaks that `watch` saw, told apart by the first step of each rank."""
+    """Return the peaks that `watch` observed, before and after the first step of each rank
+    began."""
     before, after = [], []
     for rank, seen in watch.ranks.items():
         first = first_step_ns(run_dir, rank)
@@ -237,16 +247,15 @@ def peaks(watch: Watch, run_dir: Path) -> Peaks:
 
 
 def highest(amounts: list[Amount]) -> Amount:
-    """Return the highest of each amount, perhaps not at the same time; zeros of none."""
+    """Return the largest of each amount, which may be from different times; zeros for an empty
+    list."""
     rows = [(amount.own, amount.with_files, amount.part) for amount in amounts]
     return Amount(*(max(column) for column in zip((0, 0, 0), *rows, strict=True)))
 
 
 def first_step_ns(run_dir: Path, rank: int) -> int:
-    """Return the time at which a rank began its first step, in ns since the epoch.
-
-    It is taken from the rank's timeline.
-    """
+    """Return the time at which a rank began its first step, in ns since the epoch, from the rank's
+    timeline."""
     events = json.loads((run_dir / "trace" / f"rank_{rank}.json").read_text())["traceEvents"]
     return min(int(event["ts"] * 1e3) for event in events if event["ph"] == "X")
 
@@ -260,7 +269,7 @@ def amount_of(pid: int) -> Amount:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the id of a process and those of all processes below it."""
+    """Yield the ids of a process and of all its descendants."""
     yield pid
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -269,7 +278,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def available_bytes() -> int:
-    """Return the memory that this machine has available, in bytes."""
+    """Return the available memory of this machine, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -277,10 +286,7 @@ def available_bytes() -> int:
 
 
 def elements(width: int, depth: int) -> str:
-    """Return the number of parameters in a GPT's blocks, as text.
-
-    The products of each block have 12 x width^2.
-    """
+    """Return the number of parameters in a GPT's blocks, as text: 12 x width^2 for each block."""
     count = 12 * width * width * depth
     return f"{count / 1e9:.2f} B" if count > 5e8 else f"{count / 1e6:.0f} M"
 

@@ -1,20 +1,20 @@
-"""Predicted against measured memory: pairs of models and strategies that no figure was fitted to.
+"""Compare predicted with measured memory, for models and strategies that no figure was fitted to.
 
 python benchmarks/memory_accuracy.py
 
-Every pair is trained by the command for a few steps. What its plan says the heaviest rank needs is
-set beside what the rank that took most did take.
+The command trains every pair of model and strategy for a few steps. The memory that the plan
+predicts for the heaviest rank is compared with the memory of the rank that used most.
 
-*Measured* is the most memory a rank had resident from its second step on, as the kernel keeps it
-(VmHWM of /proc/PID/status, reset once the first step is done: no moment between two looks is
-missed). Before that a rank also has pages of the initial weights mapped, which all ranks of a host
-share; by then it has let go of them. What the same ranks take with a tiny model of the same kind
-(Python, torch, DeepSpeed, and all a rank inherits from the host that forked it) is subtracted.
+*Measured* is the peak of a rank's resident memory from the second step on, as the kernel records it
+(VmHWM of /proc/PID/status, which is reset after the first step, so that no peak is missed). In the
+first step, a rank also has pages of the initial weights mapped, which all ranks of a host share.
+The memory of the same ranks with a tiny model of the same kind is subtracted: Python, torch,
+DeepSpeed, and all that a rank inherits from the host that forked it.
 
-Holes that malloc keeps between blocks that live are memory of the process as well, and no plan
-foretells them. `--given-back` runs the ranks under MALLOC_MMAP_THRESHOLD_, so that every block of
-64 KiB and more goes back to the system when it is freed: what they then take is what their tensors
-need, as on a GPU, and steps take longer.
+Fragmentation of malloc is memory of the process as well, and no plan predicts it. `--given-back`
+runs the ranks under MALLOC_MMAP_THRESHOLD_, so that every freed block of 64 KiB or more returns to
+the system. The ranks then use the memory that their tensors need, as on a GPU, and steps take
+longer.
 """
 
 import argparse
@@ -37,11 +37,14 @@ from rich.table import Table
 MB = 1e6
 RESET_PEAK = "5"  # to /proc/PID/clear_refs: see proc(5)
 INTERVAL_S = 0.02
-TINY_STEPS = 100  # of milliseconds each: they must last until they are looked at
+TINY_STEPS = 100  # steps of milliseconds, so many that the watching thread sees the ranks
 
 
 def hugging_face(architecture: str, config: str) -> tuple[str, ...]:
-    """Return the overrides for a model of transformers; `config` are its settings as YAML."""
+    """Return the overrides for a model of transformers.
+
+    config: the settings of the model, as YAML.
+    """
     return "model=hf", f"model.architecture={architecture}", f"model.config={{{config}}}"
 
 
@@ -113,7 +116,7 @@ STRATEGIES: Mapping[str, str] = {
 }
 TWICE_AS_MANY = ("zero1 of splits", "zero3 of splits")  # ranks
 SGD, BF16 = "optimizer=sgd", "train.precision=bf16"
-# (model, strategy, samples of a step, what else is asked for)
+# (model, strategy, samples of a step, further overrides)
 PAIRS: Sequence[tuple[str, str, int, tuple[str, ...]]] = (
     ("gpt", "dp", 16, ()),
     ("gpt", "dp", 32, (SGD,)),
@@ -185,9 +188,9 @@ def main() -> None:
 
 
 def table_of(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> Table:
-    """Return a table with a row for each pair, and a summary in its caption.
+    """Return a table with a row for each pair, and a summary in the caption.
 
-    A row is (name, bytes that the plan predicts by what holds them, measured bytes).
+    rows: the name, the predicted bytes by kind of memory, and the measured bytes of each pair.
     """
     ratios = [parts["total"] / taken for _, parts, taken in rows]
     caption = (
@@ -207,7 +210,7 @@ def table_of(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> Table:
 
 
 def heaviest(run_dir: Path) -> Mapping[str, float]:
-    """Return the bytes that the plan predicts for the rank that needs most, by what holds them."""
+    """Return the bytes that the plan predicts for the heaviest rank, by kind of memory."""
     ranks = json.loads((run_dir / "plan.json").read_text())["ranks"]
     needs: list[dict[str, float]] = [rank["memory_bytes"] for rank in ranks]
     return max(needs, key=lambda need: need["total"])
@@ -216,13 +219,19 @@ def heaviest(run_dir: Path) -> Mapping[str, float]:
 def measure(
     asked: Sequence[str], run_dir: Path, ranks: int, steps: int, given_back: bool
 ) -> Mapping[int, int]:
-    """Run the command; return the most bytes that each rank had resident after its first step.
+    """Run the command, and return each rank's peak of resident bytes after the first step.
 
-    Exits where the command fails.
+    asked: the overrides, without the devices and the steps.
+    run_dir: the run directory.
+    ranks: number of ranks.
+    steps: number of steps.
+    given_back: whether malloc returns freed blocks to the system.
+
+    Exits the process where the command fails.
     """
     line = [sys.executable, "-m", "whale_train.launcher.cli", *asked]
     line += ["hardware=cpu", f"hardware.devices={ranks}", f"train.steps={steps}"]
-    # The plan's figure is of the steps: what writing the trained weights maps comes after them.
+    # The plan predicts the memory of steps, so the final weights, which map pages, are not written.
     line += ["checkpoint.final=false", f"hydra.run.dir={run_dir}"]
     threshold = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if given_back else {}
     with tempfile.TemporaryFile("w+") as output:
@@ -234,7 +243,7 @@ def measure(
         try:
             status = process.wait()
         except BaseException:
-            process.terminate()  # as Ctrl-C would: it ends its ranks
+            process.terminate()  # the command then ends its ranks
             process.wait()
             raise
         finally:
@@ -247,11 +256,15 @@ def measure(
 
 
 def watch(command: int, run_dir: Path, ended: threading.Event, peaks: dict[int, int]) -> None:
-    """Keep every rank's peak in bytes, from its first step on, in `peaks`, until `ended` is set.
+    """Write every rank's peak of resident bytes after the first step into `peaks`, until `ended` is
+    set.
 
-    `command` is the process id of the command.
+    command: the process id of the command.
+    run_dir: the run directory.
+    ended: set when the command has ended.
+    peaks: receives the peaks, by rank.
     """
-    ranks: dict[int, int] = {}  # whose peak was reset, by the process
+    ranks: dict[int, int] = {}  # the ranks whose peak was reset, by process id
     metrics = run_dir / "metrics.jsonl"
     while not ended.wait(INTERVAL_S):
         if not ranks and metrics.exists() and metrics.stat().st_size:
@@ -261,10 +274,10 @@ def watch(command: int, run_dir: Path, ended: threading.Event, peaks: dict[int, 
                     Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
                     ranks[pid] = int(name.rpartition("-")[2])
         for pid, rank in ranks.items():
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the process has just ended
                 status = Path(f"/proc/{pid}/status").read_text()
                 peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-                if peak is not None:  # nor has it any memory while it ends
+                if peak is not None:  # a process that is ending has no memory
                     peaks[rank] = int(peak[1]) * 1024
 
 

@@ -1,10 +1,11 @@
-"""Shares by hardware against even ones, on devices of several speeds that CPU processes stand for.
+"""Compare shares by hardware with even shares, on CPU processes that emulate unequal devices.
 
 python benchmarks/mixed_devices.py
 
-Every run is one of the command with `launcher.device_speed=true`: a rank computes as slowly,
-against the others, as its device would (runtime/emulate/throttle.py). The runs of a row take turns.
-The ceiling is what the devices' speeds allow: their mean over the slowest's for copies.
+Every run is a run of the command with `launcher.device_speed=true`: ranks have the relative speeds
+of their devices (runtime/emulate/throttle.py). The two kinds of runs in a row take turns. The
+devices' speeds bound the gain: for replicas, it is at most the mean speed divided by the slowest
+speed.
 """
 
 import argparse
@@ -50,9 +51,10 @@ def main() -> None:
 
 
 def two_speeds(fast: int, slow: int, ratio: float) -> str:
-    """Return the override for an inventory of two nodes, whose devices have two speeds.
+    """Return the override for an inventory of two nodes, one of fast and one of slow devices.
 
-    `fast` and `slow` are numbers of devices. A fast one has `ratio` times the FLOP/s of a slow one.
+    fast, slow: number of devices of each node.
+    ratio: FLOP/s of a fast device divided by FLOP/s of a slow one.
     """
     nodes = ", ".join(
         f"{{devices: {count}, link: nvlink2, device: {{name: gpu_{speed:g}, "
@@ -86,7 +88,8 @@ ROWS = {
 
 
 def steps_of(overrides: list[str], steps: int) -> list[float]:
-    """Run the command and return the seconds of its steps. Exits where it fails."""
+    """Run the command, and return the seconds of each step after the warm-up. Exits the process
+    where the command fails."""
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
         run_dir = Path(folder) / "run"
         command = [

@@ -1,4 +1,4 @@
-"""A GPT of ten million parameters on copies: ours against torch's and DeepSpeed's own loops.
+"""Compare ours with loops by hand in torch and DeepSpeed, on a GPT of ten million parameters.
 
 python benchmarks/overhead.py --strategies dp zero1 zero3
 """
@@ -21,7 +21,7 @@ from whale_train.runtime.process.preload import preload
 
 SHAPE: dict[str, Any] = {"width": 320, "depth": 8, "heads": 8, "sequence_length": 64}
 LEARNING_RATE = 0.001
-# Elements; what ours asks of DeepSpeed and DistributedDataParallel asks of itself (25 MiB).
+# In elements, 25 MiB: as in our plans for DeepSpeed, and by default in DistributedDataParallel.
 BUCKETS = {"reduce_bucket_size": 6_553_600, "allgather_bucket_size": 6_553_600}
 BY_HAND: dict[str, dict[str, Any]] = {
     "dp": {"DDP by hand": None},
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def compare(strategy: str, options: argparse.Namespace, folder: Path) -> None:
-    """Measure ours against its counterparts, with and without huge pages."""
+    """Compare ours with the loops by hand, each with and without huge pages."""
     turns = Turns(options.rounds, options.steps, warm_up=2)
     request, plan = sides.resolved(
         [
@@ -80,9 +80,10 @@ def compare(strategy: str, options: argparse.Namespace, folder: Path) -> None:
 def by_hand(
     zero: dict[str, Any] | None, batches: Sequence[Sequence[sides.Batch]], rank: int
 ) -> Running:
-    """Return a GPT on rank `rank` that is trained by a loop written by hand.
+    """Return a GPT on rank `rank` that a loop by hand trains.
 
-    `zero` are DeepSpeed's options; with None it is DistributedDataParallel.
+    zero: DeepSpeed's options of `zero_optimization`; None for DistributedDataParallel.
+    batches: the batches of each rank.
     """
     torch.manual_seed(0)
     make = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True)

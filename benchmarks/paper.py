@@ -1,18 +1,18 @@
-"""Whale's figures (USENIX ATC 2022), simulated: what plans predict beside what was reported.
+"""Simulate the figures of the Whale paper (USENIX ATC 2022) beside the reported ones.
 
 python benchmarks/paper.py
 python benchmarks/paper.py --figures 13 17
 
-A row is two plans for devices of the catalogue, and how many times the samples a second of the
-second the first is predicted to take. No device is needed and nothing is fitted. Of the paper's
-settings the hardware is known: nodes of 8 V100 32 GB (NVLink) or P100 16 GB (PCI Express), and
-50 Gbit/s between them. What else a figure assumes is printed under it, and, where a row is off by
-more than 15% or points elsewhere than the paper, what in the two settings makes it so.
+A row compares two plans for devices of the catalogue: the predicted samples/s of the first, divided
+by those of the second. No device is needed, and nothing is fitted. The paper gives the hardware:
+nodes of 8 V100 32 GB (NVLink) or P100 16 GB (PCI Express), with 50 Gbit/s between nodes. All other
+assumptions are printed below each figure. If a row differs by more than 15%, or in direction, the
+cause in the two settings is printed as well.
 
-Everything is in fp32, as TensorFlow 1.12 computes when nobody asks for less. Batches are those of
-the authors' public examples (github.com/alibaba/FastNN: ResNet50 with 32 images a device,
-BERT-Large with micro-batches of two samples of 384 tokens), or what fits. Where a figure is decided
-by a batch that nobody gives, others are simulated beside it.
+Everything is in fp32, the default of TensorFlow 1.12. Batches are those of the authors' public
+examples (github.com/alibaba/FastNN: ResNet50 with 32 images a device, BERT-Large with micro-batches
+of two samples of 384 tokens), or the largest that fit. If a figure depends on a batch that is not
+given, further batches are simulated beside it.
 """
 
 import argparse
@@ -44,9 +44,9 @@ TOLERATED = 0.15  # of the reported figure
 class GNMT(nn.Module):
     """GNMT (Wu et al. 2016, arXiv 1609.08144) in the sizes of tensorflow/nmt's wmt16_gnmt_4_layer.
 
-    It has four LSTM layers of 1,024 on either side. The context that the first layer of the decoder
-    attends to is given to the layers above it. One head of dot products stands for the additive
-    attention of GNMT.
+    The encoder and the decoder have four LSTM layers of 1,024 each. The attention context of the
+    decoder's first layer is passed to the layers above it. One head of dot-product attention
+    replaces the additive attention of GNMT.
     """
 
     def __init__(self, vocabulary: int = 32000, width: int = 1024) -> None:
@@ -60,7 +60,7 @@ class GNMT(nn.Module):
         self.lm_head = nn.Linear(width, vocabulary)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Return the loss of `input_ids` and `labels`, both int64 [batch, tokens]."""
+        """Return the loss, a scalar, for `input_ids` and `labels`, both int64 [batch, tokens]."""
         source = self.encoder(self.both_ways(self.source(input_ids))[0])[0]
         query = self.decoder(self.target(labels))[0]
         context = self.attention(query, source, source, need_weights=False)[0]
@@ -99,8 +99,9 @@ COPIES: Any = {"replicate": {}}
 SPLIT_HEAD: Any = [{"replicate": {"modules": "*"}}, {"split": {"modules": "head"}}]
 RECOMPUTED: Any = {"stage": {"recompute": "full"}}
 PAIR: Any = {"replicate": {"degree": 2}}
-# FastNN's HybridParallelTutorials/README.md is of V100 16 GB and this network: Whale's data
-# parallelism 1.736 times Horovod's on 64, its pipeline 1.337 times that; the product is arXiv v1's.
+# FastNN's HybridParallelTutorials/README.md has figures for V100 16 GB and this network: on 64
+# devices, Whale's data parallelism has 1.736 times the speed of Horovod's, and its pipeline 1.337
+# times that speed. The product of both is the figure of arXiv v1.
 VPC = {"name": "vpc_35g", "bandwidth_bytes_s": 35e9 / 8, "latency_s": 14e-6}
 
 
@@ -110,14 +111,14 @@ def pipeline(stages: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Side:
-    """A plan of one side of a row.
+    """The plan of one side of a row.
 
     model: name of the model, in MODELS.
     graph: graph of the strategy.
     nodes: nodes of the inventory.
-    batch: samples of a step.
+    batch: number of samples in a step.
     optimizer: name of the optimizer.
-    balance: how work is shared among unequal devices.
+    balance: how work is shared among unequal devices: `hardware` or `even`.
     network: network between the nodes.
     """
 
@@ -132,14 +133,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """Comparison of two sides, or the question whether one side fits.
+    """A comparison of two sides, or a test whether one side fits into memory.
 
     what: name in the table.
-    reported: how many times as fast as `against` the paper reports `ours`, for each device; None:
-        it did not fit.
-    ours: the side of the comparison.
-    against: the side it is compared with; None where it is only asked whether `ours` fits.
-    times: how many times as many devices as `against` `ours` has.
+    reported: the paper's speed of `ours` divided by that of `against`, both for each device; None
+        where `ours` did not fit.
+    ours: the first side.
+    against: the second side; None for a test whether `ours` fits.
+    times: the number of devices of `ours` divided by that of `against`.
     """
 
     what: str
@@ -149,7 +150,7 @@ class Row:
     times: int = 1
 
 
-Found = Sequence[tuple[Row, float | None]]  # rows with our figures; None where refused
+Found = Sequence[tuple[Row, float | None]]  # rows with our figures; None for a refused plan
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,11 @@ class Figure:
     """A figure of the paper.
 
     title: title of the table.
-    setting: what we assume.
+    setting: our assumptions.
     rows: rows of the table.
-    why: what we found where ours differs.
-    otherwise: rows under other settings that the paper leaves open, on which the figure depends.
+    why: the cause of a difference between our figures and the paper's.
+    otherwise: rows with other settings, where the figure depends on a setting that the paper leaves
+        open.
     """
 
     title: str
@@ -177,7 +179,15 @@ def against_gpipe(stages: int, reported: float) -> Row:
 
 
 def hybrid(what: str, reported: float, nodes: list[Any], network: Any, copied: int = 2) -> Row:
-    """Return a row of 64 devices, to each of which data parallelism gives `copied` samples."""
+    """Return a row of Figure 12, which compares a replicated pipeline with data parallelism on 64
+    devices.
+
+    what: name of the row.
+    reported: the reported figure.
+    nodes: nodes of the inventory.
+    network: network between the nodes.
+    copied: samples of each device under data parallelism.
+    """
     graph = {"replicate": {"of": pipeline(2, micro_batches=10)}}
     ours = Side("bert_large", graph, nodes, 64 * 10, network=network)
     return Row(what, reported, ours, replace(ours, graph=COPIES, batch=64 * copied))
@@ -303,32 +313,29 @@ def main() -> None:
 
 @cache
 def profile_of(name: str) -> ModelProfile:
-    """Return the profile of a model of MODELS, measured once."""
+    """Return the profile of a model in MODELS. Each model is measured once."""
     overrides, fields = MODELS[name]
     model: Any = OmegaConf.to_container(composed(overrides).model, resolve=True)
     return profile_model(ModelOptions.from_mapping(model), name, fields, by_folding=True)
 
 
 def samples_per_s(side: Side) -> float:
-    """Return the samples a second that a side's plan predicts.
-
-    Raises PlanError where the side does not fit.
-    """
+    """Return the samples/s that a side's plan predicts. Raises PlanError where the side does not
+    fit."""
     strategy = read_strategy({"graph": side.graph, "balance": side.balance}, "paper", [])
     inventory = {"nodes": side.nodes, "network": side.network}
     cluster = read_inventory(inventory, "paper", [], MachineFacts(1, 10**9, (), None))
     assert strategy is not None
     assert cluster is not None
-    # TensorFlow's BatchNorm has the statistics of its own device's samples.
+    # TensorFlow's BatchNorm computes statistics over the samples of one device.
     training = Training(side.batch, "fp32", 0.0, side.optimizer, {}, sync_batchnorm=False)
     return resolve(strategy, cluster, profile_of(side.model), training).predicted.samples_per_s
 
 
 def simulated(row: Row) -> float | None:
-    """Return the figure of a row as our plans predict it.
+    """Return the figure of a row by our plans; None for a side that was tested and does not fit.
 
-    Return None where a row that compares nothing is refused. Raises PlanError for a refused side of
-    a comparison.
+    Raises PlanError where a side of a comparison does not fit.
     """
     if row.against is not None:
         return samples_per_s(row.ours) / samples_per_s(row.against) / row.times
@@ -339,7 +346,12 @@ def simulated(row: Row) -> float | None:
 
 
 def table_of(title: str, simulations: Found, order: str) -> Table:
-    """Return the table of rows and their simulated figures; `order` is that of `in_order`."""
+    """Return the table of a figure.
+
+    title: title of the table.
+    simulations: the rows with their simulated figures.
+    order: the result of `in_order`; '' for a table without it.
+    """
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.caption = f"The order of the rows {order}." if order else None
     table.add_column("", width=40)
@@ -355,28 +367,23 @@ def table_of(title: str, simulations: Found, order: str) -> Table:
 
 
 def agrees(row: Row, ours: float | None) -> bool:
-    """Return whether reported and simulated figure point the same way.
-
-    They do where both are above 1, where both are not, and where neither fits.
-    """
+    """Return whether the reported and the simulated figure have the same direction: both above 1,
+    both at most 1, or both without a figure."""
     if row.reported is None or ours is None:
         return row.reported is ours
     return (row.reported > 1) == (ours > 1)
 
 
 def is_near(row: Row, ours: float | None) -> bool:
-    """Return whether the simulated figure is within TOLERATED of the reported one.
-
-    Return True where one of them is missing.
-    """
+    """Return whether the simulated figure is within TOLERATED of the reported one, or one of them
+    is missing."""
     return not row.reported or not ours or abs(ours / row.reported - 1) <= TOLERATED
 
 
 def in_order(simulations: Found) -> str:
-    """Return whether the rows are in the same order by our figures as by the reported ones.
+    """Return `agrees` or `differs`: whether our figures order the rows as the reported ones do.
 
-    It is 'agrees' or 'differs', or '' where figures are equal or do not fit, and for less than two
-    rows.
+    Returns '' for fewer than two rows, and where figures are equal or missing.
     """
     known = [(row.reported, ours) for row, ours in simulations if row.reported and ours]
     if len(simulations) < 2 or any(

@@ -1,4 +1,4 @@
-"""A Hugging Face Llama split and pipelined: ours against torch's own ways, written by hand.
+"""Compare ours with torch's DTensor and pipelining by hand, on a Llama of Hugging Face.
 
 python benchmarks/parallel.py --ranks 2 4
 """
@@ -27,7 +27,7 @@ from whale_train.strategies.plan.plan import Plan
 LEARNING_RATE = 0.001
 PARTS = ("split", "pipeline", "breakdown")
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
-CLASSES = 100_000  # of the head that hybrid_split_dp splits
+CLASSES = 100_000  # number of classes of the head that hybrid_split_dp splits
 WATCHED = ("split", "1f1b", "zero_bubble", "hybrid_split_dp")
 HUGE = ", huge pages"
 
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def compare_split(ranks: int, options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """Print ours, split, against DTensor and one process."""
-    import parallel_sides as by_hand  # after `preload`, as all that imports torch's distributed
+    """Compare our split with DTensor and one process, and print the tables."""
+    import parallel_sides as by_hand  # imports torch.distributed, which must follow `preload`
 
     turns = Turns(options.rounds, options.steps)
     request, plan = ours("split", ranks, options, turns)
@@ -80,7 +80,8 @@ def compare_split(ranks: int, options: argparse.Namespace, folder: Path, console
 def compare_pipeline(
     ranks: int, options: argparse.Namespace, folder: Path, console: Console
 ) -> None:
-    """Print our schedules against torch.distributed.pipelining, cut where ours is cut."""
+    """Compare our schedules with torch.distributed.pipelining on the same cut, and print the
+    tables."""
     import parallel_sides as by_hand
 
     turns = Turns(options.rounds, options.steps)
@@ -103,7 +104,7 @@ def compare_pipeline(
 
 
 def break_down(ranks: int, options: argparse.Namespace, folder: Path, console: Console) -> None:
-    """Print the shares of a step of ours: compute, bridges, collectives, waiting and the rest."""
+    """Print the breakdown of a step of ours under each strategy of WATCHED."""
     turns = Turns(rounds=4, steps=options.steps)
     words = f"where a step goes, {title(ranks, options)}; hybrid_split_dp: {CLASSES} classes"
     table = Table(title=words, title_justify="left")
@@ -126,20 +127,23 @@ def break_down(ranks: int, options: argparse.Namespace, folder: Path, console: C
 def ours(
     strategy: str, ranks: int, options: argparse.Namespace, turns: Turns
 ) -> tuple[Request, Plan]:
-    """Return the request and plan of ours, split or pipelined as `strategy` says."""
+    """Return our request and plan.
+
+    strategy: `split`, or the schedule of a pipeline.
+    """
     graph = "{split: {}}"
     if strategy in SCHEDULES:
-        what = f"stages: {ranks}, schedule: {strategy}, micro_batches: {options.micro_batches}"
-        graph = f"{{pipeline: {{{what}}}}}"
+        pipeline_options = (
+            f"stages: {ranks}, schedule: {strategy}, micro_batches: {options.micro_batches}"
+        )
+        graph = f"{{pipeline: {{{pipeline_options}}}}}"
     overrides = (f"strategy.graph={graph}", f"hardware.devices={ranks}")
     return sides.resolved([*asked(options), *overrides], turns.total_steps)
 
 
 def split_head(ranks: int, options: argparse.Namespace, turns: Turns) -> tuple[Request, Plan]:
-    """Return the request and plan of a copied backbone with its head of many classes split.
-
-    They are for the bridges of a hybrid strategy.
-    """
+    """Return the request and plan of a replicated backbone with a split head of many classes, for
+    the bridges of a hybrid strategy."""
     overrides = [
         "model=class_head",
         f"model.num_classes={CLASSES}",
@@ -153,7 +157,7 @@ def split_head(ranks: int, options: argparse.Namespace, turns: Turns) -> tuple[R
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """Return the overrides that all plans have in common."""
+    """Return the overrides that are common to all plans."""
     config = ", ".join(f"{key}: {str(value).lower()}" for key, value in shape(options).items())
     return [
         "model=hf",
@@ -170,7 +174,8 @@ def asked(options: argparse.Namespace) -> list[str]:
 def shape(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of LlamaConfig.
 
-    The inner width is Llama's: 8/3 of the width, rounded up to a multiple of 32. Heads are 64 wide.
+    As in Llama, the inner width is 8/3 of the width, rounded up to a multiple of 32. Heads have a
+    width of 64, and there are at least 4.
     """
     return {
         "hidden_size": options.width,
@@ -193,7 +198,7 @@ def whole_batches(options: argparse.Namespace, turns: Turns) -> list[sides.Batch
 
 
 def layers_cut(plan: Plan) -> list[int]:
-    """Return the layers at which stages begin, from 0, and the number of layers as the last."""
+    """Return the first layer of each stage, counted from 0, followed by the number of layers."""
     cuts = [0]
     for task_graph in plan.task_graphs:
         layers = (path.split("layers.")[1] for path in task_graph.parameters if "layers." in path)
@@ -202,7 +207,7 @@ def layers_cut(plan: Plan) -> list[int]:
 
 
 def in_both_pages(name: str, start: Callable[[int], Running]) -> list[Side]:
-    """Return a side with torch's default pages, and the same with huge pages, as ours has."""
+    """Return two sides: one with torch's default pages, and one with huge pages, as ours has."""
     return [Side(name, start, False), Side(name + HUGE, start, True)]
 
 
@@ -212,9 +217,12 @@ def written(
     batches: Sequence[sides.Batch],
     *more: Any,
 ) -> Running:
-    """Return a side written by hand, on the rank that is the last of `more`.
+    """Return a side by hand on one rank.
 
-    `kind` is the side's class; the rest of `more` are its further arguments.
+    kind: the class of the side.
+    options: the command line's options.
+    batches: the global batches.
+    more: further arguments of the class, followed by the rank, which is not passed on.
     """
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape(options)))
@@ -231,7 +239,7 @@ def run(
     turns: Turns,
     console: Console,
 ) -> None:
-    """Run the sides that the options name, and print what they took."""
+    """Run the sides that the options name, and print the timings."""
     if options.sides:
         compared = [side for side in compared if any(word in side.name for word in options.sides)]
     results = interleaved(compared, ranks, num_threads(ranks), turns)
@@ -240,7 +248,7 @@ def run(
 
 
 def title(ranks: int, options: argparse.Namespace) -> str:
-    """Return the words for the model and the batch of a table's title."""
+    """Return the part of a table's title that describes the model, the ranks and the batch."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape(options)))
     elements = sum(parameter.numel() for parameter in model.parameters())

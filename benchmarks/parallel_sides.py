@@ -1,8 +1,8 @@
-"""A Hugging Face Llama, parallel by hand in torch, which benchmarks/parallel.py compares ours with.
+"""Define the sides by hand for benchmarks/parallel.py: a Llama parallelised with torch alone.
 
-Each is what a careful user would write for this one model: on one process, split by DTensor's
-`parallelize_module`, or cut into stages for `torch.distributed.pipelining`. All take ready-made
-tensors as batches, the whole global batch on every rank.
+Each side is what a careful user would write for this one model: on one process, split by DTensor's
+`parallelize_module`, or cut into stages for `torch.distributed.pipelining`. All sides take tensors
+as batches that are ready, and every rank gets the whole global batch.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class OneProcess:
-    """Side with the whole model on the first rank, with `threads` threads; the other ranks wait."""
+    """A side with the whole model on rank 0, with `threads` threads. Other ranks do nothing."""
 
     def __init__(
         self, model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch], threads: int
@@ -54,11 +54,12 @@ class OneProcess:
 
 
 class DTensorSplit:
-    """DTensor's tensor parallelism, as torch's tutorial for Llama has it.
+    """A side with DTensor's tensor parallelism, as in torch's tutorial for Llama.
 
-    Queries, keys, values, gate and up are split by columns, output and down by rows, the embedding
-    by rows of its table. With `sharded_loss`, the head's logits stay sharded by class and the loss
-    is `loss_parallel`'s; otherwise they are gathered, as in the tutorial's first version.
+    The query, key, value, gate and up projections are split by columns, the output and down
+    projections by rows, and the embedding by rows of the table. With `sharded_loss`, logits stay
+    sharded by class, and `loss_parallel` computes the loss. Without it, logits are gathered, as in
+    the tutorial's first version.
     https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html
     """
 
@@ -87,9 +88,9 @@ class DTensorSplit:
         parallelize_module(model, mesh, plan)
         self.model, self.batches = model, batches
         sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-        whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-        # A fused optimizer takes no mixture of the two in one group.
-        self.optimizer = make([{"params": sharded}, {"params": whole}])
+        unsharded = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        # A fused optimizer does not accept DTensors and other tensors in one group.
+        self.optimizer = make([{"params": sharded}, {"params": unsharded}])
         self.loss_context = loss_parallel if sharded_loss else nullcontext
         self.last = torch.zeros(())
 
@@ -105,34 +106,32 @@ class DTensorSplit:
         self.last = _local(loss.detach())
 
     def _norm(self) -> float:
-        """Return the norm of the gradients, with one all-reduce.
-
-        It is made of the shards, and of the weights of norms, which every rank has whole.
-        """
+        """Return the norm of all gradients, with one all-reduce over the sharded ones. The
+        gradients of norm weights are whole on every rank."""
         sharded: list[Tensor] = []
-        whole: list[Tensor] = []
+        unsharded: list[Tensor] = []
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                kind = sharded if isinstance(parameter.grad, DTensor) else whole
+                kind = sharded if isinstance(parameter.grad, DTensor) else unsharded
                 kind.append(_local(parameter.grad))
         square = nn.utils.get_total_norm(sharded) ** 2
         dist.all_reduce(square)
-        return float((square + nn.utils.get_total_norm(whole) ** 2).sqrt())
+        return float((square + nn.utils.get_total_norm(unsharded) ** 2).sqrt())
 
     def loss(self) -> float:
         return float(self.last)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`; any tensor but a DTensor is returned as it is."""
+    """Return this rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Pipelined:
-    """Side of `torch.distributed.pipelining`, on a cut made by hand.
+    """A side with `torch.distributed.pipelining`, on a model that is cut by hand.
 
-    Rank s runs the layers `cuts[s]` to `cuts[s + 1]`. The first rank embeds; the last has the norm,
-    the head and the loss.
+    Rank s runs the layers from `cuts[s]` to before `cuts[s + 1]`. The first rank has the embedding,
+    and the last rank the final norm, the head and the loss.
     """
 
     def __init__(
@@ -178,7 +177,7 @@ class Pipelined:
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a Llama, as one stage of a pipeline."""
+    """The layers `start` to before `stop` of a Llama, as one stage of a pipeline."""
 
     def __init__(
         self, model: LlamaForCausalLM, start: int, stop: int, is_first: bool, is_last: bool
@@ -191,16 +190,17 @@ class LlamaStage(nn.Module):
         self.head = model.lm_head if is_last else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return hidden states [samples, sequence, width], or the last stage's logits.
+        """Return hidden states [samples, sequence, width], or on the last stage logits [samples,
+        sequence, vocabulary].
 
-        `hidden` are tokens [samples, sequence] on the first stage, and hidden states elsewhere.
+        hidden: tokens [samples, sequence] on the first stage, hidden states on any other.
         """
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         positions = torch.arange(hidden.shape[1]).unsqueeze(0)
         rotary = self.rotary(hidden, position_ids=positions)
         for layer in self.layers:
-            # No mask: the attention is then causal, as in the whole model.
+            # Without a mask, attention is causal, as in the whole model.
             hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
         if self.norm is not None and self.head is not None:
             hidden = self.head(self.norm(hidden))
@@ -208,9 +208,10 @@ class LlamaStage(nn.Module):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss that LlamaForCausalLM computes, a scalar.
+    """Return the loss of LlamaForCausalLM, a scalar.
 
-    `logits` are [samples, sequence, vocabulary], `labels` [samples, sequence].
+    logits: [samples, sequence, vocabulary].
+    labels: int64 [samples, sequence].
     """
     following = functional.pad(labels, (0, 1), value=-100)[:, 1:]
     return functional.cross_entropy(logits.float().flatten(0, 1), following.flatten())

@@ -1,4 +1,4 @@
-"""Modules split beside copies, between hosts: against copies of all, and a split of all.
+"""Compare split modules beside replicated ones with full replicas and full splits, on hosts.
 
 sudo python benchmarks/parts.py
 

@@ -1,12 +1,13 @@
-"""Seconds of planning, by number of devices and by depth of the model, and of searches.
+"""Time planning by number of devices and by depth of the model, and searches for a strategy.
 
 python benchmarks/planning.py
 python benchmarks/planning.py --parts search
 
-Set-up (export and profile of the model, or finding the profile a plan before this one kept, the
-best of three) and the plan are timed apart, after imports, in this process. Nodes of 8 V100 over
-50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device. *Full speed* is how
-long the devices would compute if nothing waited and all were as fast as they ever are.
+Set-up and planning are timed separately, after imports, in this process. Set-up is the export and
+the profile of the model, or the reading of a cached profile, as the best of three. Nodes have
+8 V100, with 50 Gbit/s between nodes. The model is a GPT of width 512, with 64 tokens a sample and 4
+samples a device. *Full speed* is a step's time if all devices computed at their highest rates and
+nothing waited.
 """
 
 import argparse
@@ -50,8 +51,8 @@ SEARCHES: Mapping[str, Sequence[tuple[int, str, str]]] = {
     "8 V100 + 8 P100": [(8, *V100), (8, *P100)],
     "128 V100 + 384 P100": [(128, *V100), (384, *P100)],
     **{
-        f"{each} each of A100, V100, P100": [(each, *A100), (each, *V100), (each, *P100)]
-        for each in (32, 64, 256)
+        f"{count} each of A100, V100, P100": [(count, *A100), (count, *V100), (count, *P100)]
+        for count in (32, 64, 256)
     },
 }
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Print the seconds of plans, by number of devices and by depth."""
-    profiled(2)  # what torch sets up at its first export is no part of any model's
+    profiled(2)  # the first export also sets up torch, which is not part of a model's time
     console = Console(width=100)
     profile, setup_s, again_s = profiled(options.depth)
     console.print(f"set-up of {options.depth} blocks: {setup_s:.2f} s; kept: {again_s:.3f} s")
@@ -102,7 +103,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def measure_searches(options: argparse.Namespace) -> None:
-    """Print the seconds of searches for a strategy, and what they found."""
+    """Print the seconds of searches for a strategy, and the strategies that were found."""
     profiled(2)
     profile, setup_s, again_s = profiled(options.depth)
     title = f"strategy=auto, {options.depth} blocks (set-up {setup_s:.2f} s; kept {again_s:.3f} s)"
@@ -125,7 +126,8 @@ def measure_searches(options: argparse.Namespace) -> None:
 
 
 def profiled(depth: int) -> tuple[ModelProfile, float, float]:
-    """Return the model's profile, the seconds of making it, and the seconds of finding it again."""
+    """Return the profile of a GPT of `depth` blocks, the seconds of measuring it, and the seconds
+    of reading it from the cache."""
     arguments = {"width": 512, "heads": 8, "depth": depth, "vocab_size": VOCABULARY}
     model = ModelOptions(_target_="whale_train.models.gpt.GPT", arguments=arguments)
     fields = tuple(
@@ -148,7 +150,12 @@ def profiled(depth: int) -> tuple[ModelProfile, float, float]:
 
 
 def planned(profile: ModelProfile, name: str, devices: int) -> float:
-    """Return the seconds of making the plan of strategy `name` on `devices` devices."""
+    """Return the seconds of planning a strategy on V100s.
+
+    profile: the profile of the model.
+    name: name of the strategy, in STRATEGIES.
+    devices: number of devices.
+    """
     strategy = read_strategy({"graph": STRATEGIES[name]}, name, [])
     assert strategy is not None
     cluster = cluster_of(devices)
@@ -164,7 +171,10 @@ def cluster_of(devices: int) -> Cluster:
 
 
 def read(kinds: Sequence[tuple[int, str, str]]) -> Cluster:
-    """Return a cluster of nodes of 8 devices, or of fewer; `kinds` are (devices, device, link)."""
+    """Return a cluster of nodes of 8 devices.
+
+    kinds: the (number of devices, device, link) of each kind. Fewer than 8 devices are one node.
+    """
     nodes = [
         {"count": max(1, n // 8), "devices": min(n, 8), "device": device, "link": link}
         for n, device, link in kinds

@@ -1,12 +1,12 @@
-"""Every 16-bit precision under every strategy, for six architectures, against one process.
+"""Verify each 16-bit precision under each strategy, for six architectures, against one process.
 
 python benchmarks/precision_matrix.py --models llama t5 --precisions bf16
 
 Each cell is a verification (`mode=verify`) against the same model in the same precision on one
-process. Tolerances are those of `launcher/modes/compare_runs.py`: 3e-2 of the largest element in
-bf16, which rounds to 2^-9 = 2e-3 in every operation, and an eighth of that in fp16, which has three
-bits more. What the elements of gradients and updates are held to besides is in
-`tests/distributed/precisions.py`. Ends with status 1 where a cell crashed or differs.
+process. The tolerances are those of `launcher/modes/compare_runs.py`: 3e-2 of the largest element
+in bf16, which rounds to 2^-9 = 2e-3 in every operation, and an eighth of that in fp16, which has
+three more bits. `tests/distributed/precisions.py` has further bounds on the elements of gradients
+and updates. The exit status is 1 if a cell crashed or differs.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""How long does a step wait for its batch, where reading one takes a while?
+"""Measure how long a step waits for its batch when reading a batch is slow.
 
     python benchmarks/prefetch.py --read-ms 20
 
-One rank trains the default model twice, in turns: on a dataset that is there at once, and on the
-same behind a reader that sleeps for so long. Batches are read ahead by a thread, so that a step
-should take as long on both. The first steps of a turn, which find batches read in the other's turn,
-do not count.
+One rank trains the default model in turns on two datasets: one in memory, and the same one behind a
+reader that sleeps for the given time. A thread prefetches batches, so a step should take the same
+time on both. The first steps of a turn do not count, since their batches were read during the other
+dataset's turn.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from whale_train.data.dataset import Batch, Dataset, Indices
 from whale_train.runtime.comms.process_groups import file_rendezvous, join, leave
 from whale_train.runtime.process import rank_main as worker
 
-_SKIPPED = 3  # of a turn: two that were read ahead, and the one that was being read
+_SKIPPED = 3  # first steps of a turn: their batches were prefetched, or their reading had begun
 
 
 class Slow:
-    """Dataset that takes `seconds` to read a batch of another one."""
+    """A dataset that waits `seconds` before it reads a batch of another dataset."""
 
     def __init__(self, dataset: Dataset, seconds: float) -> None:
         self._dataset, self._seconds = dataset, seconds
@@ -63,9 +63,9 @@ def main() -> None:
             ),
         }
         sides = {}
-        for number, (name, made) in enumerate(datasets.items()):
+        for number, (name, prepare) in enumerate(datasets.items()):
             (run_dir / str(number)).mkdir()
-            sides[name] = Ours(run_dir / str(number), plan, made(), 0)
+            sides[name] = Ours(run_dir / str(number), plan, prepare(), 0)
         times: dict[str, list[float]] = {name: [] for name in sides}
         done = dict.fromkeys(sides, 0)
         for _ in range(options.rounds):

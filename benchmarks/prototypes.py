@@ -1,9 +1,9 @@
-"""Learning with prototypes of experts: k groups of top-1 routers against top-k of all experts.
+"""Compare learning with expert prototypes (k groups with top-1 routers) and with top-k routing.
 
-M6-T (Yang et al. 2021, arXiv 2105.15082) reports that k groups of experts, each with a top-1
-router of its own, learn more at equal work than top-k routing of all. Here, mixtures of one size
-learn the bytes of Python's standard library with every seed; the table has the mean loss of
-held-back samples as training goes on, and its spread over seeds.
+M6-T (Yang et al. 2021, arXiv 2105.15082) reports that k groups of experts, each with its own top-1
+router, learn more at equal work than top-k routing over all experts. Here, mixtures of one size
+learn the bytes of Python's standard library with each seed. The table has the mean loss of
+held-back samples at several steps, and its spread over seeds.
 
 python benchmarks/prototypes.py --steps 400
 """
@@ -19,7 +19,7 @@ from learning import spread, steps_of
 from rich.console import Console
 from rich.table import Table
 
-# Groups and experts a token goes to in each of them.
+# The number of groups, and the number of experts in each group that a token goes to.
 ROUTINGS = {
     "1 x top-1": (1, 1),
     "2 x top-1": (2, 1),

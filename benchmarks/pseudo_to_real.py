@@ -1,10 +1,11 @@
-"""Pseudo-to-Real against training from scratch, at equal time.
+"""Compare Pseudo-to-Real with training from scratch, at equal time.
 
-M6-10T (Lin et al. 2021, arXiv 2110.03888) first trains one layer's weights in all places, and lets
-the layers part later. Here a GPT learns the bytes of Python's standard library with every seed:
-with layers of their own from the start, shared to the end, and parted after a part of the steps.
-The table has the last held-back loss known after so many seconds of steps: shared layers have as
-much to compute, and fewer gradients to send and weights to update.
+M6-10T (Lin et al. 2021, arXiv 2110.03888) first trains layers that share one set of weights, and
+delinks the layers later. Here a GPT learns the bytes of Python's standard library with each seed:
+with separate layers from the start, with shared layers to the end, and with layers that are
+delinked after a fraction of the steps. The table has the latest held-back loss after so many
+seconds of steps. Shared layers compute as much as separate ones, but send fewer gradients and
+update fewer weights.
 
 python benchmarks/pseudo_to_real.py --steps 600
 """
@@ -19,7 +20,7 @@ from learning import spread, steps_of
 from rich.console import Console
 from rich.table import Table
 
-Curve = list[tuple[float, float]]  # held-back losses by the seconds of steps before
+Curve = list[tuple[float, float]]  # (seconds of steps so far, held-back loss)
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
         at = f"train.delink_at={round(part * options.steps)}"
         ways[f"parted after {part:.3g} of the steps"] = ["model.share_layers=true", at]
     curves: dict[str, list[Curve]] = {way: [] for way in ways}
-    for seed in range(options.seeds):  # by turns: the machine is not equally fast all the time
+    for seed in range(options.seeds):  # in turns, since the machine's speed varies over time
         for way, given in ways.items():
             curves[way].append(_curve(seed, options, [*given, *more]))
             print(f"{way}, seed {seed}: {curves[way][-1][-1][1]:.4f}", file=sys.stderr)
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def _at(curve: Curve, seconds: float) -> float:
-    """Return the last loss that was known after `seconds` of a curve, or NaN for none."""
+    """Return the latest loss of a curve after `seconds`; NaN without one."""
     return next((loss for after, loss in reversed(curve) if after <= seconds), float("nan"))
 
 

@@ -1,7 +1,8 @@
-"""Measurement while the machine is as fast as it was: others may use its cores as well.
+"""Repeat measurements that other users of the machine disturb.
 
-Where they do, products take two thirds longer for seconds or minutes, and figures of one such time
-say nothing of another. A product on all cores before and after a measurement tells.
+When others use the cores, matrix products take two thirds longer for seconds or minutes, and
+measurements from different times cannot be compared. Products on all cores before and after a
+measurement show whether it was disturbed.
 """
 
 import time
@@ -13,18 +14,19 @@ import torch
 
 from whale_train.runtime.calibrate.timing import undisturbed
 
-SIZE, TIMES = 1024, 100  # extent and number of the products that are timed: about a second together
-SLOWER = 1.12  # factor of the fastest time so far above which a time counts as disturbed
-TRIES = 3  # tries of a measurement
+SIZE, TIMES = 1024, 100  # extent and number of the timed products: about a second in total
+SLOWER = 1.12  # a time above this multiple of the fastest time so far counts as disturbed
+TRIES = 3  # the largest number of tries of a measurement
 PAUSE_S = 2.0  # seconds between looks
 
 T = TypeVar("T")
 
 
 class Quiet:
-    """Repetition of measurements that others disturb.
+    """A repeater of disturbed measurements.
 
-    It waits `patience_s` seconds in all at most. `repeated` is the number of repetitions.
+    patience_s: the longest total time, in seconds, of waiting and repeating.
+    repeated: number of repetitions so far.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -35,7 +37,8 @@ class Quiet:
         self._undisturbed()
 
     def measure(self, measurement: Callable[[], T]) -> T:
-        """Return the result of the first undisturbed measurement, or of the last of `TRIES`."""
+        """Return the result of the first undisturbed measurement, or of the last one after `TRIES`
+        tries."""
         for again in range(TRIES):
             while not self._undisturbed() and self._left_s > 0:
                 time.sleep(PAUSE_S)
@@ -50,7 +53,7 @@ class Quiet:
         return measured
 
     def _undisturbed(self) -> bool:
-        """Return whether products take about as long as the fastest so far."""
+        """Return whether products take about as long as the fastest ones so far."""
         times = []
         for _ in range(TIMES):
             began = time.perf_counter()

@@ -1,10 +1,11 @@
-"""Does every rank of every shipped strategy run as on its GPU, in the memory that was planned?
+"""Rehearse the ranks of every shipped strategy, and compare their memory with the plans.
 
     python benchmarks/rehearsals.py --hardware v100_p100_mix dgx_a100_2 v100_512
 
-A plan for every strategy of `conf/strategy`, every model and every cluster, and of each plan one
-rank of every kind rehearsed (`mode=rehearse`), or of some of them (a pipeline over 512 has 512):
-what runs, what was found, and how far the peak of its memory is from the plan's. Needs no GPU.
+Every strategy in `conf/strategy` is planned for every model and cluster. Of each plan, one rank of
+every kind is rehearsed (`mode=rehearse`), or of some kinds if there are many: a pipeline over 512
+devices has 512 kinds. The output has the faults, and the deviation of peak memory from the plan. No
+GPU is needed.
 """
 
 import argparse
@@ -58,11 +59,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Off:
-    """Deviation of a rehearsed rank's memory from its plan's.
+    """The deviation of a rehearsed rank's peak memory from the plan.
 
     case: the cluster, model and strategy.
     rank: number of the rank.
-    part: deviation, as a part of the planned bytes.
+    part: the deviation, as a fraction of the planned bytes.
     """
 
     case: str
@@ -97,7 +98,7 @@ def main() -> None:
                     console.print(f"{case}: refused: {' '.join(str(error).split())[:100]}")
                     continue
                 planned_s = time.perf_counter() - started
-                # An exported graph is for all strategies; one that needs none has its own model.
+                # A model with an exported graph serves all strategies. It replaces a model without.
                 if model is None or (model.graph is None and plan.rewrite is not None):
                     model = model_of(request, plan)
                 kinds = _some(chosen(plan, "kinds"), options.kinds)
@@ -111,7 +112,8 @@ def main() -> None:
 
 
 def _some(kinds: Sequence[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
-    """Return at most so many of a plan's kinds of rank, the first and the last among them."""
+    """Return at most `most` of a plan's kinds of rank, evenly spaced, the first and the last
+    included."""
     number = min(most, len(kinds))
     return [kinds[i * (len(kinds) - 1) // max(number - 1, 1)] for i in range(number)]
 
@@ -122,7 +124,7 @@ def _request(overrides: list[str], hardware: str, strategy: str) -> Request:
 
 
 def _said(console: Console, case: str, rehearsal: Rehearsal, planned_s: float) -> list[Off]:
-    """Print the outcome of a rehearsal, and return the deviations of its ranks' memory."""
+    """Print the outcome of a rehearsal, and return the deviations of the ranks' memory."""
     offs = [
         Off(case, x.rank, x.peak / x.planned - 1)
         for x in rehearsal.kinds

@@ -1,10 +1,11 @@
-"""The change of the first gradients of the image classifier by roundings alone.
+"""Measure how much rounding alone changes the first gradients of the image classifier.
 
 python benchmarks/relu_kinks.py --size 224 --batch 8
 
-The gradients of one batch are computed in fp64, and again in fp32, with other convolution kernels,
-and with weights moved by 2^-24 of themselves: all of them are right. Printed are how many ReLUs
-decide otherwise than in fp64, and the gradient that is farthest off, by its largest element.
+The gradients of one batch are computed in fp64, in fp32, with other convolution kernels, and with
+weights changed by a factor of 1 +- 2^-24. All these gradients are right. The output has the number
+of ReLUs whose decisions differ from fp64, and the parameter whose gradient differs most, relative
+to the gradient's largest element.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def moved(model: nn.Module, seed: int) -> nn.Module:
-    """Return a copy of `model` whose weights are up or down by 2^-24 of themselves."""
+    """Return a copy of `model` with every weight multiplied by 1 + 2^-24 or 1 - 2^-24."""
     changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in changed.parameters():
@@ -69,7 +70,10 @@ def gradients(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the gradients of the parameters in fp64, by path, and the decisions of every ReLU.
 
-    A decision is whether the ReLU lets an element through.
+    images: the images of the batch.
+    labels: the labels of the batch, int64 [batch].
+
+    A decision is a boolean for each element: whether the ReLU passes it on.
     """
     own = copy.deepcopy(model)
     with deciding() as decided:
@@ -79,7 +83,8 @@ def gradients(
 
 @contextmanager
 def deciding() -> Iterator[list[Tensor]]:
-    """Yield a list that receives, for every ReLU inside, which elements it lets through."""
+    """Yield a list that receives the decisions of every ReLU called in the context, as flat boolean
+    tensors."""
     right, decided = functional.relu, list[Tensor]()
 
     def seen(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

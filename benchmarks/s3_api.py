@@ -1,10 +1,10 @@
-"""Checkpoints in S3, by its API: a run copies them, others go on from there, predict and export.
+"""Test checkpoints in S3: one run copies them, and others continue from them, predict and export.
 
 python benchmarks/s3_api.py
 
-The server is moto's, on this machine. It and s3fs do not install beside the versions of
-constraints.txt (botocore wants python-dateutil below 3, cfn-lint another antlr4): pip puts each
-into a folder of its own, for the processes that use it alone.
+The server is moto, on this machine. moto and s3fs conflict with the versions in constraints.txt
+(botocore needs python-dateutil below 3, and cfn-lint another antlr4). So pip installs each into a
+folder of its own, which only the processes that need it use.
 """
 
 import os
@@ -22,7 +22,7 @@ RUN = (
     "train.evaluate_every=null",
 )
 READ = (f"path={TO}", "hardware=cpu", "train.evaluation_samples=40")
-# What is asked for, its exit status, and a part of what is said.
+# The overrides of each command, its exit status, and a part of its output.
 COMMANDS: tuple[tuple[tuple[str, ...], int, str], ...] = (
     ((*RUN, "train.steps=4", "strategy=split", "hydra.run.dir=a"), 0, f"copied: {TO}/model ("),
     (
@@ -66,20 +66,21 @@ def main() -> None:
 
 
 def installed(folder: Path, package: str) -> Path:
-    """Install a package into a folder, and return the folder."""
+    """Install a package into `folder`, and return the folder."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--prefer-binary"]
     subprocess.run([*command, "--target", str(folder), package], check=True)
     return folder
 
 
 def make_bucket(environment: dict[str, str]) -> None:
-    """Make the bucket, once the server answers."""
+    """Wait for the server, and make the bucket. Exits the process where the server does not
+    answer."""
     program = "import s3fs; s3fs.S3FileSystem().mkdir('bucket')"
     for _ in range(30):
-        made = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL
         )
-        if made.returncode == 0:
+        if done.returncode == 0:
             return
         time.sleep(0.5)
     sys.exit("the server does not answer")
@@ -92,7 +93,16 @@ def carry_out(
     folder: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run a command and print what it says of the store; end where that is not as expected."""
+    """Run a command, and print the lines of its output on the store.
+
+    arguments: the overrides.
+    status: the expected exit status.
+    expected: a text that the output must have.
+    folder: the working directory.
+    environment: the environment of the command.
+
+    Exits the process where the status or the output is not as expected.
+    """
     command = [sys.executable, "-m", "whale_train.launcher.cli", *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, text=True, capture_output=True, check=False

@@ -1,13 +1,13 @@
-"""Does this tree plan and train what another does, to the digit?
+"""Compare the plans and losses of two trees of this project, to the digit.
 
     python benchmarks/same_results.py write before --command ../other/.venv/bin/whale-train
     python benchmarks/same_results.py write after
     python benchmarks/same_results.py compare before after
 
-`write` leaves, in a folder, the plan of every strategy of `conf/strategy` for four models on four
-inventories, or why there is none, and the losses and gradient norms of a dozen short jobs; by the
-command alone, so that it can be asked of any tree. `compare` prints what differs and ends with
-status 1 where anything does. A change of the house that should change nothing has nothing to print.
+`write` fills a folder with the plan, or the refusal, of every strategy in `conf/strategy` for four
+models on four inventories, and with the losses and gradient norms of a dozen short jobs. It uses
+nothing but the command, so it works with any tree. `compare` prints all differences, and has exit
+status 1 if there is any. After a refactoring it prints none.
 """
 
 import argparse
@@ -61,14 +61,14 @@ JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "zero_bubble": ("gpt", 4, ("strategy=zero_bubble",)),
     "zero1_pipeline": ("bert", 4, ("strategy=zero1_pipeline", "train.global_batch=16")),
 }
-# How a comparison says why there is no plan, up to the next line that is not indented.
+# The reason for a missing plan in the output of a comparison: all indented lines below the name.
 _REFUSAL = r"^{} cannot be:\n((?:  [^\n]*\n)+)"
-# What a plan says of the time that looking took, and no two runs have alike.
+# Durations in the decisions of a plan, which differ from run to run.
 _TOOK = re.compile(r"\b\d+(\.\d+)? (ms|s)\b")
 
 
 def main() -> int:
-    """Run the command of this file; return its exit status."""
+    """Run this script, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     writes = verbs.add_parser("write", help="leave this tree's plans and losses in a folder")
@@ -89,9 +89,11 @@ def main() -> int:
 
 
 def write_plans(folder: Path, command: str, without: set[str]) -> None:
-    """Write every plan into `folder`, as the program `command` makes it, or why there is none.
+    """Write the plan of every strategy, or the reason of its refusal, into `folder`.
 
-    Strategies in `without` are left out.
+    folder: the folder, with a subfolder for each model and inventory.
+    command: the path of the `whale-train` program.
+    without: names of strategies to leave out.
     """
     console = Console(soft_wrap=True)
     strategies = Path(__file__).parents[1] / "conf" / "strategy"
@@ -114,7 +116,10 @@ def write_plans(folder: Path, command: str, without: set[str]) -> None:
 
 
 def write_losses(folder: Path, command: str) -> None:
-    """Leave the losses and gradient norms of every job in `folder`."""
+    """Write the losses and gradient norms of every job into `folder`.
+
+    command: the path of the `whale-train` program.
+    """
     console = Console(soft_wrap=True)
     (folder / "losses").mkdir(parents=True, exist_ok=True)
     for name, (model, devices, overrides) in JOBS.items():
@@ -122,16 +127,19 @@ def write_losses(folder: Path, command: str) -> None:
         run, said, _ = answer(command, [*MODELS[model], *where, *_SHORT, *overrides])
         metrics = run / "metrics.jsonl"
         steps = metrics.read_text().splitlines() if metrics.exists() else []
-        kept = [{key: json.loads(x)[key] for key in ("loss", "grad_norm")} for x in steps]
-        (folder / "losses" / f"{name}.json").write_text(json.dumps(kept or {"failed": said}))
+        records = [{key: json.loads(x)[key] for key in ("loss", "grad_norm")} for x in steps]
+        (folder / "losses" / f"{name}.json").write_text(json.dumps(records or {"failed": said}))
         shutil.rmtree(run, ignore_errors=True)
-        console.print(f"losses of {name}: {len(kept)} steps")
+        console.print(f"losses of {name}: {len(records)} steps")
 
 
 def answer(command: str, given: list[str]) -> tuple[Path, str, str]:
-    """Return the run directory that the command leaves, its errors, and its output.
+    """Run the command, and return the run directory, the error text and the output.
 
-    `given` are the arguments of the command.
+    command: the path of the `whale-train` program.
+    given: the overrides.
+
+    The error text is '' where the command succeeded.
     """
     run = Path(tempfile.mkdtemp(prefix="whale-same-"))
     environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(run / "none"), "COLUMNS": "200"}
@@ -142,7 +150,7 @@ def answer(command: str, given: list[str]) -> tuple[Path, str, str]:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print the differences between the files of two folders; return 1 for any, else 0."""
+    """Print the differences between the files of two folders. Return 1 if there is any, else 0."""
     console = Console(soft_wrap=True)
     files = sorted({p.relative_to(x) for x in (before, after) for p in x.rglob("*.json")})
     different = 0
@@ -157,10 +165,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def read(path: Path) -> Any:
-    """Return the content of a plan or of losses, without the times that looking took.
-
-    Return None for a file that is not there.
-    """
+    """Return the content of a file of `write`, with durations masked; None for a missing file."""
     if not path.exists():
         return None
     content = json.loads(path.read_text())
@@ -170,7 +175,10 @@ def read(path: Path) -> Any:
 
 
 def differences(place: str, before: Any, after: Any) -> Iterator[str]:
-    """Yield a line for every place at which two values of JSON differ."""
+    """Yield a line for every place at which two JSON values differ.
+
+    place: the path of both values, for the lines.
+    """
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted(before.keys() | after.keys()):
             yield from differences(f"{place}.{key}", before.get(key), after.get(key))

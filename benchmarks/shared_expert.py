@@ -1,4 +1,4 @@
-"""A mixture with a shared expert over hosts: rows come back under its products, or after them.
+"""Compare two ways to return rows beside a shared expert: during its products, or after them.
 
 sudo python benchmarks/shared_expert.py
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _without_overlap(plan: Plan) -> Plan:
-    """Return `plan`, whose ranks send rows back when an operation reads them."""
+    """Return `plan` without the overlap: ranks send rows back only when an operation reads them."""
     assert plan.rewrite is not None
     segments = (
         replace(x, rewrites=tuple(of for of in x.rewrites if of.kind != OVERLAPPED_ROWS))

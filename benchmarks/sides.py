@@ -1,7 +1,7 @@
-"""The sides the benchmarks compare: ours as it runs in a rank, and loops written by hand.
+"""Define the sides that benchmarks compare: ours as in a rank of a run, and loops by hand.
 
-The hand-written loops are what a careful user of torch or DeepSpeed would write for exactly one
-model, in a file of their own; they take ready-made tensors as batches, where ours reads its data.
+The loops by hand are what a careful user of torch or DeepSpeed would write for exactly one model.
+They take tensors as batches that are ready, while ours reads the data.
 """
 
 import tempfile
@@ -39,9 +39,14 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Ours:
-    """A rank of ours, whose loop is taken step by step.
+    """A rank of ours whose training loop is run step by step, set up as by
+    runtime/process/rank_main.py.
 
-    It does what runtime/process/rank_main.py does. A `trace` records its instructions.
+    run_dir: the run directory.
+    plan: the plan.
+    prepared: the model and the data, as a host prepares them.
+    rank: the rank.
+    trace: records the instructions of the rank; None records nothing.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Ours:
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
         batches = RankBatches(request, plan, prepared.data, rank, CPU)
         metrics = Metrics(run_dir, CPU) if rank == 0 else None
-        # Two loops over one program, which differ in whether they measure the norm.
+        # Two loops over one program: without the gradient norm, and with it.
         self._loops = []
         for grad_norm in (False, True):
             train = request.train.model_copy(update={"grad_norm": grad_norm})
@@ -81,7 +86,7 @@ class Ours:
 
 
 def resolved(overrides: Sequence[str], steps: int) -> tuple[Request, Plan]:
-    """Return the request and plan of `whale-train OVERRIDES train.steps=STEPS`."""
+    """Return the request and the plan of the command `whale-train OVERRIDES train.steps=STEPS`."""
     arguments = [*overrides, f"train.steps={steps}"]
     choices = (text.split("=", 1) for text in overrides)
     names = {key: value for key, value in choices if "." not in key}
@@ -92,16 +97,17 @@ def resolved(overrides: Sequence[str], steps: int) -> tuple[Request, Plan]:
 def ours(name: str, request: Request, plan: Plan, folder: Path) -> Side:
     """Return our side, with a run directory in `folder`.
 
-    It is prepared here, so that its ranks inherit model and data as they do from a host.
+    The model and the data are prepared in this process, so that forked ranks inherit them, as they
+    do from a host.
     """
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     return Side(name, partial(Ours, run_dir, plan, worker.prepare(request)), huge_pages=True)
 
 
 def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
-    """Return the first `count` batches of every rank, as our side would read them.
+    """Return the first `count` batches of every rank, as our side reads them.
 
-    It is for plans in which a rank's part of a global batch is one micro-batch.
+    The plan must give each rank its part of a global batch as one micro-batch.
     """
     data = open_data(request.data)
     sources = [RankBatches(request, plan, data, rank, CPU) for rank in range(plan.world_size)]
@@ -117,7 +123,10 @@ def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
 def train_by_hand(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, grad_norm: bool
 ) -> Tensor:
-    """Run a step as any tutorial has it, and return its loss, a scalar."""
+    """Run a step as in any tutorial, and return the loss, a scalar tensor.
+
+    grad_norm: whether to compute the gradient norm as well.
+    """
     loss: Tensor = model(**batch).loss
     loss.backward()  # type: ignore[no-untyped-call]
     if grad_norm:
@@ -129,7 +138,7 @@ def train_by_hand(
 
 
 class DataParallel:
-    """Side of torch's DistributedDataParallel, written by hand."""
+    """A side by hand with torch's DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch]) -> None:
         self.batches = batches
@@ -146,10 +155,12 @@ class DataParallel:
 
 
 class DeepSpeedZero:
-    """Side of DeepSpeed, written by hand: its ordinary config, torch's optimizer, its own buckets.
+    """A side by hand with DeepSpeed ZeRO and an optimizer of torch.
 
-    `options` are those of `zero_optimization`. Clipping is turned off, as DeepSpeed clips to 1.0
-    unless told not to; it computes the gradient's norm in any case.
+    Clipping is turned off, since DeepSpeed clips to 1.0 by default. DeepSpeed computes the gradient
+    norm in any case.
+
+    options: DeepSpeed's options of `zero_optimization`.
     """
 
     def __init__(
@@ -185,11 +196,11 @@ class DeepSpeedZero:
 
 
 class SplitHead:
-    """Side of a `ClassHead`, by hand, with its classes split and its backbone on every rank.
+    """A side by hand for a `ClassHead`, with the classes split and the backbone on every rank.
 
-    Classes are cut into equal parts. Features are gathered, each rank computes its classes' logits
-    for the whole batch, and the softmax needs two small all-reduces. The backbone's gradients are
-    summed in one buffer, while the head is updated.
+    The classes are split into equal parts. Features are all-gathered, each rank computes the logits
+    of its classes for the whole batch, and the softmax needs two small all-reduces. The backbone's
+    gradients are all-reduced in one buffer while the head is updated.
     """
 
     def __init__(self, model: ClassHead, make: MakeOptimizer, batches: Sequence[Batch]) -> None:
@@ -203,7 +214,7 @@ class SplitHead:
         self.bias = nn.Parameter(model.head.bias.detach()[rows].clone())
         parameters = list(self.backbone.parameters())
         sizes = [parameter.numel() for parameter in parameters]
-        # Every gradient of the backbone is a view of one buffer, so that one all-reduce does.
+        # Every gradient of the backbone is a view of one buffer, so that one all-reduce is enough.
         self.gradients = torch.zeros(sum(sizes))
         for parameter, part in zip(parameters, torch.split(self.gradients, sizes), strict=True):
             parameter.grad = part.view_as(parameter)
@@ -247,8 +258,9 @@ class SplitHead:
 class SplitSoftmax(torch.autograd.Function):
     """Mean softmax cross-entropy of logits that are split by class over all ranks.
 
-    `logits` are this rank's, [batch, classes of a rank]; `labels` are [batch], and `first` is the
-    number of this rank's first class.
+    logits: the logits of this rank's classes, [batch, classes of a rank].
+    labels: the labels, int64 [batch].
+    first: number of this rank's first class.
     """
 
     @staticmethod

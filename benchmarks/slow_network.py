@@ -1,4 +1,4 @@
-"""Four hosts on a network of 1 Gbit/s: ours against DistributedDataParallel written by hand.
+"""Compare ours with DistributedDataParallel by hand, on four hosts on a network of 1 Gbit/s.
 
 sudo python benchmarks/slow_network.py
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="turns a side")
     parser.add_argument("--steps", type=int, default=2, help="timed steps a turn")
     options = parser.parse_args()
-    hosts = Hosts.make(options.hosts, options.gbit)  # before there are threads
+    hosts = Hosts.make(options.hosts, options.gbit)  # before any thread is started
     preload()
     console = Console(width=150)
     measured = hosts.measured_gbit_s()
@@ -67,16 +67,16 @@ def main() -> None:
 def compare_bert(
     optimizer: str, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
 ) -> None:
-    """Print pipelines, with and without copies of them, against whole copies."""
+    """Compare pipelines, replicated and not, with data parallelism, and print the tables."""
     turns = Turns(options.rounds, options.steps)
     config = shape(options)
-    written = ", ".join(f"{key}: {str(value).lower()}" for key, value in config.items())
+    config_text = ", ".join(f"{key}: {str(value).lower()}" for key, value in config.items())
     asked = [
         "model=hf",
         "model.architecture=BertForMaskedLM",
-        f"model.config={{{written}}}",
-        # Every token is a target, so that equal batches have equally many and DDP's mean of
-        # means is the mean.
+        f"model.config={{{config_text}}}",
+        # Every token is a target, so that equal batches have equal numbers of targets, and DDP's
+        # mean of means is the mean.
         f"data.sequence_length={options.sequence}",
         f"train.global_batch={options.batch * options.hosts}",
     ]
@@ -100,15 +100,18 @@ def compare_bert(
 
 
 def pipelines(schedule: str, options: argparse.Namespace) -> dict[str, str]:
-    """Return strategy graphs as they are written, by their names in words.
+    """Return strategy graphs as text, by descriptions.
 
-    Ranks of one host are copies of one stage, so that its gradients stay on the host. With one rank
-    each, there is a pipeline through all hosts, and one through half of them, copied.
+    With several ranks on a host, the ranks of a host replicate one stage, so that gradients stay on
+    the host. With one rank on each host, one graph is a pipeline through all hosts, and the other
+    has two replicas of a pipeline through half of them.
     """
-    what = f"schedule: {schedule}, micro_batches: {options.micro_batches}"
+    schedule_options = f"schedule: {schedule}, micro_batches: {options.micro_batches}"
     half = max(options.hosts // 2, 1)
     if options.ranks == 1:
-        one, several = (f"{{pipeline: {{stages: {n}, {what}}}}}" for n in (options.hosts, half))
+        one, several = (
+            f"{{pipeline: {{stages: {n}, {schedule_options}}}}}" for n in (options.hosts, half)
+        )
         return {
             f"2 copies of a pipeline of {half}": f"{{replicate: {{degree: 2, of: {several}}}}}",
             f"a pipeline of {options.hosts}": one,
@@ -116,14 +119,14 @@ def pipelines(schedule: str, options: argparse.Namespace) -> dict[str, str]:
     stage = f"{{stage: {{of: {{replicate: {{degree: {options.ranks}}}}}}}}}"
     stages = ", ".join([stage] * options.hosts)
     words = f"a pipeline of {options.hosts}, a stage a host in {options.ranks} copies"
-    return {words: f"{{pipeline: {{stages: [{stages}], {what}}}}}"}
+    return {words: f"{{pipeline: {{stages: [{stages}], {schedule_options}}}}}"}
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of BertConfig.
 
-    They are BERT-Large's widths (Devlin et al. 2019, section 3), without dropout, so that all sides
-    compute the same.
+    The widths are those of BERT-Large (Devlin et al. 2019, section 3). Dropout is off, so that all
+    sides compute the same.
     """
     return {
         "vocab_size": options.vocabulary,
@@ -153,7 +156,7 @@ def bert_by_hand(
 def compare_classes(
     optimizer: str, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
 ) -> None:
-    """Print a head of many classes, split and copied, ours against both by hand."""
+    """Compare a head of many classes, split by ours, with split and replicated heads by hand."""
     turns = Turns(options.rounds, options.steps)
     asked = [
         "model=class_head",
@@ -176,7 +179,7 @@ def compare_classes(
 def resolved(
     asked: Sequence[str], optimizer: str, options: argparse.Namespace, turns: Turns
 ) -> tuple[Request, Plan]:
-    """Return the request and plan of ours for `asked`, on the hosts of the options."""
+    """Return our request and plan for the overrides `asked`, on the hosts of the options."""
     more = (
         "hardware=cpu",
         f"hardware.devices={options.hosts * options.ranks}",
@@ -194,7 +197,7 @@ def run(
     turns: Turns,
     console: Console,
 ) -> None:
-    """Run the sides that the options name, and print what they took."""
+    """Run the sides that the options name, and print the timings."""
     if options.sides:
         compared = [side for side in compared if any(word in side.name for word in options.sides)]
     ranks = options.hosts * options.ranks

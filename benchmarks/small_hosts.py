@@ -1,14 +1,14 @@
-"""A model that no host could hold, in control groups.
+"""Train a model that no single host could hold, with hosts limited by control groups.
 
 python benchmarks/small_hosts.py
 python benchmarks/small_hosts.py --one-host --memory-gb 8
 
-Four hosts (namespaces that share neither network nor files), each with a rank and a control group
-whose memory is less than the model's weights; or one, with four ranks that train low-rank additions
-to a Llama of 3.02 B parameters in bf16. `model.init=whole` has to be refused before anything
-starts; with `model.init=sharded` two steps are trained, and what each rank had resident at most is
-set beside its plan, less what the same ranks have of a tiny model. Needs root, iproute2, util-linux
-and a hierarchy of control groups that can be written to.
+By default there are four hosts: namespaces that share neither network nor files, each with one rank
+and a control group with less memory than the model's weights. With `--one-host`, four ranks on one
+host train low-rank additions to a Llama of 3.02 B parameters in bf16. `model.init=whole` must be
+refused before any rank starts. With `model.init=sharded`, two steps are trained. The peak of each
+rank's resident memory, minus that of the same rank with a tiny model, is compared with the plan.
+The script needs root, iproute2, util-linux and a writable hierarchy of control groups.
 """
 
 import argparse
@@ -71,21 +71,23 @@ def main() -> None:
         folder = Path(name) / "job"
         folder.mkdir()
         memory = options.memory_gb * GB
-        with hosts_apart(folder, HOSTS, "10gbit") as hosts, groups(HOSTS, memory) as made:
-            whole = run(hosts, made, folder / "whole", *large)
-            if whole is not None:
+        with hosts_apart(folder, HOSTS, "10gbit") as hosts, groups(HOSTS, memory) as folders:
+            peaks_of_whole = run(hosts, folders, folder / "whole", *large)
+            if peaks_of_whole is not None:
                 sys.exit("model.init=whole was not refused")
-            sharded = run(hosts, made, folder / "sharded", *large, "model.init=sharded")
-            small = run(hosts, made, folder / "tiny", *tiny, "model.init=sharded")
+            sharded = run(hosts, folders, folder / "sharded", *large, "model.init=sharded")
+            small = run(hosts, folders, folder / "tiny", *tiny, "model.init=sharded")
             if sharded is None or small is None:
                 sys.exit("model.init=sharded did not train")
     show(sharded, small)
 
 
 def one_host(memory_bytes: float) -> None:
-    """Train adapters of the Llama in one control group, and print the memory that ranks had.
+    """Train adapters of the Llama in one control group, and print the memory of the ranks.
 
-    The group has `memory_bytes`. Exits where a job ends otherwise than it should.
+    memory_bytes: the memory limit of the group.
+
+    Exits the process where a job has another exit status than expected.
     """
     with tempfile.TemporaryDirectory() as name, groups(("one",), memory_bytes) as (group,):
         memories = []
@@ -107,9 +109,14 @@ def one_host(memory_bytes: float) -> None:
 def run(
     hosts: Sequence[HostApart], made: Sequence[Path], run_dir: Path, *overrides: str
 ) -> tuple[list[float], list[float]] | None:
-    """Return the bytes that each rank is planned to need, and had at most.
+    """Run a job on the hosts, and return the planned and the peak resident bytes of each rank.
 
-    Return None where the job was refused. Exits where it failed.
+    hosts: the hosts, with one rank each.
+    made: the folders of the hosts' control groups.
+    run_dir: the run directory.
+    overrides: further overrides of the command.
+
+    Returns None where the job was refused. Exits the process where the job failed.
     """
     shared = {"MASTER_ADDR": HOSTS[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(len(HOSTS))}
     shared |= {"WHALE_TRAIN_SECRET": "5" * 64, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
@@ -133,7 +140,7 @@ def run(
 
 
 def memory_of(run_dir: Path) -> tuple[list[float], list[float]]:
-    """Return the bytes that each rank of a run was planned to need, and had at most."""
+    """Return the planned and the peak resident bytes of each rank of a run."""
     plan = json.loads((run_dir / "plan.json").read_text())
     planned = [rank["memory_bytes"]["total"] for rank in plan["ranks"]]
     return planned, json.loads((run_dir / "summary.json").read_text())["peak_memory_bytes"]
@@ -141,9 +148,13 @@ def memory_of(run_dir: Path) -> tuple[list[float], list[float]]:
 
 @contextmanager
 def groups(names: Sequence[str], memory_bytes: float) -> Iterator[list[Path]]:
-    """Make a control group of `memory_bytes` for each of `names`, and yield their folders.
+    """Make a control group for each name, and yield the groups' folders. The groups are removed
+    afterwards.
 
-    The groups are of either version. They are removed afterwards.
+    names: the names of the groups.
+    memory_bytes: the memory limit of each group.
+
+    Both versions of control groups are supported.
     """
     root = Path("/sys/fs/cgroup")
     root, limit = (
@@ -151,14 +162,14 @@ def groups(names: Sequence[str], memory_bytes: float) -> Iterator[list[Path]]:
         if (root / "memory").is_dir()
         else (root, "memory.max")
     )
-    made = [root / f"whale-train-{os.getpid()}-{name}" for name in names]
+    folders = [root / f"whale-train-{os.getpid()}-{name}" for name in names]
     try:
-        for group in made:
+        for group in folders:
             group.mkdir()
             (group / limit).write_text(str(int(memory_bytes)))
-        yield made
+        yield folders
     finally:
-        for group in made:
+        for group in folders:
             if group.is_dir():
                 group.rmdir()
 
@@ -167,17 +178,17 @@ def show(
     of_large: tuple[Sequence[float], Sequence[float]],
     of_tiny: tuple[Sequence[float], Sequence[float]],
 ) -> None:
-    """Print the bytes that ranks had of a large model beside those of a tiny one.
+    """Print the planned memory of each rank, and the measured memory minus that of a tiny model.
 
-    Both are planned and measured.
+    of_large, of_tiny: the planned and the peak resident bytes of each rank with either model.
     """
     planned = of_large[0]
     measured = [peak - base for peak, base in zip(of_large[1], of_tiny[1], strict=True)]
     table = Table(box=None)
     for name in ("rank", "planned GB", "resident GB", "off by"):
         table.add_column(name, justify="right")
-    for rank, (plan, there) in enumerate(zip(planned, measured, strict=True)):
-        row = (f"{plan / GB:.2f}", f"{there / GB:.2f}", f"{there / plan - 1:+.1%}")
+    for rank, (plan, resident) in enumerate(zip(planned, measured, strict=True)):
+        row = (f"{plan / GB:.2f}", f"{resident / GB:.2f}", f"{resident / plan - 1:+.1%}")
         table.add_row(str(rank), *row)
     Console().print(table)
 

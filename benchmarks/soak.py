@@ -1,4 +1,4 @@
-"""A run whose ranks are killed again and again: does it end as the run that nobody disturbed?
+"""Kill ranks of a run again and again, and compare its end with that of an undisturbed run.
 
 python benchmarks/soak.py --kills 100 --seed 7
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from whale_train.checkpoints.checkpoint_files import check, checkpoints_in, unfinished_in
 
 EVERY = 2  # steps between checkpoints
-STEPS_A_KILL = 4  # at least so many are done between two kills
+STEPS_A_KILL = 4  # the least number of steps between two kills
 TOLERANCE = 1e-5
 DEADLINE_S = 7200.0
 _MARK = "WHALE_SOAK"  # in the environment of the run and all it starts
@@ -41,7 +41,14 @@ def main() -> None:
 
 
 def soak(folder: Path, kills: int, draw: random.Random, ranks: int, strategy: str) -> None:
-    """Run undisturbed, run disturbed, and print what is wrong with the second run."""
+    """Run a job undisturbed and disturbed, print the faults of the second run, and exit.
+
+    folder: the folder of both runs.
+    kills: number of kills.
+    draw: draws the ranks and the moments to kill.
+    ranks: number of ranks.
+    strategy: name of the strategy.
+    """
     steps = (kills + 2) * (STEPS_A_KILL + EVERY + 2)
     calm, run = folder / "calm", folder / "run"
     process = start(calm, ranks, strategy, steps, 0)
@@ -69,7 +76,7 @@ def soak(folder: Path, kills: int, draw: random.Random, ranks: int, strategy: st
 def start(
     run_dir: Path, ranks: int, strategy: str, steps: int, restarts: int
 ) -> "subprocess.Popen[bytes]":
-    """Start a run of `steps` steps in `run_dir`, which may be restarted `restarts` times."""
+    """Start a run of `steps` steps in `run_dir`, with at most `restarts` restarts."""
     command = [sys.executable, "-m", "whale_train.launcher.cli", f"strategy={strategy}"]
     command += ["hardware=cpu", f"hardware.devices={ranks}", f"train.global_batch={2 * ranks}"]
     command += ["model.width=64", "model.depth=2", "model.heads=4", f"train.steps={steps}"]
@@ -83,14 +90,15 @@ def start(
 def disturb(
     process: "subprocess.Popen[bytes]", run: Path, kills: int, draw: random.Random, ranks: int
 ) -> int:
-    """Kill ranks at steps and moments that are drawn, `kills` times at most; return how often."""
+    """Kill ranks at random steps and moments, at most `kills` times, and return the number of
+    kills."""
     reached, done = 0, 0
     while done < kills and process.poll() is None:
         reached = max(reached, steps_of(run)) + STEPS_A_KILL + draw.randrange(EVERY + 1)
         rank, moment = draw.randrange(ranks), draw.random()
         while steps_of(run) < reached and process.poll() is None:
             time.sleep(0.005)
-        # A moment of the step, of its checkpoint being written, or of the next one.
+        # The moment is in the step, in the writing of its checkpoint, or in the next step.
         time.sleep(moment * 1.5 * step_s(run))
         for pid in processes(run):
             if Path(f"/proc/{pid}/comm").read_text().strip() == f"whale-rank-{rank}":
@@ -100,7 +108,8 @@ def disturb(
 
 
 def wrong(calm: Path, run: Path, status: int, steps: int) -> list[str]:
-    """Return all that is wrong at the end of the disturbed run."""
+    """Return sentences on all faults of the disturbed run: its status, losses, files and
+    processes."""
     faults = [] if status == 0 else [f"exit status {status}"]
     own_losses, theirs = losses(run), losses(calm)
     if len(own_losses) != steps:
@@ -120,20 +129,20 @@ def wrong(calm: Path, run: Path, status: int, steps: int) -> list[str]:
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """Return the lines of a run's metrics."""
+    """Return the complete lines of a run's metrics."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def steps_of(run: Path) -> int:
-    """Return the number of the last step in a run's metrics, 0 where there are none."""
+    """Return the number of the last step in a run's metrics; 0 without metrics."""
     records = metrics(run)
     return int(records[-1]["step"]) if records else 0
 
 
 def step_s(run: Path) -> float:
-    """Return the seconds of the last step in a run's metrics, 0 where there are none."""
+    """Return the seconds of the last step in a run's metrics; 0 without metrics."""
     records = metrics(run)
     return records[-1]["step_time_s"] if records else 0.0
 
@@ -144,7 +153,7 @@ def losses(run: Path) -> list[float]:
 
 
 def processes(run: Path) -> list[int]:
-    """Return the living processes of a run, told by the mark in their environment."""
+    """Return the ids of a run's living processes, which have a mark in their environment."""
     mark, pids = f"{_MARK}={run}".encode(), []
     for entry in Path("/proc").iterdir():
         try:

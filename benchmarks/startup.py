@@ -1,4 +1,4 @@
-"""From Enter to the first line of the metrics: ours against torchrun with a DeepSpeed script.
+"""Measure the time from Enter to the first metrics: ours, and torchrun with a DeepSpeed script.
 
 python benchmarks/startup.py --ranks 2 4 16
 """
@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as name:
         folder = Path(name)
-        # What DeepSpeed and Python compile once a machine is compiled before anything is timed.
+        # DeepSpeed and Python compile some code once on each machine. It is not part of the timing.
         by_hand(2, folder / "warm.txt")
         ours(2, folder / "warm")
         table = Table("ranks", title="From Enter to the first step's line, ZeRO 1, GPT")
@@ -62,9 +62,9 @@ def by_hand(ranks: int, file: Path) -> float:
 
 
 def seconds_to_line(command: list[str], file: Path) -> float:
-    """Start `command`, return the seconds until `file` holds something, and wait for its end.
+    """Start `command`, wait for its end, and return the seconds until `file` had content.
 
-    Exits where the command fails.
+    Exits the process where the command fails.
     """
     # torchrun's ranks have one thread each unless told otherwise.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -84,7 +84,7 @@ def seconds_to_line(command: list[str], file: Path) -> float:
                 output.seek(0)
                 sys.exit(f"{' '.join(command)} failed:\n{output.read()}")
         finally:
-            with suppress(ProcessLookupError):  # torchrun's ranks are in its session
+            with suppress(ProcessLookupError):  # the group has torchrun's ranks as well
                 os.killpg(process.pid, signal.SIGKILL)
     return seconds
 

@@ -1,11 +1,11 @@
-"""Tokenise one corpus twice: into our store of tokens, and with `datasets.map`.
+"""Time the tokenising of one corpus, into our store of tokens and with `datasets.map`.
 
     python benchmarks/tokenising.py [--megabytes 1000] [--turns 2]
 
-Both sides have the same tokenizer (a byte-level BPE of 32,768 tokens, learnt from the texts), the
-same jsonl file and as many processes or threads as there are cores, and begin without a cache. Our
-side ends with tokens that samples are read from; that of `datasets` ends with lists of token
-numbers, not packed yet. Sides take turns.
+Both sides have the same tokenizer (a byte-level BPE of 32,768 tokens, trained on the texts), the
+same jsonl file, one process or thread for each core, and no cache. The sides take turns. Our side
+ends with a store from which samples can be read. The side of `datasets` ends with lists of token
+ids that are not packed yet.
 """
 
 import argparse
@@ -30,7 +30,8 @@ from whale_train.machine.limits import cores
 
 
 def write(folder: Path, megabytes: float) -> None:
-    """Write a corpus of Python's standard library again and again, and a tokenizer of it."""
+    """Write a corpus, which repeats the source of Python's standard library, and a tokenizer
+    trained on that source."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = [
         x.read_text(encoding="utf-8", errors="ignore") for x in sorted(root.rglob("*.py"))[:800]
@@ -59,7 +60,7 @@ def write(folder: Path, megabytes: float) -> None:
 
 
 def ours(folder: Path) -> int:
-    """Tokenise into a store, and return the number of tokens."""
+    """Tokenise into our store, and return the number of tokens."""
     request = StoreRequest((str(folder / "corpus.jsonl"),), ("text",), str(folder / "tokenizer"))
     store = open_store(request, folder / "cache")
     shutil.rmtree(folder / "cache")

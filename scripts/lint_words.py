@@ -1,16 +1,15 @@
-"""Keep the words of the house: the names of locals, how docstrings begin, one name for one thing.
+"""Check the wording rules of the code: names of locals, first words of docstrings, unique names.
 
     python scripts/lint_words.py
 
-Prints every place that breaks a rule as `path:line: what is wrong`; the exit status is 1 where
-there is any. The rules are those that a reader of the code meets first:
+Every violation is printed as `path:line: RULE`. The exit status is 1 if there is any. The rules:
 
-* a local, or a parameter, is named for its content: none is called `found`, `each`, `listed`,
+* a local or a parameter is named for its content, so none is called `found`, `each`, `listed`,
   `mine` or `least`;
-* the docstring of a function begins with a verb, and of what it returns it names the noun
-  ("Return the ranks that ...", not "Return what ...");
-* a public name of a module's top level means one thing in the tree: two modules that define the
-  same one are listed in `SHARED`, which only ever gets shorter.
+* the docstring of a function begins with a verb, and a returned value is named by a noun ("Return
+  the ranks that ...", not "Return what ...");
+* a public top-level name has one meaning in the whole tree. Names that several modules define are
+  listed in `SHARED`, which only ever gets shorter.
 """
 
 import ast
@@ -30,7 +29,7 @@ HEADLESS = ("Return what ", "Return those ", "Return how ", "Return where ", "Re
 
 
 def main() -> int:
-    """Print all that breaks a rule; return the exit status."""
+    """Print all violations, and return the exit status."""
     faults: list[str] = []
     defined: dict[str, list[str]] = {}
     for path in sources():
@@ -49,12 +48,12 @@ def main() -> int:
 
 
 def sources() -> Iterator[Path]:
-    """Yield the product's Python files."""
+    """Yield the paths of the product's Python files."""
     yield from sorted((ROOT / "src" / "whale_train").rglob("*.py"))
 
 
 def faults_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and the rule of whatever a module's names and docstrings break."""
+    """Yield the line and the rule of each violation by a module's names and docstrings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BANNED:
             if not _is_field(tree, node):
@@ -70,20 +69,20 @@ def faults_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _is_field(tree: ast.Module, name: ast.Name) -> bool:
-    """Return True if a name is stored in the body of a class: it is then a field."""
+    """Return True if a name is a field: an annotated name in the body of a class."""
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     fields = (line for of in classes for line in of.body if isinstance(line, ast.AnnAssign))
     return any(line.target is name for line in fields)
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the public functions and classes that a module defines at its top level."""
+    """Yield the names of the public functions and classes at a module's top level."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             yield node.name
 
 
-# Names that several modules define, to be told apart one by one.
+# Names that several modules define. Each is to be replaced by names of one meaning.
 SHARED = frozenset((
     "Block", "Output", "Record", "added", "along", "attention", "batch_norm", "cat", "check",
     "convolution", "einsum", "elementwise", "expand", "floor_s", "folder_of", "fresh", "gather",

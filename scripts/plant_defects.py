@@ -3,10 +3,10 @@
     python scripts/plant_defects.py
     python scripts/plant_defects.py --only missing_sum wrong_share -- tests/unit tests/distributed
 
-Each defect is a small change of one line that trains something else, plans something else or lets
-in what cannot be trained. A copy of the tree gets one of them, and pytest runs there until the
-first failure. What is printed is the test that failed; a defect that no test finds is a hole in the
-tests. The exit status is 1 where there is any. What follows `--` is given to pytest.
+Each defect is a change of one line, which gives a wrong training, a wrong plan, or an accepted
+request that cannot be trained. One defect is planted in a copy of the tree, and pytest runs in the
+copy until the first failure. The script prints the test that failed, or NOT FOUND for a gap in the
+tests. The exit status is 1 if any defect is not found. Arguments after `--` go to pytest.
 """
 
 import argparse
@@ -26,11 +26,11 @@ PYTEST = ("-q", "-x", "--numprocesses", "2", "--dist", "loadfile", "--no-loadsco
 
 @dataclass(frozen=True)
 class Defect:
-    """A change of one file that no test may miss.
+    """A change of one file that some test must find.
 
     path: the file, relative to the root.
-    before: text of the file, which occurs there once.
-    after: what takes its place.
+    before: a text that the file has once.
+    after: the text that replaces `before`.
     """
 
     path: str
@@ -149,7 +149,7 @@ DEFECTS = {
 
 
 def main() -> int:
-    """Plant the defects asked for, print what found each, and return the exit status."""
+    """Plant the requested defects, print the test that found each, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sorted(DEFECTS), default=list(DEFECTS))
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
@@ -166,9 +166,12 @@ def main() -> int:
 
 
 def failing_test(defect: Defect, arguments: list[str]) -> str:
-    """Return the first test that fails where `defect` is planted, or '' where none does.
+    """Return the first test that fails with `defect` planted; '' where every test passes.
 
-    Raises SystemExit where the text that it changes is not there once, or pytest runs no test.
+    arguments: further arguments for pytest.
+
+    Raises SystemExit where the file does not have the text `before` once, and where pytest fails
+    without a failed test.
     """
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"

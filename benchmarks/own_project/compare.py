@@ -1,13 +1,13 @@
-"""Train one own project three ways: whale-train, transformers' Trainer, Lightning's command line.
+"""Train one user's project with whale-train, transformers' Trainer and Lightning's command line.
 
     python benchmarks/own_project/compare.py [--sides whale hf lightning]
 
-The project: a GPT-2 of 4 layers, own text and tokenizer, AdamW without decay on norms and biases, a
-cosine, clipping, evaluation, checkpoints, a tracker, two processes. whale-train and Trainer see the
-same samples in the same order, from the same weights; Lightning seeds and orders by its own rules.
-Printed are the lines that a user writes (without comments and blank ones), and the losses on the
-validation text. Lightning needs `pip install
-'lightning[pytorch-extra]' tensorboard`.
+The project has a GPT-2 of 4 layers, the user's own text and tokenizer, AdamW without weight decay
+on norms and biases, a cosine schedule, clipping, evaluation, checkpoints, a tracker and two
+processes. whale-train and Trainer start from the same weights and see the same samples in the same
+order. Lightning seeds and orders by its own rules. The output has the number of lines that a user
+writes, without comments and blank lines, and the losses on the validation text. Lightning needs
+`pip install 'lightning[pytorch-extra]' tensorboard`.
 """
 
 import argparse
@@ -34,7 +34,8 @@ PROCESSES = 2
 
 
 def write_project(folder: Path) -> None:
-    """Write the texts, from the source of Python's standard library, and a tokenizer of them."""
+    """Write texts from the source of Python's standard library, and a tokenizer trained on
+    them."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     pieces = [
         piece
@@ -63,7 +64,8 @@ def write_project(folder: Path) -> None:
 
 
 def num_lines(files: tuple[str, ...]) -> int:
-    """Return the lines that a user writes: neither blank nor comments nor docstrings."""
+    """Return the number of lines in `files`, without blank lines, comments and the module's
+    docstring."""
     count = 0
     for file in files:
         text = re.sub(r'^""".*?"""', "", (HERE / file).read_text(encoding="utf-8"), flags=re.S)
@@ -73,7 +75,8 @@ def num_lines(files: tuple[str, ...]) -> int:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Run a command in the project, and return what it printed. Raises CalledProcessError."""
+    """Run a command in the project's folder, and return the output. Raises CalledProcessError where
+    the command fails."""
     threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         command,
@@ -91,7 +94,7 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def whale(folder: Path) -> dict[int, float]:
-    """Return the losses on the validation text, by step."""
+    """Train with whale-train, and return the losses on the validation text by step."""
     shutil.copytree(HERE / "conf", folder / "conf")
     command = [str(Path(sys.executable).parent / "whale-train"), "--config-dir", "conf"]
     options = ["hardware=cpu", f"hardware.devices={PROCESSES}", "hydra.run.dir=whale_run"]
@@ -102,7 +105,7 @@ def whale(folder: Path) -> dict[int, float]:
 
 
 def hf(folder: Path) -> dict[int, float]:
-    """Return the losses on the validation text, by step."""
+    """Train with transformers' Trainer, and return the losses on the validation text by step."""
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
     run([sys.executable, *start, str(HERE / "hf_trainer.py")], folder)
     (state,) = folder.glob("hf_run/checkpoint-200/trainer_state.json")
@@ -111,7 +114,7 @@ def hf(folder: Path) -> dict[int, float]:
 
 
 def lightning(folder: Path) -> dict[int, float]:
-    """Return the losses on the validation text, by step."""
+    """Train with Lightning, and return the losses on the validation text by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     command = [sys.executable, str(HERE / "lightning_project.py"), "fit", "-c"]

@@ -1,6 +1,6 @@
-"""Runs of the command under every plan, each compared with a plain torch loop.
+"""Run the command under every plan, and compare each run with a plain torch loop.
 
-Owns the plans, how a run is compared, and the rows of the tables of `every_plan.py`.
+This file owns the plans, the comparison of a run, and the rows of the tables of `every_plan.py`.
 """
 
 import json
@@ -25,19 +25,19 @@ from whale_train import compose
 from whale_train.data.open import open_dataset
 
 STEPS, BATCH, TOLERANCE = 6, 8, 2e-5
-METRIC_STEPS = 60  # a model that has learned something predicts more than one class
+METRIC_STEPS = 60  # so many that the model learns to predict more than one class
 SGD = ("optimizer=sgd", "optimizer.lr=0.1")
 PROVEN = "proven: every sample was taken once an epoch"
 REASON = re.compile(r"cut in two along its dimension \d differs by ([\d.e-]+) of itself")
 
 
 def cpus(count: int) -> tuple[str, ...]:
-    """Return the overrides for equal CPU processes."""
+    """Return the overrides for `count` equal CPU processes."""
     return ("hardware=cpu", f"hardware.devices={count}")
 
 
 def _unlike(*speeds: int) -> tuple[str, ...]:
-    """Return the overrides for a CPU process in place of a device of each speed."""
+    """Return the overrides for CPU processes that emulate one device of each speed, in TFLOP/s."""
     nodes = ", ".join(
         f"{{devices: 1, link: nvlink2, device: {{name: device_{speed}, memory_bytes: 16e9, "
         f"flops: {{fp32: {speed}e12}}, memory_bandwidth_bytes_s: {speed}e11}}}}"
@@ -49,7 +49,7 @@ def _unlike(*speeds: int) -> tuple[str, ...]:
 UNEVEN = ("strategy=dp", *_unlike(5, 3))
 PIPELINE = ("strategy=pipeline", "strategy.graph.pipeline.stages=2", *cpus(2))
 MICRO_BATCHES = "strategy.graph.pipeline.micro_batches={}"
-AT_STEP = 3  # from whose checkpoint the first plan's run goes on under the last
+AT_STEP = 3  # the run of the last plan continues from the first plan's checkpoint of this step
 DATA_PLANS = {
     "dp, 5:3": (*UNEVEN, f"checkpoint.every={AT_STEP}"),
     "zero3": ("strategy=zero3", *cpus(2)),
@@ -65,9 +65,9 @@ OPTIMIZER_PLANS = {
     "zero1": ("strategy=zero1", *cpus(2)),
     "zero3": ("strategy=zero3", *cpus(2)),
     "split": ("strategy=split", *cpus(2)),
-    "3d": ("strategy=3d", THREE_D, *cpus(8)),  # two copies of two stages on two ranks each
+    "3d": ("strategy=3d", THREE_D, *cpus(8)),  # two replicas of two stages on two ranks each
 }
-WHOLE = ("dp", "pipeline")  # whose ranks hold whole parameters
+WHOLE = ("dp", "pipeline")  # plans whose ranks hold whole parameters
 METRIC_PLANS = {
     "one process": ("strategy=single", *cpus(1)),
     "dp, 5:3": UNEVEN,
@@ -83,7 +83,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: the text, and whether it is as it must be."""
+    """A cell of a table: the text, and whether the result is right."""
 
     text: str
     holds: bool
@@ -93,11 +93,12 @@ Rows = dict[str, dict[str, Cell]]
 
 
 class Failed(Exception):
-    """A run of the command that did not end with status 0."""
+    """The error of a run whose exit status was not 0."""
 
 
 def lines_of(run: str, *overrides: str, steps: int = STEPS) -> list[dict[str, float]]:
-    """Return the lines of `metrics.jsonl` of a run in the folder `run`. Raises Failed."""
+    """Run the command in the folder `run`, and return the lines of `metrics.jsonl`. Raises Failed
+    where the command fails."""
     common = (f"train.steps={steps}", f"train.global_batch={BATCH}", f"hydra.run.dir={run}")
     answer = whale_train([*common, *overrides], Path.cwd())
     if answer.status:
@@ -106,7 +107,8 @@ def lines_of(run: str, *overrides: str, steps: int = STEPS) -> list[dict[str, fl
 
 
 def loss_difference(lines: Sequence[dict[str, float]], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of a loss; infinite where steps are missing."""
+    """Return the largest relative difference of a loss; infinite where the numbers of steps
+    differ."""
     if len(lines) != len(expected):
         return float("inf")
     ratios = np.divide([line["loss"] for line in lines], expected)
@@ -114,14 +116,14 @@ def loss_difference(lines: Sequence[dict[str, float]], expected: Sequence[float]
 
 
 def figure(difference: float) -> str:
-    """Return the first digit of a difference and its power of ten."""
+    """Return a difference as text with one digit, such as `3e-06`."""
     return f"{difference:.0e}" if difference else "0"
 
 
 def row_of(name: str, plans: Sequence[str], cell: Callable[..., Cell], *given: Any) -> Any:
-    """Return a cell for each plan, `cell(plan, *given)`, or what the command said where it failed.
+    """Return a cell for each plan: `cell(plan, *given)`, or the message of a command that failed.
 
-    They are printed to stderr as they come.
+    Every cell is also printed to stderr at once.
     """
     cells = {}
     for plan in plans:
@@ -159,7 +161,8 @@ def _data_cell(plan: str, number: int, kind: Kind, plain: Trained) -> Cell:
 def optimizers() -> Rows:
     """Return a row for each optimizer, with a cell for each plan.
 
-    What other roundings do to the plain loop is in a column of its own: twice that is allowed.
+    A further column has the effect of other roundings on the plain loop. Twice that effect is
+    allowed.
     """
     rows: Rows = {}
     batches = batches_of(TOKENS, STEPS, BATCH)
@@ -207,8 +210,8 @@ def metrics() -> Rows:
     targets = torch.from_numpy(held_back["labels"])
     plain, asked = {}, []
     for name, (metric, options) in METRICS.items():
-        made = getattr(torchmetrics.classification, metric)(**options)
-        plain[name] = made(predicted, targets).item()
+        compute = getattr(torchmetrics.classification, metric)(**options)
+        plain[name] = compute(predicted, targets).item()
         given = ", ".join(f"{key}: {value}" for key, value in options.items())
         asked.append(f"{name}: {{_target_: torchmetrics.classification.{metric}, {given}}}")
     evaluated = ("train.evaluation_samples=1000", f"train.evaluate_every={METRIC_STEPS}")

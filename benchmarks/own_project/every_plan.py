@@ -1,15 +1,15 @@
-"""Show what holds under every plan: samples and losses, optimizers, metrics.
+"""Check that samples, losses, optimizers and metrics are right under every plan.
 
     python benchmarks/own_project/every_plan.py [--parts data optimizers metrics] [--markdown]
 
-Every cell is a run of the command on small models and CPU processes, which is compared with a plain
-torch loop (`compared_runs.py`). The exit status is 1 where one does not hold. Needs the extras hf
+Every cell compares a run of the command, with a small model on CPU processes, with a plain torch
+loop (`compared_runs.py`). The exit status is 1 if a cell is wrong. The script needs the extras hf
 and metrics.
 
-data: the largest relative difference of a loss, and the word of `mode=audit`.
-optimizers: the largest relative difference of a loss, and of a trained parameter by its L2 norm; or
-    the reason of a refusal (exit status 2) that names the class.
-metrics: torchmetrics' values of an evaluation set, which must be those of the plain model's
+data: the largest relative difference of a loss, and the verdict of `mode=audit`.
+optimizers: the largest relative differences of a loss and of a trained parameter (by the L2 norm),
+    or the reason of a refusal (exit status 2) that names the class.
+metrics: torchmetrics' values on an evaluation set, which must equal those for the plain model's
     predictions to the last digit.
 """
 
@@ -36,7 +36,7 @@ PARTS: dict[str, Callable[[], Rows]] = {
 
 
 def print_table(title: str, rows: Rows, markdown: bool) -> None:
-    """Print a table, and below it every cell that does not hold."""
+    """Print a table, followed by the full text of every wrong cell."""
     columns = list(next(iter(rows.values())))
     lines = [[title, *columns]]
     for name, cells in rows.items():
@@ -58,7 +58,7 @@ def print_table(title: str, rows: Rows, markdown: bool) -> None:
 
 
 def main() -> int:
-    """Print the tables that were asked for; return the exit status."""
+    """Print the requested tables, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--markdown", action="store_true", help="tables as of a .md file")

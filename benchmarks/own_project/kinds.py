@@ -1,8 +1,8 @@
-"""Kinds of data for `every_plan.py`: what is written, what is asked for, and how a plain loop reads
-the same samples and computes their loss.
+"""Define the kinds of data of `every_plan.py`: the files, the overrides and the plain readers.
 
-Arrays, rows of a Hugging Face dataset and of the user's own are read without whale-train. Of the
-others, and where a user's samples are random, they are those that its datasets give by number.
+A plain loop reads arrays, rows of a Hugging Face dataset and rows of a user's dataset without
+whale-train. Samples of other kinds, and random samples of a user's dataset, are read by number
+through whale-train's datasets.
 """
 
 import json
@@ -39,20 +39,20 @@ TEMPLATE = (
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss that the model computes itself."""
+    """Return the loss that the model's forward computes."""
     loss: Tensor = model(**batch).loss
     return loss
 
 
 def logits_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy of a model that has logits alone."""
+    """Return the mean cross-entropy for a model whose forward returns logits."""
     return functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
 
 
 def loss_of_documents(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean over the tokens of all documents, each of which goes through the model alone.
+    """Return the mean loss over the tokens of all documents, with a forward for each document.
 
-    A document begins where `position_ids` are 0.
+    A document begins at each position whose `position_ids` are 0.
     """
     total, count = torch.zeros(()), 0
     for tokens, labels, positions in zip(
@@ -69,19 +69,20 @@ def loss_of_documents(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def of_dataset(overrides: Sequence[str]) -> tuple[int, ReadSamples]:
-    """Return the number of samples of the dataset that is asked for, and how it reads them."""
+    """Return the number of samples in the dataset that `overrides` choose, and the dataset's
+    reader."""
     dataset = open_dataset(compose(*overrides).data)
     return dataset.num_samples, dataset.samples
 
 
 def of_arrays(overrides: Sequence[str]) -> tuple[int, ReadSamples]:
-    """Return the number of rows of `arrays.npz`, and how they are read."""
+    """Return the number of rows in `arrays.npz`, and a reader of the rows."""
     arrays = dict(np.load("arrays.npz"))
     return len(arrays["labels"]), lambda rows, _: {name: x[rows] for name, x in arrays.items()}
 
 
 def of_own(overrides: Sequence[str]) -> tuple[int, ReadSamples]:
-    """Return the number of samples of the user's dataset, and how they are read and padded."""
+    """Return the number of samples in the user's dataset, and a reader that pads them."""
     dataset = Counting()
 
     def read(rows: Numbers, _: Numbers) -> dict[str, Numbers]:
@@ -97,13 +98,15 @@ def of_own(overrides: Sequence[str]) -> tuple[int, ReadSamples]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of data with a model for it.
+    """A kind of data, with a model for it.
 
-    overrides: ask the command for both.
-    build: makes the model.
-    loss: loss of a batch in a plain loop.
-    samples: the number of samples, and what reads them by their numbers and draws.
-    micro_batches: those of a pipeline; 1 where the model takes statistics over the whole batch.
+    overrides: the overrides that choose the data and the model.
+    build: creates the model.
+    loss: computes the loss of a batch in a plain loop.
+    samples: returns, for the overrides, the number of samples and their reader. The reader takes
+        the numbers of samples, and for each sample the number that seeds its random parts.
+    micro_batches: number of micro-batches of a pipeline; 1 where the model has statistics over the
+        whole batch.
     """
 
     overrides: tuple[str, ...]
@@ -114,7 +117,8 @@ class Kind:
 
 
 def hugging_face(architecture: str, **config: Any) -> tuple[tuple[str, ...], Any]:
-    """Return the overrides for a model of transformers, and what makes the same one."""
+    """Return the overrides for a model of transformers, and a function that creates the same
+    model."""
     kind = getattr(transformers, architecture)
     text = ", ".join(f"{key}: {value}" for key, value in config.items())
     asked = ("model=hf", f"model.architecture={architecture}", f"model.config={{{text}}}")
@@ -196,7 +200,7 @@ TOKENS = Kind((*_OUR_GPT, *TEXT, "data.path=corpus.jsonl"), lambda: GPT(**_GPT))
 
 
 def write_files(folder: Path) -> None:
-    """Write the tokenizer, texts, chats, pairs, arrays and rows that the kinds of data read."""
+    """Write the files of all kinds of data: tokenizer, texts, chats, pairs, arrays and rows."""
     names = [*SPECIAL, "<unk>", *WORDS]
     own = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")

@@ -1,7 +1,4 @@
-"""The code that a user brings to `every_plan.py`: a model, a dataset and an optimizer.
-
-It knows nothing of whale-train.
-"""
+"""Define a user's model, datasets and optimizer for `every_plan.py`, without whale-train code."""
 
 import random
 from collections.abc import Iterable
@@ -14,7 +11,7 @@ from torch.utils.data import Dataset
 
 
 class Layers(nn.Module):
-    """Residual layers over the numbers of a sample, and a head of 10 classes without a loss."""
+    """Residual layers over the numbers of a sample, with a head of 10 classes and no loss."""
 
     def __init__(self, inputs: int = 64, width: int = 32, depth: int = 4) -> None:
         super().__init__()
@@ -32,7 +29,7 @@ class Layers(nn.Module):
 
 
 class Counting(Dataset[dict[str, list[int]]]):
-    """Twenty rows of 2 to 10 numbers, which count up by a step of their own."""
+    """Twenty rows of 2 to 10 numbers, each counting up with a step that depends on the row."""
 
     def __len__(self) -> int:
         return 20
@@ -43,7 +40,7 @@ class Counting(Dataset[dict[str, list[int]]]):
 
 
 class Noisy(Dataset[tuple[Tensor, int]]):
-    """Twenty rows of 64 numbers with noise that is drawn whenever a row is read, and a class."""
+    """Twenty rows of 64 numbers and a class. Noise is drawn each time that a row is read."""
 
     def __len__(self) -> int:
         return 20
@@ -54,7 +51,8 @@ class Noisy(Dataset[tuple[Tensor, int]]):
 
 
 class Lars(Optimizer):
-    """Layer-wise rates with momentum (You, Gitman and Ginsburg 2017, arXiv 1708.03888)."""
+    """LARS: SGD with momentum and layer-wise rates (You, Gitman and Ginsburg 2017, arXiv
+    1708.03888)."""
 
     def __init__(
         self,

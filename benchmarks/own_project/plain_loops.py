@@ -1,4 +1,5 @@
-"""Plain torch loops that `every_plan.py` compares plans with: one process, a whole batch a step."""
+"""Train with plain torch loops, in one process on whole batches, as the reference for
+`every_plan.py`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,17 @@ from whale_train.data.random_bits import random_bits, stream_key
 
 SEED = 0
 Make = Callable[[nn.Module], Sequence[Optimizer]]
-_HALF_A_DIGIT = 2.0**-24  # of fp32: the largest relative error of a rounding
-# What an element of a parameter counts as at least where differences are relative: a key's bias is
-# 0 but for rounding.
+_HALF_A_DIGIT = 2.0**-24  # the largest relative error of rounding to fp32
+# The smallest reference value of a relative difference, for each element of a parameter. A key's
+# bias, for example, is 0 except for rounding.
 _FLOOR = 5e-4
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Result of a plain loop.
+    """The result of a plain loop.
 
-    losses: loss of every step.
+    losses: the loss of every step.
     model: the model after the last step.
     """
 
@@ -38,7 +39,12 @@ def train_plainly(
     batches: Iterable[Batch],
     loss_of: Callable[[nn.Module, Batch], Tensor],
 ) -> Trained:
-    """Return the losses of a step on each of `batches`, and the trained model."""
+    """Train a model with one step on each batch, and return the losses and the model.
+
+    build: creates the model.
+    optimizers: creates the optimizers for the model.
+    loss_of: computes the loss of a batch.
+    """
     torch.manual_seed(SEED)
     model, losses = build(), []
     updating = optimizers(model)
@@ -53,7 +59,10 @@ def train_plainly(
 
 
 def rounded_otherwise(optimizers: Make, draw: int) -> Make:
-    """Return `optimizers` on gradients whose elements are off by a rounding, drawn by `draw`."""
+    """Return `optimizers`, changed so that every element of a gradient has a random rounding error.
+
+    draw: the seed of the errors.
+    """
     generator = torch.Generator().manual_seed(draw)
 
     def rounded(gradient: Tensor) -> Tensor:
@@ -68,7 +77,11 @@ def rounded_otherwise(optimizers: Make, draw: int) -> Make:
 
 
 def value_difference(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of a parameter, by its L2 norm, relative to that expected."""
+    """Return the largest relative difference of a parameter, measured by L2 norms.
+
+    values: the parameters, by path.
+    expected: the reference values, by path.
+    """
     with torch.no_grad():
         return max(
             float((values[name] - x).norm() / (x.norm() + _FLOOR * x.numel() ** 0.5))
@@ -77,16 +90,16 @@ def value_difference(values: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def batches_of(kind: Kind, steps: int, batch: int) -> list[Batch]:
-    """Return the global batches of a run's first steps, read by the samples' numbers.
+    """Return the global batches of a run's first steps.
 
-    Raises ValueError where an epoch that is over has not every sample once.
+    Raises ValueError where a complete epoch does not have every sample once.
     """
     num_samples, read = kind.samples(kind.overrides)
     order = indices_from(0, num_samples, steps * batch, SEED, True)
     for start in range(0, len(order) - num_samples + 1, num_samples):
         if (np.sort(order[start : start + num_samples]) != np.arange(num_samples)).any():
             raise ValueError(f"the order from {start} on has not every sample once")
-    # What is random in a sample, as the tokens that are masked, is that of its place in the run.
+    # Random parts of a sample, such as the masked tokens, depend on the sample's place in the run.
     bits = random_bits(stream_key("draws", SEED), np.arange(steps * batch))
     draws = (bits >> np.uint64(1)).astype(np.int64)
     cuts = range(0, steps * batch, batch)

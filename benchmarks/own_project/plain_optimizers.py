@@ -1,4 +1,4 @@
-"""Optimizers for `every_plan.py`: what is asked of the command, and what a plain loop makes."""
+"""Define the optimizers of `every_plan.py`, as overrides of the command and as torch objects."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,20 +8,21 @@ from my_code import Lars
 from torch import nn
 from torch.optim import Optimizer
 
-# A gradient that is 0 but for rounding, as that of a key's bias, makes whole steps of Adam unless
-# eps is larger than it.
+# A gradient that is 0 except for rounding, as the gradient of a key's bias, gives Adam a step of
+# full size unless eps is larger than the gradient.
 EPS = 1e-3
 _BESIDE_MUON = ("lm_head", "token", "position", "*norm.weight", "*.bias")
 
 
 @dataclass(frozen=True)
 class Updates:
-    """An optimizer under the names of its class.
+    """An optimizer for the command and for a plain loop.
 
     name: name of the class.
-    overrides: ask the command for it.
-    make: makes the optimizers of a plain loop.
-    needs_whole: whether it looks at whole parameters, so that plans which cut one are refused.
+    overrides: the overrides that choose the optimizer.
+    make: creates the optimizers of a plain loop for a model.
+    needs_whole: whether an update depends on the whole parameter, so that plans which shard a
+        parameter are refused.
     """
 
     name: str
@@ -36,7 +37,7 @@ def sgd(model: nn.Module) -> list[Optimizer]:
 
 
 def _adamw(model: nn.Module) -> list[Optimizer]:
-    """Return AdamW with the head in a group, and without decay of norms and biases."""
+    """Return AdamW with a group for the head, and without weight decay on norms and biases."""
     named = dict(model.named_parameters())
     head = [named.pop("lm_head.weight")]
     spared = [x for x in named.values() if x.dim() < 2]
@@ -50,7 +51,7 @@ def _adamw(model: nn.Module) -> list[Optimizer]:
 
 
 def _muon(model: nn.Module) -> list[Optimizer]:
-    """Return Muon for the matrices of blocks, and AdamW for all else."""
+    """Return Muon for the matrices of blocks, and AdamW for all other parameters."""
     ends = ("lm_head.weight", "token.weight", "position.weight", "norm.weight", ".bias")
     beside = {name: x for name, x in model.named_parameters() if name.endswith(ends)}
     matrices = [x for name, x in model.named_parameters() if name not in beside]

@@ -1,6 +1,6 @@
 """Describe the attempts of one job, and write their record.
 
-A rank that dies ends an attempt. The next attempt goes on from the newest checkpoint.
+A rank that dies ends an attempt. The next attempt continues from the newest checkpoint.
 """
 
 import json
@@ -22,8 +22,8 @@ class Attempt:
     """One attempt of a job.
 
     began: the optimizer step after which the attempt started.
-    reached: the last optimizer step that was done when the attempt ended.
-    seconds: the time that the attempt took, in seconds.
+    reached: the last optimizer step that the attempt finished.
+    seconds: duration of the attempt, in seconds.
     ranks: number of ranks.
     status: the status of a job, `done`, `failed` or `interrupted`.
     failure: the reason of a `failed` attempt; None for every other status.
@@ -38,8 +38,8 @@ class Attempt:
 
     @property
     def why(self) -> str:
-        """Return the end of the attempt in one line: the status, or what the failed rank or host
-        did."""
+        """Return one line on the end of the attempt: the status, or the failure of a rank or
+        host."""
         if self.failure is None:
             return self.status
         failure = self.failure
@@ -54,8 +54,8 @@ class Attempt:
 def steps_done(run_dir: Path, began: int) -> int:
     """Return the number of the last optimizer step in a run's metrics.
 
-    A line cut off by the end of the attempt is skipped. Without a whole line, `began` is returned:
-    the step that was done before the attempt.
+    A line cut off by the end of the attempt is skipped. Returns `began`, the last step before the
+    attempt, where the metrics have no whole line.
     """
     path = run_dir / METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -70,8 +70,8 @@ def steps_done(run_dir: Path, began: int) -> int:
 def is_its_own(attempts: Sequence[Attempt]) -> bool:
     """Return whether the last two attempts failed in the same way at the same step.
 
-    A third attempt would fail like them. Compared are the kind, exception type, message, signal,
-    exit status and step of the failures.
+    A third attempt would fail likewise. Two failures are the same if kind, exception type, message,
+    signal, exit status and step are equal.
     """
     if len(attempts) < 2:
         return False
@@ -83,12 +83,12 @@ def is_its_own(attempts: Sequence[Attempt]) -> bool:
 
 
 def write_attempts(run_dir: Path, attempts: Sequence[Attempt]) -> None:
-    """Write the record of a job's attempts so far to `attempts.json` of the run directory."""
+    """Write a job's attempts so far to `attempts.json` in the run directory."""
     write_json(run_dir / RECORD, [asdict(attempt) for attempt in attempts])
 
 
 def attempts_view(attempts: Sequence[Attempt]) -> Table:
-    """Return a table of the attempts, with one row for each."""
+    """Return a table with one row for each attempt."""
     table = Table("attempt", "steps", "ranks", "time", "ended by", box=None, pad_edge=False)
     for number, attempt in enumerate(attempts, start=1):
         steps = f"{attempt.began} to {attempt.reached}"

@@ -12,7 +12,7 @@ from whale_train.launcher.ranks.early_host import EarlyHost, asks_for_ranks
 
 
 def main() -> None:
-    """Run the command, and exit as `run_command` says."""
+    """Run the command and exit with the status that `run_command` determines."""
     # Programs that pip installed beside this Python (ninja) are found even where the environment is
     # not activated.
     beside = os.path.dirname(sys.executable)

@@ -32,16 +32,17 @@ from whale_train.launcher.ui.terminal import open_console
 
 
 def run_command(early: EarlyHost | None = None) -> NoReturn:
-    """Run the command, and exit.
+    """Run the command and exit.
 
-    early: a host that imports already, for the first job that starts ranks; None: there is none.
+    early: a host that has begun its imports, for the first job that starts ranks; None if no host
+        was started.
 
-    The exit status is 0 when all is done, 1 when a run failed, 2 when a request was refused, and
-    130 when the command was interrupted.
+    The exit status is 0 when every job is done, 1 when a run failed, 2 when a request was refused,
+    and 130 when the command was interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
-            stream.reconfigure(errors="backslashreplace")  # for a locale without these letters
+            stream.reconfigure(errors="backslashreplace")  # the locale may lack some characters
     # Two runs that start in the same second get directories of their own.
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
     place = None
@@ -77,10 +78,10 @@ def run_command(early: EarlyHost | None = None) -> NoReturn:
         files = said_of_own_files(hydra_config)
         again = _again(hydra_config, run_dir)
         end = run_job(config, names, run_dir, again, place, files, early, follower)
-        if follower is not None:  # of a sweep by Optuna, which needs more than a number
+        if follower is not None:  # Optuna's sweeper needs the whole end, not only the loss
             return end
         ends.append((tuple(hydra_config.overrides.task), end))
-        if end.status == "interrupted":  # a sweep ends with it
+        if end.status == "interrupted":  # the rest of the sweep does not run
             sys.exit(_status(ends))
         return end.summary.get("final_loss")
 
@@ -96,14 +97,15 @@ def run_command(early: EarlyHost | None = None) -> NoReturn:
 
 
 def _version() -> str:
-    """Return the text of `--version`, without importing the packages that it names."""
+    """Return the text of `--version`, read from package metadata without importing torch."""
     ours, torch, deepspeed = map(version, ("whale-train", "torch", "deepspeed"))
     return f"whale-train {ours} (torch {torch}, deepspeed {deepspeed})"
 
 
 def _again(config: Any, run_dir: Path) -> list[str]:
-    """Return command-line arguments that make the request of one job again, one job of a sweep
-    included.
+    """Return command-line arguments that reproduce the request of one job.
+
+    For a job of a sweep, the arguments reproduce that job alone.
 
     config: Hydra's own part of the composed config.
     run_dir: the run directory of the job, which the arguments name.
@@ -119,12 +121,12 @@ def _again(config: Any, run_dir: Path) -> list[str]:
 
 
 def _status(ends: list[tuple[tuple[str, ...], JobEnd]]) -> int:
-    """Return the exit status of all jobs together, which is the highest one."""
+    """Return the command's exit status: the highest of all jobs."""
     return max((EXIT_STATUS[end.status] for _, end in ends), default=0)
 
 
 def _row(overrides: tuple[str, ...], end: JobEnd) -> SweepRow:
-    """Return the row of a job in the table of a sweep."""
+    """Return a job's row for the table of a sweep."""
     summary = end.summary
     return SweepRow(
         overrides=overrides,

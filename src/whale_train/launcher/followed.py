@@ -1,18 +1,18 @@
-"""Say what a job tells about itself while it runs, and how it is ended by somebody who hears it."""
+"""Define the interface through which a sweep follows a running job and can stop it early."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 
 class Follower(Protocol):
-    """A reader of the metrics of a running job, which may have the job ended."""
+    """A reader of a running job's metrics that can stop the job."""
 
     def begin(self, steps: int) -> None:
-        """Take the number of optimizer steps of the job, before any line."""
+        """Receive the job's number of optimizer steps, before the first metrics record."""
 
     def hear(self, record: Mapping[str, Any]) -> None:
-        """Take a new line of `metrics.jsonl`."""
+        """Receive one new line of `metrics.jsonl`, parsed."""
 
     @property
     def ends(self) -> bool:
-        """Return whether the job is to end, as by SIGTERM."""
+        """Return whether the job is to stop, in the way that SIGTERM stops it."""

@@ -1,8 +1,9 @@
-"""Decide whether a run can go on from a checkpoint.
+"""Decide whether a run can continue from a checkpoint.
 
-A run may go on under another plan, precision, learning rate, number of steps or global batch: each
-concerns only the steps that follow. The model, its trained part and the data have to be the same,
-or to differ in a way that is known to be right. The user is told of such a difference.
+A run may continue under another plan, precision, learning rate, number of steps or global batch,
+since these concern later steps alone. The model, the set of trained parameters and the data must be
+the same, or differ in a way that is known to be right. Notes in the plan tell the user of such a
+difference.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,15 +42,16 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def refuse_other_run(saved: Request, state: CheckpointState, request: Request, named: str) -> None:
-    """Raise ConfigError where a checkpoint's run had other data or another optimizer.
+    """Raise ConfigError where a request asks for another run than the checkpoint's.
 
-    It is raised where `request` asks for an optimizer with another state, for layers with shared
-    weights where the checkpoint's layers have weights of their own, or, under
-    `train.resume_data=same`, for other data or data in another order.
+    That is the case for an optimizer with another kind of state, for shared layers where the
+    checkpoint's layers have weights of their own, and, under `train.resume_data=same`, for other
+    data or data in another order. All faults are raised together.
 
     saved: the request of the checkpoint's run.
     state: the checkpoint's state.
-    named: the name by which the user calls the checkpoint, for messages.
+    request: the request of the run that continues.
+    named: the user's name for the checkpoint, for messages.
     """
     faults = []
     if request.model.share_layers and not saved.model.share_layers:
@@ -73,8 +75,11 @@ def refuse_other_run(saved: Request, state: CheckpointState, request: Request, n
 
 
 def _kind(options: OptimizerOptions) -> str:
-    """Return the kind of optimizer, in words. A run may go on with any optimizer of the same kind,
-    since the state is the same."""
+    """Return the kind of optimizer in words.
+
+    Optimizers of one kind have the same state, so a run may continue with any optimizer of that
+    kind.
+    """
     if options.target is not None:
         others = {x.target: None for x in options.groups if x.target is not None}
         return listed([options.target, *others], 9)
@@ -87,7 +92,7 @@ def _kind(options: OptimizerOptions) -> str:
 
 
 def _data_options(request: Request) -> dict[str, Any]:
-    """Return the options that determine the samples of a run and their order, by key."""
+    """Return the options that determine a run's samples and the order of the samples, by key."""
     options = request.data.model_dump()
     if sources := options.pop(
         "sources", ()
@@ -97,10 +102,10 @@ def _data_options(request: Request) -> dict[str, Any]:
 
 
 def _unlike_options(saved: Request, state: CheckpointState, request: Request) -> list[str]:
-    """Return the keys of data options under which two runs see other samples, or another order.
+    """Return the keys of the data options by which two runs see other samples, or another order.
 
-    The kind and the place of the data are ignored where the checkpoint has a fingerprint, since the
-    samples themselves are compared then.
+    Where the checkpoint has a fingerprint of the data, the kind and the location of the data are
+    ignored, since the samples themselves are compared.
     """
     before, now = _data_options(saved), _data_options(request)
     if state.data is None:
@@ -114,9 +119,9 @@ def _unlike_options(saved: Request, state: CheckpointState, request: Request) ->
 
 @dataclass(frozen=True)
 class GoingOn:
-    """How a run goes on.
+    """The way in which a run continues from a checkpoint.
 
-    data_anew: whether the run begins with the first sample of its data.
+    data_anew: whether the run starts again with the first sample of the data.
     decisions: notes for the plan, about the data and about the rest of the checkpoint.
     """
 
@@ -132,17 +137,17 @@ def compared_data(
     num_samples: int,
     here: Fingerprint | None,
 ) -> GoingOn:
-    """Compare the data of a run with the data that the checkpoint's run has seen a part of.
+    """Compare the data of a run with the data of the checkpoint's run.
 
     path: the checkpoint.
     state: the checkpoint's state.
     saved: the request of the checkpoint's run.
-    request: the request of the run that goes on.
+    request: the request of the run that continues.
     num_samples: number of training samples in the data of `request`.
-    here: fingerprint of that data, or None where there is none.
+    here: fingerprint of the data of `request`; None where the data has none.
 
-    Returns whether the data begins anew, and the notes for the plan. Raises ConfigError where the
-    data differs and `train.resume_data=same`.
+    Returns whether the data starts again at its first sample, and notes for the plan. Raises
+    ConfigError where the data differs and `train.resume_data=same`.
     """
     unlike = ""
     before = num_samples if state.num_samples is None else state.num_samples
@@ -170,9 +175,9 @@ def compared_data(
 def refuse_lost_place(
     path: Place, state: CheckpointState, request: Request, lost_place: str
 ) -> None:
-    """Raise ConfigError where a run cannot take up a stream where the checkpoint's run left it.
+    """Raise ConfigError where a run cannot continue a stream at the checkpoint's position.
 
-    lost_place: why the stream's state does not do, as the end of a sentence; '' where it does.
+    lost_place: why the stream's state cannot be used, as the end of a sentence; '' where it can.
     """
     if not lost_place and state.stream is not None:
         return
@@ -187,8 +192,8 @@ def refuse_lost_place(
 
 
 def _moved(saved: Request, request: Request) -> str:
-    """Return the end of a remedy that names the options under which the data was found before, or
-    '' where none of them has changed."""
+    """Return the end of a remedy, which names the earlier location of the data; '' where the
+    location has not changed."""
     before, now = _data_options(saved), _data_options(request)
     keys = [key for key in ("data.kind", *_PLACES) if key in before and before[key] != now.get(key)]
     shown = ", ".join(f"{key}={as_yaml(before[key])}" for key in keys)
@@ -211,16 +216,16 @@ def compared_model(
     options: the model of the run.
     plan: the plan of the run.
     optimizer: the optimizer of the run.
-    parts: whether layers that shared their weights part here. Every such layer then has what the
-        checkpoint has of the first of them.
+    parts: whether layers that shared their weights get weights of their own here. Every such layer
+        then starts from the checkpoint's tensors of the first layer.
 
-    Returns notes for the plan: on moments that begin at zero, on moments in the checkpoint that are
-    not used, and on counts of updates that ZeRO makes one.
+    Returns notes for the plan: on moments that start at zero, on unused moments of the checkpoint,
+    and on update counts of several parameters that ZeRO replaces by one.
 
-    Raises ConfigError where the checkpoint cannot be read, lacks a tensor of the model, has one
-    that the model lacks, or has one of another shape or kind of number; where it has some moments
-    of a parameter and not all, or in another shape; and where the plan's engines cannot begin with
-    moments for some parameters alone.
+    Raises ConfigError in these cases: the checkpoint cannot be read; a tensor of the model is
+    missing, is one too many, or has another shape or kind of dtype; a parameter has only some of
+    its moments, or moments of another shape; the plan's engines cannot start with moments for some
+    parameters and none for others.
     """
     from whale_train.models.export.export import model_on_meta  # which imports torch
     from whale_train.models.loss_module import LossModule
@@ -241,11 +246,11 @@ def compared_model(
     faults = _unlike_tensors(path, saved, {name: _described(x) for name, x in ours.items()})
     updated = _by_parameter(moments)
     shapes = {name: tuple(ours[name].shape) for name in trained if name in ours}
-    kept = {name: _slots(optimizer, plan.optimizer_of(name), x) for name, x in shapes.items()}
+    needed = {name: _slots(optimizer, plan.optimizer_of(name), x) for name, x in shapes.items()}
     wrong = [
         name
         for name, shape in shapes.items()
-        if 0 not in shape and not _is_whole(updated.get(places.get(name, name)), kept[name])
+        if 0 not in shape and not _is_whole(updated.get(places.get(name, name)), needed[name])
     ]
     if wrong:
         rule = f"has not all moments of {listed(wrong)}, or some of another shape"
@@ -253,9 +258,9 @@ def compared_model(
     new = [
         name
         for name, shape in shapes.items()
-        if kept[name] and 0 not in shape and places.get(name, name) not in updated
+        if needed[name] and 0 not in shape and places.get(name, name) not in updated
     ]
-    counts_updates = any("step" in slots for slots in kept.values())
+    counts_updates = any("step" in slots for slots in needed.values())
     if counts_updates and 0 < len(new) < len(shapes):
         faults += _counted_together(path, new, plan)
     if parts and plan.optimizers:
@@ -278,17 +283,18 @@ def compared_model(
         why = f"{path} has none: they were not trained"
         said.append(Decision(KEY, f"moments begin at zero for {listed(new)}", "", why))
     held = {places.get(name, name) for name in shapes}
-    left = [name for name in updated if name not in held]
-    if left:
+    unused = [name for name in updated if name not in held]
+    if unused:
         why = f"{path} has them, and these are not trained"
-        said.append(Decision(KEY, f"no use is made of the moments of {listed(left)}", "", why))
+        said.append(Decision(KEY, f"no use is made of the moments of {listed(unused)}", "", why))
     return tuple(said)
 
 
 def refuse_other_model(folder: Place, options: ModelOptions, *, is_final: bool) -> None:
-    """Raise ConfigError where the weights in `folder` are not those of a model.
+    """Raise ConfigError where the weights in `folder` do not fit a model, or cannot be read.
 
-    With `is_final` they have the names by which other programs know them.
+    options: the model.
+    is_final: whether the weights were exported, and so have the names that other programs use.
     """
     from whale_train.models.export.export import model_on_meta  # which imports torch
     from whale_train.models.loss_module import LossModule
@@ -325,8 +331,9 @@ def _unlike_tensors(
 ) -> list[Fault]:
     """Return the faults of a checkpoint whose tensors differ from the model's.
 
-    saved: the blocks of the checkpoint's tensors, by name.
-    ours: the shape and dtype of the model's tensors, by name.
+    path: the checkpoint, for messages.
+    saved: the blocks of each tensor in the checkpoint, by name.
+    ours: the shape and dtype of each tensor of the model, by name.
     """
     shapes = {name: whole_shape(x) for name, x in saved.items()}
     missing = [name for name, (shape, _) in ours.items() if name not in saved and 0 not in shape]
@@ -360,8 +367,8 @@ def _converts(code: str, dtype: str) -> bool:
     """Return whether numbers of the safetensors dtype `code` can be loaded into a tensor of
     `dtype`.
 
-    All floating-point dtypes convert to each other, since a plan may hold weights in fewer bits.
-    Any other dtype has to be the same.
+    All floating-point dtypes convert to each other, since a plan may hold weights in half
+    precision. Any other dtype must be the same.
     """
     if dtype.startswith(("float", "bfloat")):
         return code in _FLOATS
@@ -380,10 +387,11 @@ def _size(shape: Sequence[int]) -> str:
 def _slots(
     options: OptimizerOptions, optimizer: OptimizerClass | None, shape: Shape
 ) -> dict[str, Shape]:
-    """Return the shapes of the state that the optimizer keeps for a parameter of `shape`, by its
-    names for them.
+    """Return the shape of each state tensor that the optimizer keeps for a parameter, by the
+    optimizer's name for the tensor.
 
-    optimizer: the optimizer of the parameter, if it is named by its class.
+    optimizer: the optimizer class of the parameter; None for a built-in optimizer.
+    shape: the shape of the parameter.
     """
     if optimizer is not None:
         return {x.name: x.sizes(shape) for x in optimizer.entries(len(shape))}
@@ -395,7 +403,7 @@ def _slots(
 def _by_parameter(
     moments: Mapping[str, Sequence[StoredBlock]],
 ) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of a checkpoint's moments, by parameter, then by torch's name of the
+    """Return the shapes of a checkpoint's moments, by parameter and then by torch's name of the
     moment."""
     shapes: dict[str, dict[str, Shape]] = {}
     for name, stored in moments.items():
@@ -404,20 +412,22 @@ def _by_parameter(
     return shapes
 
 
-def _is_whole(kept: Mapping[str, Shape] | None, slots: Mapping[str, Shape]) -> bool:
+def _is_whole(stored: Mapping[str, Shape] | None, slots: Mapping[str, Shape]) -> bool:
     """Return whether a checkpoint has all moments of a parameter, or none.
 
-    kept: the shapes of the moments in the checkpoint, by slot; None where it has none.
-    slots: the shapes of the moments that the optimizer needs.
+    stored: the shapes of the parameter's moments in the checkpoint, by name; None without moments.
+    slots: the shapes of the moments that the optimizer needs, by name.
     """
-    return kept is None or all(kept.get(slot) == shape for slot, shape in slots.items())
+    return stored is None or all(stored.get(slot) == shape for slot, shape in slots.items())
 
 
 def _counted_together(path: Place, new: Sequence[str], plan: Plan) -> list[Fault]:
-    """Return the fault of a plan whose engines keep one count of updates for all their parameters.
+    """Return the fault of an engine that has parameters with moments and parameters without.
 
-    Such an engine would correct the bias of the `new` moments by a count that is not theirs. The
-    list is empty where no engine has both new and old moments.
+    Such an engine keeps one update count for all its parameters, and would correct the bias of new
+    moments by the count of the old ones. The list is empty where no engine has both.
+
+    new: names of the parameters without moments in the checkpoint.
     """
     for task_graph in _with_zero(plan):
         begin = [name for name in new if name in task_graph.trained]
@@ -433,11 +443,9 @@ def _counted_together(path: Place, new: Sequence[str], plan: Plan) -> list[Fault
 def _unlike_counts(
     path: Place, moments: Mapping[str, Sequence[StoredBlock]], plan: Plan
 ) -> tuple[float, float] | None:
-    """Return the smallest and the largest number of updates among parameters that ZeRO counts
-    together.
+    """Return the smallest and the largest update count among parameters that ZeRO counts together.
 
-    Returns None where all numbers are equal. Raises ConfigError where a stored count cannot be
-    read.
+    Returns None where all counts are equal. Raises ConfigError where a stored count cannot be read.
     """
     counts = []
     for task_graph in _with_zero(plan):
@@ -450,7 +458,7 @@ def _unlike_counts(
 
 
 def _with_zero(plan: Plan) -> Iterator[TaskGraph]:
-    """Yield the TaskGraphs of a plan whose engines are DeepSpeed's."""
+    """Yield the TaskGraphs of a plan that run on DeepSpeed engines."""
     for task_graph in plan.task_graphs:
         engines = (plan.ranks[ranks[0]].deepspeed for ranks in task_graph.replicas)
         if any(configs.get(str(task_graph.id)) for configs in engines):

@@ -1,4 +1,4 @@
-"""Submit the jobs of a command to Slurm's queue, together, once all are composed."""
+"""Submit all jobs of one command to Slurm together, after every job is composed."""
 
 import sys
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ from whale_train.launcher.ui.show_error import error_text, terminal_width
 
 
 def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
-    """Submit the jobs among `ends` that have a submission, and return the ends of all jobs.
+    """Submit to Slurm every job in `ends` that has a submission, and return the ends of all jobs.
 
-    The jobs are waited for where `launcher.wait` is set. Otherwise the ends are returned unchanged,
-    with their submissions.
+    With `launcher.wait` the function waits for the submitted jobs and returns their final status.
+    Without it, the ends are returned unchanged, submissions included. A submission that Slurm
+    refuses gives the status `refused`.
     """
     numbers = [number for number, end in enumerate(ends) if end.submission is not None]
     submissions = [end.submission for end in ends if end.submission is not None]
@@ -59,8 +60,8 @@ def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
         if len(jobs) == 1:
             _say(console, slurm_summary(job))
         if final_ends[number].status in ("failed", "refused"):
-            said = last_lines(job) or "it ended without a word"
-            sys.stderr.write(f"error: job {job.job_id} {final_ends[number].status}:\n{said}\n")
+            output = last_lines(job) or "it ended without a word"
+            sys.stderr.write(f"error: job {job.job_id} {final_ends[number].status}:\n{output}\n")
     return final_ends
 
 

@@ -1,7 +1,7 @@
-"""Find the checkpoint that a run goes on from, and check whether the run can.
+"""Find the checkpoint that a run continues from, and check whether the run can continue.
 
-Every byte of the files is checked here. Their content is compared with the request in
-`going_on.py`. A run that cannot go on is refused before any rank starts.
+This file checks every byte of the checkpoint's files; `going_on.py` compares the content with the
+request. A run that cannot continue is refused before any rank starts.
 """
 
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ from whale_train.strategies.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Resumed:
-    """A whole checkpoint from which a run goes on.
+    """A whole checkpoint from which a run continues.
 
-    path: the folder of the checkpoint, here or in a store.
-    manifest: the manifest of its files.
-    broken: one message for each newer checkpoint that is not whole, to be shown to the user.
+    path: the checkpoint's folder, on this machine or in a store.
+    manifest: the checkpoint's list of files.
+    broken: one message for the user on each newer checkpoint that is broken.
     """
 
     path: Place
@@ -58,14 +58,13 @@ class Resumed:
 def find_checkpoint(wanted: str, run_dir: Path, to: UrlPath | None = None) -> Resumed | None:
     """Return the checkpoint that `train.resume` asks for.
 
-    wanted: the value of `train.resume`. `auto` asks for the newest whole checkpoint of `run_dir`,
-        or of `to` where that has a newer one; any other value is a path or a URL, as in
-        `checkpoint_at`.
+    wanted: the value of `train.resume`. `auto` asks for the newest whole checkpoint in `run_dir`,
+        or in `to` if that is newer; any other value is a path or a URL for `checkpoint_at`.
     run_dir: the run directory of this run.
-    to: the folder of a store that the run's checkpoints are copied to; None: there is none.
+    to: the folder of a store to which the run's checkpoints are copied; None without a store.
 
-    Returns None where `auto` finds no checkpoint. Raises ConfigError where all checkpoints are
-    broken, or the path has none.
+    Returns None where `auto` finds no checkpoint. Raises ConfigError where every checkpoint is
+    broken, where the path has none, and where the store cannot be read.
     """
     if wanted != AUTO:
         return checkpoint_at(wanted, KEY)
@@ -89,9 +88,9 @@ def find_checkpoint(wanted: str, run_dir: Path, to: UrlPath | None = None) -> Re
 def checkpoint_at(wanted: str, key: str) -> Resumed:
     """Return the checkpoint at a path or a URL.
 
-    wanted: a checkpoint, or a run directory or a folder of checkpoints, of which the newest whole
-        checkpoint is taken.
-    key: the key of the config that has asked for it, for messages.
+    wanted: a checkpoint, or a run directory or folder of checkpoints. A directory or folder stands
+        for its newest whole checkpoint.
+    key: the config key whose value `wanted` is, for messages.
 
     Raises ConfigError where there is no whole checkpoint.
     """
@@ -117,7 +116,7 @@ def checkpoint_at(wanted: str, key: str) -> Resumed:
 
 
 def checkpoints_within(path: Place) -> Sequence[Place]:
-    """Return the checkpoints in a run directory or a folder of checkpoints, the newest first."""
+    """Return the checkpoints in a run directory or a folder of checkpoints, newest first."""
     if isinstance(path, UrlPath):
         return checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)
     return [*checkpoints_in(path / CHECKPOINTS), *checkpoints_in(path)]
@@ -129,11 +128,11 @@ def _step_of(checkpoint: Place) -> int:
 
 
 def _newest(checkpoints: Sequence[Place], broken: list[str]) -> Resumed | None:
-    """Return the first whole checkpoint among `checkpoints`, which are ordered newest first, or
-    None where none is whole.
+    """Return the first whole checkpoint among `checkpoints`, or None where none is whole.
 
-    broken: gets a message for each that is not. A folder of a store without a manifest gets none:
-        it is a copy that was cut off, or is being made.
+    checkpoints: folders of checkpoints, newest first.
+    broken: receives a message for each broken checkpoint before the first whole one. A folder of a
+        store without a manifest is skipped silently: such a copy is unfinished.
     """
     for path in checkpoints:
         try:
@@ -148,9 +147,9 @@ def _newest(checkpoints: Sequence[Place], broken: list[str]) -> Resumed | None:
 def _all_broken(where: str, wanted: str, key: str, broken: Sequence[str]) -> list[Fault]:
     """Return the faults of a place without a whole checkpoint.
 
-    where: the place.
-    wanted: the value of `key` that has named it.
-    broken: why each of the checkpoints is not whole.
+    where: the place, in words.
+    wanted: the value of `key`, which names the place.
+    broken: one message for each broken checkpoint.
     """
     if not broken:
         return [Fault(key, wanted, f"finds no whole checkpoint in {where}", "name another")]
@@ -161,7 +160,7 @@ def _all_broken(where: str, wanted: str, key: str, broken: Sequence[str]) -> lis
 def say_passed_over(broken: Sequence[str], console: Console) -> None:
     """Warn of broken checkpoints that are newer than the one that is read.
 
-    broken: why each is.
+    broken: one message for each broken checkpoint.
     """
     for why in broken:
         said = f"warning: a checkpoint is passed over: {why}"
@@ -169,7 +168,7 @@ def say_passed_over(broken: Sequence[str], console: Console) -> None:
 
 
 def say_resumed(checkpoint: Resumed | None, request: Request, console: Console) -> None:
-    """Print the step after which the run goes on, and the checkpoints that were passed over."""
+    """Print the step after which the run continues, and warn of newer broken checkpoints."""
     if checkpoint is None:
         console.print(f"{KEY}={request.train.resume}: there is no checkpoint yet; from step 0")
         return
@@ -180,9 +179,11 @@ def say_resumed(checkpoint: Resumed | None, request: Request, console: Console) 
 
 
 def is_at_end(checkpoint: Resumed, request: Request) -> bool:
-    """Return whether nothing is left to train after a checkpoint: all steps are done, or the
-    evaluations before it have ended the run by `train.stop_after`. Raises ConfigError where its
-    state cannot be read."""
+    """Return whether nothing is left to train after a checkpoint.
+
+    Either all steps are done, or earlier evaluations have ended the run by `train.stop_after`.
+    Raises ConfigError where the checkpoint's state cannot be read.
+    """
     stop = request.train.stop_after
     if checkpoint.step >= request.train.steps or stop is None:
         return checkpoint.step >= request.train.steps
@@ -191,8 +192,8 @@ def is_at_end(checkpoint: Resumed, request: Request) -> bool:
 
 
 def refuse_unlike(checkpoint: Resumed, request: Request) -> None:
-    """Raise ConfigError where the request or the state in a checkpoint keeps `request` from going
-    on."""
+    """Raise ConfigError where `request` cannot continue from a checkpoint, judged by the
+    checkpoint's request and state alone."""
     named = request.train.resume or str(checkpoint.path)
     refuse_other_run(saved_request(checkpoint), saved_state(checkpoint), request, named)
 
@@ -207,30 +208,30 @@ def go_on(
     parts: bool = False,
     lost_place: str | None = None,
 ) -> GoingOn:
-    """Compare a checkpoint with the model and the data of a run, and return how the run goes on.
+    """Compare a checkpoint with the model and the data of a run, and return how the run continues.
 
     checkpoint: the checkpoint.
     request: the request of the run.
     plan: the plan of the run.
     num_samples: number of training samples in the run's data.
-    data: fingerprint of the run's data.
-    parts: whether layers that shared their weights part here.
-    lost_place: why a run cannot go on in a stream, as the end of a sentence; '' where it can, and
+    data: fingerprint of the run's data; None where the data has none.
+    parts: whether layers that shared their weights get weights of their own here.
+    lost_place: why the run cannot continue a stream, as the end of a sentence; '' where it can, and
         None for data with numbered samples.
 
-    Raises ConfigError where the run cannot go on.
+    Raises ConfigError where the run cannot continue.
     """
-    said = compared_model(checkpoint.path, request.model, plan, request.optimizer, parts)
+    model_notes = compared_model(checkpoint.path, request.model, plan, request.optimizer, parts)
     state, saved = saved_state(checkpoint), saved_request(checkpoint)
     of_data = compared_data(checkpoint.path, state, saved, request, num_samples, data)
     if lost_place is not None and not of_data.data_anew:
         refuse_lost_place(checkpoint.path, state, request, lost_place)
-    return replace(of_data, decisions=(*said, *of_data.decisions))
+    return replace(of_data, decisions=(*model_notes, *of_data.decisions))
 
 
 def saved_state(checkpoint: Resumed) -> CheckpointState:
-    """Return the content of `state.json` of a checkpoint. Raises ConfigError where it cannot be
-    read, or is of another step than the manifest."""
+    """Return the state in a checkpoint's `state.json`. Raises ConfigError where the file cannot be
+    read, or has another step than the manifest."""
     try:
         state = CheckpointState.read(checkpoint.path)
         if state.step != checkpoint.step:
@@ -242,8 +243,8 @@ def saved_state(checkpoint: Resumed) -> CheckpointState:
 
 
 def saved_request(checkpoint: Resumed) -> Request:
-    """Return the request of the run that wrote a checkpoint. Raises ConfigError where it cannot be
-    read."""
+    """Return the request of the run that wrote a checkpoint. Raises ConfigError where the request
+    cannot be read."""
     path = checkpoint.path / "request.json"
     try:
         return Request.from_json(read_text(path))
@@ -255,10 +256,11 @@ def saved_request(checkpoint: Resumed) -> Request:
 
 
 def phase_of(request: Request, checkpoint: Resumed | None) -> Request:
-    """Return the request of the next phase of a run whose layers share their weights for a time.
+    """Return the request of the phase that follows a checkpoint, in a run that shares the weights
+    of its layers at first.
 
-    The layers stay shared up to the checkpoint at which they part, and have weights of their own
-    from there on. Any other request is returned unchanged.
+    The layers are shared up to the checkpoint at which they are delinked, and have weights of their
+    own after it. Any other request is returned unchanged.
     """
     if not request.is_pseudo or checkpoint is None:
         return request
@@ -271,7 +273,7 @@ def phase_of(request: Request, checkpoint: Resumed | None) -> Request:
 
 
 def delinks(checkpoint: Resumed | None, request: Request) -> bool:
-    """Return whether shared layers part when `request` goes on from a checkpoint: the checkpoint's
-    layers share their weights, and the request's do not."""
+    """Return whether shared layers are delinked when `request` continues from a checkpoint: the
+    checkpoint's layers share weights, and the request's layers do not."""
     shared = checkpoint is not None and saved_request(checkpoint).model.share_layers
     return shared and not request.model.share_layers

@@ -1,8 +1,8 @@
-"""Check Hydra's command line before Hydra runs, with complaints in our words and exit status 2.
+"""Check the command line before Hydra runs, so that faults have our messages and exit status 2.
 
-Hydra itself then composes, sweeps and makes the directories. This file owns the few rewritings that
-let a user's own model or optimizer take arguments, and a strategy keys, that its config file does
-not list.
+Hydra then composes the config, expands sweeps and makes the directories. This file owns the
+rewriting of overrides that set keys which no config file lists, such as arguments of a user's own
+model or optimizer, and keys of a strategy.
 """
 
 import shlex
@@ -57,9 +57,9 @@ from whale_train.other_trainers import known_elsewhere
 CONFIG_MODULE = "whale_train.conf"
 _SWEEPER = "hydra/sweeper"
 _SWEEPER_KEYS = ("hydra/sweeper/", "hydra.sweeper.")
-# Groups whose option `custom` is a class, and the keys that are not its arguments.
+# Groups whose option `custom` names a class, with the keys that are not arguments of that class.
 _OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KEYS}
-# Keys whose values are mappings, which the config files leave empty: {} or null.
+# Keys whose values are mappings that the config files leave empty: {} or null.
 _MAPPINGS = (
     *("data.collate", "data.columns", "data.convert", "data.evaluation", "data.field"),
     *("data.fields", "data.evaluation_transform", "data.pack", "data.pad", "data.transform"),
@@ -70,18 +70,18 @@ _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
 def asks_version(arguments: Sequence[str]) -> bool:
-    """Return whether the command line has the flag `--version`, or a beginning of it that argparse
-    accepts as that flag."""
+    """Return whether the command line has the flag `--version`, or an abbreviation that argparse
+    accepts for it."""
     return any(len(text) > 2 and "--version".startswith(text) for text in arguments)
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that Hydra accepts, overrides before flags.
 
-    An override of `model._target_` without one of `model` stands for `model=custom`, and likewise
-    of `data._target_` and `optimizer._target_`. Arguments of these classes, keys of a strategy,
-    callbacks, options of `sbatch` and keys of mappings that are empty in the config files get a
-    `++`, since no config file lists them; their own readers check them.
+    `model._target_` without `model` implies `model=custom`; likewise for `data._target_` and
+    `optimizer._target_`. Keys that no config file lists get a `++`: arguments of these classes,
+    keys of a strategy, callbacks, options of `sbatch`, and keys of mappings that the config files
+    leave empty. Later readers of the config check such keys.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -107,25 +107,27 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         if (name or first == "callbacks") and free and not override.is_delete():
             text = "++" + text.lstrip("+")
         if override.key_or_group == "strategy.graph" and not override.is_delete():
-            # A graph that is given whole replaces the file's, into which Hydra would merge it.
+            # Hydra would merge a given graph into the file's graph. The deletion has it replaced.
             overrides.append("~strategy.graph")
         overrides.append(text)
     return [*(f"{group}=custom" for group in own), *overrides, *flags]
 
 
 def read_own_files(arguments: Sequence[str]) -> None:
-    """Have Hydra read the user's own config files before the built-in ones."""
+    """Have Hydra read the user's own config files before the built-in ones.
+
+    arguments: the command line, which names the folders of these files.
+    """
     options = parsed_flags(arguments)
     parsed = [o for text in options.overrides if (o := read_override(text, []))]
     put_own_files_first(options.config_dir, parsed)
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Compose the config as Hydra will, and read it, before Hydra makes any directory or calls
-    anything.
+    """Compose and read the config as Hydra will, before Hydra makes a directory or calls a target.
 
-    For a sweep, only faults that would stop all of it are raised here. Its jobs are read one by one
-    as they run. Raises ConfigError with all faults.
+    For a sweep, only faults that would stop the whole sweep are raised, since each job's request is
+    read when the job runs. Raises ConfigError with all faults.
     """
     options = parsed_flags(arguments)
     if options.shell_completion:
@@ -161,10 +163,10 @@ def check(arguments: Sequence[str]) -> None:
             study = False
         every: list[list[str]] = [[]]
         wants = any(o.key_or_group == _SWEEPER and o.value() == "optuna" for o in parsed)
-        if faults and (study or wants):  # what may be swept is not known
+        if faults and (study or wants):  # the sweep cannot be checked against a faulty config
             has_none = any(fault.key == _SWEEPER for fault in faults)
-            kept = [x for x in faults if not (has_none and x.key.startswith(_SWEEPER_KEYS))]
-            raise ConfigError(kept)
+            own_faults = [x for x in faults if not (has_none and x.key.startswith(_SWEEPER_KEYS))]
+            raise ConfigError(own_faults)
         if config is not None and study:
             every = _of_study(config, parsed)
         elif multirun:
@@ -183,14 +185,14 @@ def check(arguments: Sequence[str]) -> None:
             ]
             if not multirun:
                 faults += _request_faults(config, wrong, given)
-            if not faults and not study:  # whose runs may be there already
+            if not faults and not study:  # a study's run directories may exist already
                 faults += run_dir_faults(config, number if multirun else None)
     if faults:
         raise ConfigError(faults)
 
 
 def parsed_overrides(texts: Sequence[str]) -> list[Override]:
-    """Return the overrides that `texts` write. Raises ConfigError for those that cannot be
+    """Return the parsed overrides of `texts`. Raises ConfigError for texts that cannot be
     parsed."""
     faults: list[Fault] = []
     parsed = [o for text in texts if (o := read_override(text, faults)) is not None]
@@ -200,9 +202,9 @@ def parsed_overrides(texts: Sequence[str]) -> list[Override]:
 
 
 def with_hydra(name: str | None, overrides: Sequence[str]) -> DictConfig:
-    """Return the config of one job with Hydra's own part, which `initialised` has to surround.
+    """Return the config of one job, with Hydra's own part. Call it within `initialised`.
 
-    name: the name of the primary config; None for ours.
+    name: the name of the primary config; None for the built-in one.
 
     Raises ConfigError with all faults of the overrides.
     """
@@ -213,29 +215,31 @@ def with_hydra(name: str | None, overrides: Sequence[str]) -> DictConfig:
 
 
 def _of_study(config: DictConfig, overrides: Sequence[Override]) -> list[list[str]]:
-    """Return overrides of jobs to compose for a sweep by Optuna. Raises ConfigError with the faults
-    of what is asked of it.
+    """Return the overrides of the jobs whose composition tests a sweep by Optuna.
 
     config: the config that all jobs share.
     overrides: all overrides of the command line.
+
+    Raises ConfigError with the faults of the study.
     """
     hydras = [str(o.input_line) for o in overrides if o.is_hydra_override()]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    kept = [o for o in overrides if o.is_sweep_override() or not o.is_hydra_override()]
+    shared = [o for o in overrides if o.is_sweep_override() or not o.is_hydra_override()]
     parsed = [
         *params_of(config, parser),
-        *parser.parse_overrides([str(o.input_line) for o in kept]),
+        *parser.parse_overrides([str(o.input_line) for o in shared]),
     ]
     _, space, fixed, _ = read_study(config, parsed)
     return [[*job, *hydras] for job in points(space, fixed, parsed)]
 
 
 def composed_job(sweep: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the config of a job of a sweep that runs, with Hydra's own part. Raises ConfigError
-    with all faults.
+    """Return the config of one job of a running sweep, with Hydra's own part.
 
     sweep: the config of the sweep.
-    overrides: those of the job, all but Hydra's own.
+    overrides: the job's overrides, except Hydra's own.
+
+    Raises ConfigError with all faults.
     """
     loader = GlobalHydra.instance().config_loader()
     try:
@@ -261,12 +265,12 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def initialised(config_dir: str | None, config_path: str | None = None) -> Iterator[None]:
-    """Initialise Hydra as its command line will, for the time of the context.
+    """Initialise Hydra, within the context, as Hydra's command line will.
 
-    config_dir: the user's own folder of config files, which is searched first.
-    config_path: where the primary config is; None for the built-in one.
+    config_dir: the user's own folder of config files, which is searched first; None without one.
+    config_path: the folder of the primary config; None for the built-in one.
 
-    Raises ConfigError where either is not a folder.
+    Raises ConfigError where a given path is not a folder.
     """
     folders = (("--config-dir", config_dir), ("--config-path", config_path))
     for flag, given in folders:
@@ -288,13 +292,16 @@ def initialised(config_dir: str | None, config_path: str | None = None) -> Itera
 
 
 def parsed_flags(arguments: Sequence[str]) -> Namespace:
-    """Return the parsed flags of Hydra's command line. Overrides, in `overrides`, may stand between
-    flags. Raises ConfigError for unknown flags and for `--experimental-rerun`."""
+    """Return the parsed flags of Hydra's command line, with the overrides in `overrides`.
+
+    Flags and overrides may stand in any order. Raises ConfigError for unknown flags and for
+    `--experimental-rerun`.
+    """
     parser = get_args_parser()
     parser.prog = "whale-train"
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
-        # argparse lists the words behind an unknown flag as unknown too. They may be right.
+        # argparse also lists the words behind an unknown flag, which may be right.
         flags = [x for x in unknown if x.startswith("-")] or unknown
         raise ConfigError([Fault(x, "", "is not a flag", remedy_for_flag(x)) for x in flags])
     if options.experimental_rerun is not None:
@@ -308,9 +315,9 @@ def parsed_flags(arguments: Sequence[str]) -> Namespace:
 def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:
     """Return the config, with Hydra's own part, and the faults of the overrides.
 
-    Overrides that cannot be composed are left out, so that all of their faults are found: first
-    those of overrides that choose an option, then, value by value, those of overrides that set a
-    key. The config is None where the fault is not in an override.
+    Overrides that fail are left out one by one, so that the faults of all are found: first
+    overrides that choose an option, then overrides that set a key. The config is None where the
+    fault is not in an override.
     """
     config = _attempt(name, overrides)
     if isinstance(config, DictConfig):
@@ -326,14 +333,14 @@ def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, li
             return None, [*_override_faults(errors, None, parsed), _file_fault(config)]
         errors += [(o, config) for o in parsed if str(o.input_line) == choices[culprit]]
         del choices[culprit]
-    kept = list(choices)
+    accepted = list(choices)
     parts = [[override for override in parsed if not is_choice(override)]]
     while parts:  # parts that fail are halved, in order
         part = parts.pop(0)
-        attempt = _attempt(name, [*kept, *(str(override.input_line) for override in part)])
+        attempt = _attempt(name, [*accepted, *(str(override.input_line) for override in part)])
         if isinstance(attempt, DictConfig):
             config = attempt
-            kept += [str(override.input_line) for override in part]
+            accepted += [str(override.input_line) for override in part]
         elif len(part) == 1:
             errors.append((part[0], attempt))
         else:
@@ -346,13 +353,13 @@ def _override_faults(
     config: DictConfig | None,
     overrides: Sequence[Override],
 ) -> list[Fault]:
-    """Return the faults of overrides, from the errors that they raised.
+    """Return the faults of overrides that raised errors.
 
     errors: every wrong override and its error.
-    config: the config composed without them; None where there is none.
+    config: the config composed without the wrong overrides; None where it cannot be composed.
     overrides: all overrides of the request.
 
-    Overrides of keys below an option that does not exist are left out, since they may be right.
+    An override of a key below an option that does not exist gets no fault, since it may be right.
     """
     missing = {o.key_or_group for o, e in errors if isinstance(e, MissingConfigException)}
     chosen = {override.key_or_group for override in overrides}
@@ -382,8 +389,8 @@ def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
 
 
 def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | None:
-    """Return the index of the override without which `error` is not raised, or None where there is
-    no such override."""
+    """Return the index of the first override whose removal changes or removes `error`; None without
+    one."""
     for i in range(len(overrides)):
         attempt = _attempt(name, [*overrides[:i], *overrides[i + 1 :]])
         if isinstance(attempt, DictConfig) or str(attempt) != str(error):
@@ -392,7 +399,10 @@ def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | Non
 
 
 def _override_fault(override: Override, error: Exception, config: DictConfig | None) -> Fault:
-    """Return Hydra's complaint about one override as a Fault, in our words."""
+    """Return the fault of one override for which Hydra or OmegaConf raised `error`.
+
+    config: the config composed without the override; None where it cannot be composed.
+    """
     key, value = override.key_or_group, value_of(override)
     said = " ".join(str(error).split())
     if isinstance(error, MissingConfigException):
@@ -440,8 +450,7 @@ def _other_kind(override: Override) -> Fault:
 
 
 def _file_fault(error: Exception) -> Fault:
-    """Return the fault of one of the user's own config files, from the error that reading it
-    raised."""
+    """Return the fault of one of the user's config files, which raised `error` when read."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         rule = f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
@@ -461,7 +470,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 def explained_strategy(name: str) -> dict[str, Any]:
     """Return the content of the strategy to explain: of the file that is named, or of the strategy
-    of that name. Hydra has to be initialised. Raises ConfigError where there is none."""
+    of that name. Hydra must be initialised. Raises ConfigError where there is none."""
     if not name.endswith((".yaml", ".yml")):
         (strategy,) = compared_strategies([name], "explain").values()
         return strategy
@@ -482,7 +491,8 @@ def compared_strategies(names: Sequence[str], asked: str = "compare") -> dict[st
 
     asked: the key of the config that names them, for messages.
 
-    Hydra has to be initialised. Raises ConfigError for names that are no strategy.
+    Hydra must be initialised. Raises ConfigError for names that are no strategy, and for files that
+    cannot be read.
     """
     strategies: dict[str, dict[str, Any]] = {}
     faults = []
@@ -505,9 +515,10 @@ def compared_strategies(names: Sequence[str], asked: str = "compare") -> dict[st
 def _request_faults(
     config: DictConfig, wrong: Sequence[Fault], overrides: Sequence[str]
 ) -> list[Fault]:
-    """Return the faults that reading the request raises.
+    """Return the faults of the request that the config makes.
 
-    wrong: the known faults of the overrides. Faults that these may have caused are left out.
+    config: the config, composed without the overrides that failed.
+    wrong: the known faults of overrides. Faults that may follow from these are left out.
     overrides: the overrides as they were given.
     """
     choices = config.hydra.runtime.choices
@@ -527,14 +538,17 @@ def _request_faults(
         if request.explain is not None:
             explained_strategy(request.explain)
     except ConfigError as error:
-        kept = [fault for fault in error.faults if fault.key.partition(".")[0] not in silent]
-        return without_doubtful(kept, unset, given)
+        independent = [fault for fault in error.faults if fault.key.partition(".")[0] not in silent]
+        return without_doubtful(independent, unset, given)
     return []
 
 
 def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:
-    """Return a fault for every override that has no effect on a mode that reads a record, which has
-    it already. Overrides with a fault in `wrong` are left out."""
+    """Return a fault for every override that has no effect on `mode`.
+
+    Only modes that read the record of a run are checked, since the record fixes all other settings.
+    An override whose fault is in `wrong` is left out.
+    """
     if mode not in READ_ALONE:
         return []
     keys, remedy = READ_ALONE[str(mode)]

@@ -1,4 +1,4 @@
-"""Have Hydra read the user's config files within bounds."""
+"""Have Hydra refuse config files that are larger than a bound."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -13,21 +13,20 @@ from whale_train.bounds import check_yaml
 
 
 class BoundedFiles(FileConfigSource):
-    """Hydra's source of config files in a folder. Every file is checked against the bounds before a
-    config is made of it."""
+    """Hydra's source of config files in a folder, with every file checked against bounds before it
+    is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the config of a file. Raises ConfigError for a file that passes a bound, and the
+        """Return the config in a file. Raises ConfigError for a file that exceeds a bound, and the
         errors of Hydra's own source."""
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.exists():
-            with suppress(yaml.YAMLError):  # Hydra reports it, with its place
+            with suppress(yaml.YAMLError):  # Hydra reports the error with line and column
                 check_yaml(path)
         return super().load_config(config_path)
 
 
 def read_within_bounds() -> None:
-    """Have Hydra read folders of config files through `BoundedFiles`, from the next composition
-    on."""
+    """Have Hydra read config files through `BoundedFiles`, from the next composition on."""
     Plugins.instance()  # registers Hydra's own sources
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = BoundedFiles

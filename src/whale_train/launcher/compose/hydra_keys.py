@@ -1,9 +1,8 @@
-"""Check that Hydra's own part of a config names directories, names and choices, and no code.
+"""Check that Hydra's own part of a config names no code that would be run.
 
-Hydra calls any `_target_` in its callbacks, launcher and sweeper, and Python's logging calls the
-class of a handler or formatter. Both import what they are given. Allowed are the targets that Hydra
-and the plugins installed for it register themselves, our own sweeper, and logging to files and
-streams.
+Hydra imports and calls any `_target_` in callbacks, launcher and sweeper. Python's logging imports
+and calls the class of a handler or formatter. The allowed targets are those that Hydra and its
+installed plugins register, our own sweeper, and logging to files and streams.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from whale_train.errors import Fault, nearest, shortened
 from whale_train.launcher.study.settings import SWEEPER
 from whale_train.validation import as_yaml
 
-# Sections in which Hydra calls targets (`_target_`), and in which logging does (`()`, `class`).
+# Sections whose `_target_` Hydra calls, and sections whose `()` and `class` logging calls.
 _CALLED = ("callbacks", "launcher", "sweeper")
 _LOGGING = ("hydra_logging", "job_logging")
 _LOGGERS = (
@@ -37,8 +36,8 @@ _LOGGERS = (
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 
 # Prefixes of the environment variables that a config may set for a job. Libraries read numbers and
-# choices from them. Others name code that is run (LD_PRELOAD, PYTHONPATH, PATH, CXX,
-# NCCL_NET_PLUGIN).
+# choices from these variables. Other variables can name code that is run (LD_PRELOAD, PYTHONPATH,
+# PATH, CXX, NCCL_NET_PLUGIN).
 _VARIABLES = (
     *("OMP_", "MKL_NUM_THREADS", "KMP_", "OPENBLAS_NUM_THREADS", "NUMEXPR_", "GLOO_", "NCCL_"),
     *("TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS"),
@@ -54,7 +53,8 @@ _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def code_faults(config: DictConfig) -> list[Fault]:
-    """Return a fault for every key of `hydra` that names code which would be run. Calls nothing."""
+    """Return a fault for every key of `hydra` that names code which would be run. No target is
+    called."""
     hydra = config.hydra
     HydraConfig.instance().set_config(config)
     known = _registered()
@@ -77,7 +77,7 @@ def code_faults(config: DictConfig) -> list[Fault]:
 
 
 def _plugin_faults(hydra: DictConfig, name: str, kind: type) -> Iterator[Fault]:
-    """Yield the faults of Hydra's launcher or sweeper, except for a target that is refused already.
+    """Yield the faults of Hydra's launcher or sweeper, except those that `_target_faults` yields.
 
     hydra: Hydra's own part of the config.
     name: `launcher` or `sweeper`.
@@ -118,9 +118,9 @@ def _target_faults(node: Any, key: str, known: frozenset[str], is_called: bool) 
 
     node: the node.
     key: the path of the node, for messages.
-    known: the targets that are allowed.
-    is_called: whether Hydra calls targets in this part. Interpolations of mappings and lists are
-        refused there, since they may change what is called.
+    known: the allowed targets.
+    is_called: whether Hydra calls targets in this section. Such a section may have no interpolation
+        of a mapping or list, since a target could be changed behind it.
     """
     if is_called and isinstance(node, DictConfig | ListConfig) and node._is_interpolation():
         rule = "is written elsewhere, and what it calls can change"
@@ -148,30 +148,31 @@ def _target_faults(node: Any, key: str, known: frozenset[str], is_called: bool) 
 
 
 def _is_known(node: Any, known: frozenset[str]) -> bool:
-    """Return whether the value written at a node is one of the `known` targets."""
+    """Return whether the unresolved value of a node is one of the `known` targets."""
     return _written(node) in known
 
 
 def _written(node: Any) -> Any:
-    """Return the value written at a node, with its interpolations unresolved."""
+    """Return the value of a node with interpolations unresolved."""
     if isinstance(node, DictConfig | ListConfig):
         return OmegaConf.to_container(node, resolve=False)
     return node._value()
 
 
 def _gives_values(node: Any) -> bool:
-    """Return whether a node is an interpolation of anything but text and numbers."""
+    """Return whether a node is an interpolation of a mapping or list, or one that cannot be
+    resolved."""
     if not node._is_interpolation():
         return False
     try:
-        there = node._maybe_dereference_node(throw_on_resolution_failure=True)
+        target = node._maybe_dereference_node(throw_on_resolution_failure=True)
     except OmegaConfBaseException:
         return True
-    return isinstance(there, DictConfig | ListConfig)
+    return isinstance(target, DictConfig | ListConfig)
 
 
 def _registered() -> frozenset[str]:
-    """Return the targets that Hydra and its installed plugins have registered, and our own
+    """Return the targets that Hydra and its installed plugins have registered, with our own
     sweeper."""
 
     def targets(value: Any) -> Iterator[str]:
@@ -193,8 +194,10 @@ def _registered() -> frozenset[str]:
 
 
 def _logging_faults(config: DictConfig, name: str) -> Iterator[Fault]:
-    """Yield the faults of a logging config, resolved as it will be in a job. `name` is
-    `hydra_logging` or `job_logging`."""
+    """Yield the faults of a logging config, resolved as in a job.
+
+    name: `hydra_logging` or `job_logging`.
+    """
     hydra = config.hydra
     if OmegaConf.is_missing(hydra, name) or hydra[name] is None:
         return
@@ -224,8 +227,11 @@ def _logging_faults(config: DictConfig, name: str) -> Iterator[Fault]:
 
 
 def _logger_faults(value: Any, key: str) -> Iterator[Fault]:
-    """Yield a fault for every class and stream below `value` that logging would call or import and
-    that is not in the lists of allowed ones."""
+    """Yield a fault for every class or stream below `value` that logging would call or import, and
+    that is not allowed.
+
+    key: the path of `value`, for messages.
+    """
     if isinstance(value, dict):
         for name, item in value.items():
             inside = f"{key}.{name}"
@@ -243,8 +249,7 @@ def _logger_faults(value: Any, key: str) -> Iterator[Fault]:
 
 
 def _variable_faults(name: str, value: str) -> Iterator[Fault]:
-    """Yield a fault where an environment variable that the config sets is not one of those that
-    hold numbers and choices."""
+    """Yield a fault where a config may not set an environment variable, which could name code."""
     is_number_or_choice = name.startswith(_VARIABLES) and not any(x in name for x in _LOADED)
     if not (is_number_or_choice and name.isidentifier() and "\0" not in value):
         rule = "is no variable that a config may set: others name code that is run"

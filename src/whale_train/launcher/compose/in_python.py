@@ -1,7 +1,7 @@
 """Compose a request within a program that may use Hydra itself.
 
-The road is the command's: the same rewritings, the same checks, the same messages. What Hydra keeps
-for a whole process is set aside meanwhile, and put back.
+Overrides are rewritten and checked as on the command line, with the same messages. Hydra's global
+state is set aside in the meantime, and restored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,17 +23,17 @@ from whale_train.launcher.compose.own_files import said_of_own_files
 from whale_train.launcher.compose.sweeps import value_of
 
 RUN_DIR = "hydra.run.dir"
-_READ = (RUN_DIR, "hydra.searchpath")  # keys of Hydra's own that have an effect here
-# Flags, as argparse calls them, that have one.
+_READ = (RUN_DIR, "hydra.searchpath")  # Hydra's own keys that have an effect from Python
+# Flags that have an effect from Python, by argparse's names.
 _FLAGS = ("config_dir", "config_name", "overrides")
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A request, and the run directory that its config names.
+    """A request with the run directory of its config.
 
     request: the request.
-    run_dir: the run directory, which may not exist.
+    run_dir: the run directory, which may not exist yet.
     names_dir: whether an override names the run directory.
     """
 
@@ -43,9 +43,10 @@ class Composed:
 
 
 def composed_request(arguments: Sequence[str]) -> Composed:
-    """Return the request of the arguments of a command line. Raises ConfigError with all faults.
+    """Return the request that the arguments of a command line make.
 
-    Refused are also flags and keys of Hydra that have no effect on one request.
+    Raises ConfigError with all faults, among them flags and keys of Hydra without effect on a
+    single request.
     """
     with _hydra_set_aside():
         arguments = command_line.rewritten(arguments)
@@ -78,20 +79,20 @@ def composed_request(arguments: Sequence[str]) -> Composed:
 
 @contextmanager
 def _hydra_set_aside() -> Iterator[None]:
-    """Give this process a Hydra of its own within the context.
+    """Set the global state of Hydra and OmegaConf aside within the context, and restore it.
 
-    Hydra keeps one object of a kind for a process: what is initialised, its own config, plugins and
-    sources of files. OmegaConf keeps resolvers. Hydra's store of configs stays, since it has those
-    that Hydra adds when it is imported.
+    The state consists of Hydra's singletons (initialisation, Hydra's own config, plugins, sources
+    of files) and OmegaConf's resolvers. The ConfigStore stays, since Hydra fills it only once, at
+    import.
     """
     ConfigStore.instance()
-    kept, resolvers = Singleton._instances, dict(BaseContainer._resolvers)
-    Singleton._instances = {ConfigStore: kept[ConfigStore]}
+    instances, resolvers = Singleton._instances, dict(BaseContainer._resolvers)
+    Singleton._instances = {ConfigStore: instances[ConfigStore]}
     try:
         OmegaConf.register_new_resolver(
             "whale_suffix", lambda: token_hex(3), use_cache=True, replace=True
         )
         yield
     finally:
-        Singleton._instances = kept
+        Singleton._instances = instances
         BaseContainer._resolvers = resolvers

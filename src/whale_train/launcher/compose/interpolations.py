@@ -1,7 +1,7 @@
-"""Bound the size of what a config's interpolations stand for, before any is resolved.
+"""Bound the size of a config's resolved interpolations, before any is resolved.
 
-OmegaConf resolves an interpolation anew wherever it is named, so that `a: ${b}${b}`, `b: ${c}${c}`
-and so on double at every step.
+OmegaConf resolves an interpolation again at each place that names it, so that a chain such as
+`a: ${b}${b}`, `b: ${c}${c}` doubles in size with every link.
 """
 
 import re
@@ -14,12 +14,12 @@ from whale_train.errors import Fault, shortened
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _PARTS = re.compile(r"[^.\[\]]+")
-_CHARACTERS = 100  # number of characters of a text that count as one more value
+_CHARACTERS = 100  # this many characters of a text count as one more value
 
 
 def interpolation_faults(config: DictConfig) -> list[Fault]:
-    """Return a fault where a key's interpolations stand for more than MOST_VALUES values. Only the
-    first such key has one, since the others name it or are named by it."""
+    """Return a fault where a key's interpolations resolve to more than MOST_VALUES values. Only the
+    first such key gets a fault, since the other ones name it or are named by it."""
     plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
     weights = _Weights(plain)
     faults: list[Fault] = []
@@ -33,8 +33,10 @@ def interpolation_faults(config: DictConfig) -> list[Fault]:
 
 
 def _interpolations(value: Any, path: tuple[str, ...]) -> Any:
-    """Yield (path, text) for every text below `value` that has an interpolation. `path` is that of
-    `value`."""
+    """Yield the path and the text of every text with an interpolation below `value`.
+
+    path: the path of `value`.
+    """
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
@@ -44,22 +46,22 @@ def _interpolations(value: Any, path: tuple[str, ...]) -> Any:
 
 
 class _Weights:
-    """The number of values that each part of a config stands for. A part that names itself counts
-    as 0 there."""
+    """The number of values that each part of a config resolves to, computed once for each part. A
+    reference of a part to itself counts as 0."""
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
         self.known: dict[tuple[str, ...], int] = {}
 
     def of(self, value: Any, path: tuple[str, ...]) -> int:
-        """Return the number of values that `value`, which is at `path`, stands for."""
+        """Return the number of values that `value`, at `path`, resolves to."""
         if path not in self.known:
             self.known[path] = 0
             self.known[path] = self._counted(value, path)
         return self.known[path]
 
     def _counted(self, value: Any, path: tuple[str, ...]) -> int:
-        """Return the same number for a `value` that was not counted before."""
+        """Count the values that `value`, at `path`, resolves to."""
         if isinstance(value, dict | list):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             return 1 + sum(self.of(item, (*path, str(key))) for key, item in items)
@@ -72,20 +74,20 @@ class _Weights:
         return total
 
     def _named(self, text: str, path: tuple[str, ...]) -> int:
-        """Return the number of values that the interpolation `text` stands for. For a resolver, it
-        is the sum over its arguments, and at least 1."""
+        """Return the number of values that the interpolation `text` resolves to. A call of a
+        resolver counts as the sum of its arguments, at least 1."""
         _, _, arguments = text.partition(":")
         if ":" in text:
             return sum(self._named(argument, path) for argument in arguments.split(",")) or 1
         words = text.strip().strip("'\"")
         dots = len(words) - len(words.lstrip("."))
         parts = (*(path[:-dots] if dots else ()), *_PARTS.findall(words))
-        there = self.plain
+        node = self.plain
         for part in parts:
-            if isinstance(there, dict):
-                there = next((item for key, item in there.items() if str(key) == part), None)
-            elif isinstance(there, list) and part.isdigit() and int(part) < len(there):
-                there = there[int(part)]
+            if isinstance(node, dict):
+                node = next((item for key, item in node.items() if str(key) == part), None)
+            elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+                node = node[int(part)]
             else:
-                there = None
-        return 0 if there is None or not parts else self.of(there, parts)
+                node = None
+        return 0 if node is None or not parts else self.of(node, parts)

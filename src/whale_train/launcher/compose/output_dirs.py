@@ -1,4 +1,4 @@
-"""Check the directories that Hydra makes for a run or a sweep, before it makes any."""
+"""Check the directories of a run or a sweep before Hydra makes them."""
 
 import os
 import tempfile
@@ -23,7 +23,7 @@ def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
     config: the composed config, with Hydra's own part.
     job: the number of the job in a sweep; None for a single run.
 
-    A directory that holds a run is no fault where `train.resume=auto`.
+    A directory that holds a run is a fault unless `train.resume=auto`.
     """
     key = "hydra.run.dir" if job is None else "hydra.sweep.dir"
     HydraConfig.instance().set_config(config)
@@ -58,27 +58,27 @@ def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
 
 
 def _path_faults(path: Path, key: str, shown: str) -> list[Fault]:
-    """Return the fault of a path that no system call would take: with a NUL, not in UTF-8, or too
+    """Return the fault of a path that no system call accepts: it has a NUL, is not UTF-8, or is too
     long."""
     rule = ""
     try:
-        written = os.fsencode(path)
+        encoded = os.fsencode(path)
     except UnicodeError:
         return [Fault(key, ascii(shortened(shown)), "is no text", "name a directory in UTF-8")]
-    longest = max((len(name) for name in written.split(b"/")), default=0)
+    longest = max((len(name) for name in encoded.split(b"/")), default=0)
     if "\0" in shown:
         rule = "has a NUL, which no path has"
     elif longest > _NAME_BYTES:
         rule = f"has a name of {longest:,} bytes, and at most {_NAME_BYTES} are one"
-    elif len(written) > _PATH_BYTES - _INSIDE_BYTES:
+    elif len(encoded) > _PATH_BYTES - _INSIDE_BYTES:
         most = _PATH_BYTES - _INSIDE_BYTES
-        rule = f"is a path of {len(written):,} bytes, and those inside a run have at most {most:,}"
+        rule = f"is a path of {len(encoded):,} bytes, and those inside a run have at most {most:,}"
     value = shortened(shown.replace("\0", "\\0"))
     return [Fault(key, value, rule, "name a directory by a shorter path")] if rule else []
 
 
 def _unwritable(path: Path, key: str, shown: str) -> list[Fault]:
-    """Return the fault of a directory that cannot be made, or in which no file can be written."""
+    """Return the fault of a directory that cannot be made or written to."""
     try:
         existing = next(folder for folder in (path, *path.parents) if folder.exists())
         with tempfile.TemporaryFile(dir=existing):

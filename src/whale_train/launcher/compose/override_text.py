@@ -1,4 +1,4 @@
-"""Read one override of the command line by Hydra's grammar, or find the fault of its text."""
+"""Parse one override of the command line by Hydra's grammar, or find the fault of its text."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ _BARE = re.compile(r"[\w/\-+.$%*@?|]")
 
 
 def read_override(text: str, faults: list[Fault]) -> Override | None:
-    """Return the parsed override, or None after adding its fault to `faults`."""
+    """Return the parsed override, or None after adding a fault."""
     if "=" not in text and not text.startswith("~"):
         instead = known_elsewhere(text)
         remedy = f"write {text}=VALUE" if instead is None else instead.remedy
@@ -44,10 +44,10 @@ def read_override(text: str, faults: list[Fault]) -> Override | None:
 
 
 def _without_quoted_keys(text: str) -> str | None:
-    """Return the override `text` with the quotes around keys of its mappings removed.
+    """Return the override `text` without quotes around the keys of mappings.
 
-    YAML and JSON allow such quotes, and Hydra does not. Returns None where the text cannot be read
-    without them either, or has none.
+    YAML and JSON allow such quotes, and Hydra does not. Returns None where the text has no such
+    quotes, or cannot be parsed without them either.
     """
 
     def plain(match: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
-"""Have Hydra read the user's own config files first, and write the plan's notes about them.
+"""Have Hydra read the user's own config files first, and note in the plan which files they shadow.
 
-Hydra reads the files of an application before the folder of `--config-dir` and those of
-`hydra.searchpath`. Here the user's files come first, so that a name means the user's file. The
-application determines which keys there are: its `config.yaml` stays the primary config.
+Hydra itself reads an application's files before the folder of `--config-dir` and the folders of
+`hydra.searchpath`. With this file, a name that the user and the application both use means the
+user's file. The primary config, `config.yaml`, stays the application's, since it defines the keys.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ from hydra.types import RunMode
 from whale_train.launcher.compose.config_files import BoundedFiles
 from whale_train.strategies.plan.plan import Decision
 
-PRIMARY = "config"  # the name of the primary config, which is not the user's to replace
+PRIMARY = "config"  # the name of the primary config, which a user's file cannot replace
 _BUILT_IN = ("main", "hydra", "schema")  # providers of files that are not the user's own
 _OWN = "own"
 
 
 class _OwnFiles(BoundedFiles):  # type: ignore[misc, unused-ignore]
-    """A folder of config files, without a primary config."""
+    """A source of the user's config files in a folder; a primary config there is ignored."""
 
     @staticmethod
     def scheme() -> str:
@@ -41,7 +41,7 @@ class _OwnFiles(BoundedFiles):  # type: ignore[misc, unused-ignore]
 
 
 class _OwnPackage(ImportlibResourcesConfigSource):  # type: ignore[misc, unused-ignore]
-    """A package of config files, without a primary config."""
+    """A source of the user's config files in a package; a primary config there is ignored."""
 
     @staticmethod
     def scheme() -> str:
@@ -54,9 +54,9 @@ class _OwnPackage(ImportlibResourcesConfigSource):  # type: ignore[misc, unused-
 def put_own_files_first(config_dir: str | None, overrides: Sequence[Override]) -> None:
     """Have Hydra, in this process, read the user's own files before the built-in ones.
 
-    config_dir: the folder of `--config-dir`, which is read first; None where there is none.
-    overrides: all overrides. The folders and packages that one of `hydra.searchpath` lists are read
-        next.
+    config_dir: the folder of `--config-dir`, which is read first; None without the flag.
+    overrides: all overrides. Folders and packages in an override of `hydra.searchpath` are read
+        after `config_dir`.
     """
     folders = [] if config_dir is None else [f"own-file://{Path(config_dir).absolute()}"]
     for override in overrides:
@@ -80,10 +80,10 @@ def put_own_files_first(config_dir: str | None, overrides: Sequence[Override]) -
 
 
 def said_of_own_files(hydra: Any) -> tuple[Decision, ...]:
-    """Return the plan's notes about own files that have the name of a built-in file which this job
-    uses.
+    """Return notes for the plan on the user's files that have the name of a built-in file of this
+    job. Hydra must be initialised.
 
-    hydra: Hydra's own part of the job's config. Hydra has to be initialised.
+    hydra: Hydra's own part of the job's config.
     """
     if all(source.provider in _BUILT_IN for source in hydra.runtime.config_sources):
         return ()
@@ -91,7 +91,7 @@ def said_of_own_files(hydra: Any) -> tuple[Decision, ...]:
     name, overrides = str(hydra.job.config_name), [*hydra.overrides.task, *hydra.overrides.hydra]
     defaults = loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults
     sources = [_source(x.schema, x.provider, x.path) for x in hydra.runtime.config_sources]
-    said: dict[str, Decision] = {}
+    notes: dict[str, Decision] = {}
     for path in dict.fromkeys([PRIMARY, *(default.config_path for default in defaults)]):
         having = [source for source in sources if source is not None and source.is_config(path)]
         built_in = next((source for source in having if source.provider in _BUILT_IN), None)
@@ -109,8 +109,8 @@ def said_of_own_files(hydra: Any) -> tuple[Decision, ...]:
             else:
                 why = "another of your files, or the built-in one, is read first"
                 decision = Decision(group, _path(having[0], path), where, why)
-            said.setdefault(where, decision)
-    return tuple(said.values())
+            notes.setdefault(where, decision)
+    return tuple(notes.values())
 
 
 _OF_PRIMARY = (
@@ -119,8 +119,8 @@ _OF_PRIMARY = (
 
 
 def _source(schema: str, provider: str, path: str) -> ConfigSource | None:
-    """Return Hydra's source of config files at a path, or None for a kind of source that is not
-    registered here."""
+    """Return Hydra's source of config files at a path; None for a kind of source that is not
+    registered."""
     try:
         return SourcesRegistry.instance().resolve(schema)(provider, f"{schema}://{path}")
     except ValueError:  # a kind of source that is not registered
@@ -128,8 +128,7 @@ def _source(schema: str, provider: str, path: str) -> ConfigSource | None:
 
 
 def _path(source: ConfigSource, config_path: str) -> str:
-    """Return the path of a config as a user knows it: relative where it is below the working
-    directory."""
+    """Return the path of a config for messages, relative if it is below the working directory."""
     if not source.scheme().endswith("file"):
         return f"{source.path}/{config_path}.yaml"
     path = Path(source.path, f"{config_path}.yaml")

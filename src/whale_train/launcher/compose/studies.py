@@ -1,4 +1,4 @@
-"""Check a sweep by Optuna (`hydra/sweeper=optuna`) before Hydra begins it."""
+"""Check a sweep by Optuna (`hydra/sweeper=optuna`) before Hydra starts it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +19,11 @@ _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def put_released_sweeper_aside() -> None:
-    """Have `hydra/sweeper=optuna` mean our own sweeper where hydra-optuna-sweeper is installed too.
+    """Have `hydra/sweeper=optuna` choose our own sweeper even where hydra-optuna-sweeper is
+    installed.
 
-    Hydra takes the configs that a plugin registers as schemas of the files of the same names.
+    Hydra uses a config that a plugin registers as the schema of a file of the same name, so the
+    plugin's configs are removed.
     """
     Plugins.instance()  # registers them
     sweepers = ConfigStore.instance().repo.get("hydra", {}).get("sweeper", {})
@@ -30,18 +32,20 @@ def put_released_sweeper_aside() -> None:
 
 
 def is_study(config: DictConfig) -> bool:
-    """Return whether Optuna chooses the values of the sweep of a config."""
+    """Return whether a config asks for a sweep by Optuna."""
     return bool(OmegaConf.select(config, "hydra.sweeper._target_") == SWEEPER)
 
 
 def read_study(
     config: DictConfig, overrides: Sequence[Override]
 ) -> tuple[StudyRequest, dict[str, SweptKey], list[str], Goals]:
-    """Return the request for a study, its parameters, the overrides that all trials share, and its
-    goals. Raises ConfigError with all faults.
+    """Return the request for a study, the parameters by key, the overrides that all trials share,
+    and the goals.
 
     config: the config that trials share, with Hydra's own part.
-    overrides: those of `hydra.sweeper.params`, then those of the command line, without Hydra's own.
+    overrides: the overrides in `hydra.sweeper.params`, then the command line's, except Hydra's own.
+
+    Raises ConfigError with all faults.
     """
     faults: list[Fault] = []
     section: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
@@ -68,9 +72,9 @@ def read_study(
 
 
 def job_faults(asked: StudyRequest, config: DictConfig) -> list[Fault]:
-    """Return the faults of a job that no trial can be, or none.
+    """Return the faults of a job that cannot be a trial; an empty list for one that can.
 
-    config: the config of the job, or the one that all jobs share.
+    config: the config of the job, or the config that all jobs share.
     """
     faults = []
     mode, launcher = config.get("mode"), config.get("launcher") or {}
@@ -98,11 +102,12 @@ def job_faults(asked: StudyRequest, config: DictConfig) -> list[Fault]:
 def points(
     space: dict[str, SweptKey], fixed: Sequence[str], overrides: Sequence[Override]
 ) -> list[list[str]]:
-    """Return overrides of jobs in which every choice stands once, to be composed: the first value
-    of every parameter, and each other option of a config group in place of its first.
+    """Return the overrides of sample jobs, which together have every swept option of every config
+    group.
 
-    Other values are checked when their trial is. A sweep may have more trials than can be composed
-    beforehand.
+    The first job has the first value of every parameter. Each further job replaces one option by
+    another of the same group. All other values are checked with their trials, since a sweep may
+    have more trials than can be composed beforehand.
     """
     groups = {override.key_or_group for override in overrides if is_choice(override)}
     first = {

@@ -1,4 +1,5 @@
-"""Expand a sweep into jobs: the product of the choices on the command line and in a config file."""
+"""Expand a sweep into jobs: the Cartesian product of the choices on the command line and in a
+config file."""
 
 from collections.abc import Iterable, Sequence
 from math import ceil, prod
@@ -17,12 +18,13 @@ PARAMS = "hydra.sweeper.params"
 
 
 def value_of(override: Override) -> str:
-    """Return the text behind the equals sign of an override."""
+    """Return the text after the equals sign of an override."""
     return str(override.input_line).partition("=")[2]
 
 
 def refuse_swept(overrides: Iterable[Override]) -> None:
-    """Raise ConfigError for overrides that give several values to one run."""
+    """Raise ConfigError for overrides that give several values, where a single run was asked
+    for."""
     rule = "gives several values to one run"
     faults = [
         Fault(o.key_or_group, value_of(o), rule, f"add -m to sweep, or give one {_kind(o)}")
@@ -36,7 +38,7 @@ def refuse_swept(overrides: Iterable[Override]) -> None:
 def jobs(config: DictConfig | None, overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, in Hydra's order.
 
-    config: the config that all jobs share, which may have choices too (`hydra.sweeper.params`).
+    config: the config that all jobs share, which may also have choices (`hydra.sweeper.params`).
     overrides: the overrides of the command line.
 
     Raises ConfigError for choices that cannot be swept, and for more jobs than MOST_JOBS.
@@ -68,13 +70,13 @@ def jobs(config: DictConfig | None, overrides: Sequence[str]) -> list[list[str]]
 
 
 def _all(parser: OverridesParser, overrides: Sequence[str]) -> list[Override]:
-    """Return the overrides of the command line, parsed."""
+    """Return the parsed overrides of the command line."""
     return list(parser.parse_overrides(list(overrides)))
 
 
 def params_of(config: DictConfig | None, parser: OverridesParser) -> list[Override]:
-    """Return the choices in a config file's `hydra.sweeper.params`. Raises ConfigError where one
-    cannot be parsed."""
+    """Return the choices in a config's `hydra.sweeper.params`, as overrides. Raises ConfigError
+    where a choice cannot be parsed."""
     sweeper: Any = None if config is None else config.hydra.get("sweeper")
     params = sweeper.get("params") if isinstance(sweeper, DictConfig) else None
     choices, faults = [], []
@@ -93,8 +95,10 @@ def params_of(config: DictConfig | None, parser: OverridesParser) -> list[Overri
 
 
 def _choices(override: Override) -> int:
-    """Return the number of values that an override gives. A range is not expanded for that; one
-    with step 0 counts as more than MOST_JOBS."""
+    """Return the number of values that an override gives.
+
+    A range is counted without being expanded. A range with step 0 counts as MOST_JOBS + 1.
+    """
     value = override.value()
     if isinstance(value, RangeSweep):
         start, stop, step = (float(x or 0) for x in (value.start, value.stop, value.step))
@@ -105,5 +109,5 @@ def _choices(override: Override) -> int:
 
 
 def _kind(override: Override) -> str:
-    """Return the word for what an override chooses: a value of a key, or an option of a group."""
+    """Return `value` for an override of a key, and `option` for an override of a group."""
     return "value" if "." in override.key_or_group else "option"

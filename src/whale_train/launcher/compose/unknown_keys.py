@@ -1,7 +1,7 @@
-"""Find the remedy for keys that a config does not have, and the faults that follow from them.
+"""Find the remedy for keys that a config does not have, and leave out faults that such keys cause.
 
-A remedy names only keys that this request may set: keys of the chosen options, in the requested
-mode. Failing that, it names the option that has the key.
+A remedy names only keys that the request may set: keys of the chosen options, in the requested
+mode. If another option has the key, the remedy names that option.
 """
 
 import re
@@ -17,7 +17,7 @@ from whale_train.config import READING
 from whale_train.errors import Fault, closest, listed
 from whale_train.other_trainers import known_elsewhere
 
-# Keys by which a file of a group identifies itself. Choosing another file changes them.
+# Keys that identify a file of a group. They change with the choice of another file.
 _OF_FILES = ("kind", "name", "_target_")
 _MODES = {
     "compare": ("plan",),
@@ -32,21 +32,21 @@ _MODES = {
     "audit.step": ("audit",),
 }
 _OF_RECORD = ("mode", "path", "run", "checkpoint", "checkpoint.path")
-# Modes that read a record: the keys that they read besides, and the remedy for any other.
+# Modes that read the record of a run: the keys with an effect, and the remedy for any other key.
 READ_ALONE = {
     "export": (_OF_RECORD, "leave it out: the checkpoint has it"),
     "audit": ((*_OF_RECORD, "audit", "audit.step"), "leave it out: the run has it"),
     "view": (("mode", "path", "against"), "leave it out: the plan has it"),
 }
 _WORD = r"\w[\w.]*\w"
-_NO_GROUPS = ("train", "verify", "checkpoint", "audit")  # sections that no name can be given to
+_NO_GROUPS = ("train", "verify", "checkpoint", "audit")  # sections without options to choose from
 
 
 def remedy_for(key: str, config: DictConfig | None) -> str:
-    """Return the remedy for a key that the config does not have. Hydra has to be initialised.
+    """Return the remedy for a key that the config does not have. Hydra must be initialised.
 
     key: the unknown key.
-    config: the config of the rest of the request; None where that cannot be composed.
+    config: the config of the rest of the request; None where it cannot be composed.
     """
     if config is None:
         return "see whale-train --cfg job for all keys"
@@ -77,7 +77,7 @@ def remedy_for_flag(text: str) -> str:
 
 
 def is_choice(override: Override) -> bool:
-    """Return whether an override chooses the option of a group, or names folders of config
+    """Return whether an override chooses the option of a config group, or names folders of config
     files."""
     sources = GlobalHydra.instance().config_loader().get_sources()
     group = override.key_or_group
@@ -88,10 +88,10 @@ def is_choice(override: Override) -> bool:
 def unread(missing: Iterable[str], config: DictConfig, chosen: Collection[str]) -> set[str]:
     """Return the sections of `config` that cannot be checked because an option does not exist.
 
-    missing: the groups whose chosen option does not exist. They are among the sections returned.
+    missing: the groups whose chosen option does not exist; all are in the result.
     config: the config composed without these choices.
-    chosen: the keys that the request sets. Where a missing option may choose options of other
-        groups, as an experiment does, all groups that are not among these are returned too.
+    chosen: the keys that the request sets. A missing option may choose options of other groups, as
+        an experiment does. In that case, the result also has every group that is not in `chosen`.
     """
     groups = {str(key) for key in config.hydra.runtime.choices if "/" not in str(key)}
     sections = groups & {str(key) for key in config}
@@ -109,8 +109,8 @@ def without_doubtful(
     unknown: the faults of unknown keys. Each remedy names the keys that may have been meant.
     given: the keys that the request sets.
 
-    A fault that names a key which was perhaps meant, and which is not `given` as well, is left out:
-    it concerns a value that nobody wants.
+    A fault is left out if it names a key that may have been meant and is not in `given`: the fault
+    then concerns a default that the user wanted to replace.
     """
     words = {word for fault in unknown for word in re.findall(_WORD, fault.remedy)}
     meant = {word for word in words if "." in word or word in ("checkpoint", "seed", "mode")}
@@ -119,8 +119,7 @@ def without_doubtful(
 
 
 def _settable(config: DictConfig, mode: object) -> list[str]:
-    """Return the keys that a request of this mode may set, and the keys of Hydra's own that are
-    often set."""
+    """Return the keys that a request in `mode` may set, with a few of Hydra's own keys."""
     if mode == "export":
         return ["mode", "checkpoint", "path", "hydra.run.dir"]
     if mode == "audit":
@@ -148,10 +147,10 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
 
 
 def _spelled(key: str, keys: Collection[str]) -> str | None:
-    """Return the key that a mistyped one was meant to be, or None.
+    """Return the key of `keys` that the mistyped `key` probably means, or None.
 
-    Compared is the last name, among the keys of the same section. Where the section is mistyped
-    too, the whole key is compared.
+    If the section of `key` exists, the last names of the section's keys are compared. If not, whole
+    keys are compared.
     """
     section, _, name = key.rpartition(".")
     if section and any(x.startswith(f"{section}.") for x in keys):
@@ -165,15 +164,15 @@ def _spelled(key: str, keys: Collection[str]) -> str | None:
 
 
 def _alike(name: str, other: str) -> bool:
-    """Return whether one name may be the other one mistyped: both have the same letters, or
-    difflib's ratio of the two is at least 0.7."""
+    """Return whether one name may be a misspelling of the other: both have the same letters, or
+    difflib's similarity ratio is at least 0.7."""
     if sorted(name) == sorted(other):
         return True
     return bool(get_close_matches(name, [other], cutoff=0.7))
 
 
 def _options_with(key: str) -> list[str]:
-    """Return the options, as GROUP=OPTION, whose files have a key that the chosen option lacks."""
+    """Return the options, as GROUP=OPTION, whose files have the key `key`."""
     group, _, rest = key.partition(".")
     loader = GlobalHydra.instance().config_loader()
     named = rest and group != "hydra"
@@ -182,16 +181,16 @@ def _options_with(key: str) -> list[str]:
         path = f"{group}/{option}"
         source = next((s for s in loader.get_sources() if s.is_config(path)), None)
         try:
-            written: object = source.load_config(path).config if source is not None else {}
-        except Exception:  # a file of the user's own that cannot be read has no key
+            content: object = source.load_config(path).config if source is not None else {}
+        except Exception:  # a user's file that cannot be read
             continue
-        if isinstance(written, DictConfig) and rest.split(".")[0] in list(written):
+        if isinstance(content, DictConfig) and rest.split(".")[0] in list(content):
             options.append(f"{group}={option}")
     return options
 
 
 def _any_of(options: list[str], most: int = 4) -> str:
-    """Return `GROUP=A, B` for options of one group, shortened to `most` names."""
+    """Return the text `GROUP=A, B` for options of one group, with at most `most` names."""
     group = options[0].partition("=")[0]
     names = [option.partition("=")[2] for option in options]
     return f"{group}={listed(names, most)}"

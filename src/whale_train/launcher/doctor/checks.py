@@ -1,5 +1,7 @@
-"""Check what an installation has: packages, devices, compilers and folders, and what is missing for
-which feature."""
+"""Check an installation's packages, devices, compilers and folders.
+
+Each check names the remedy for a missing item and the feature that needs the item.
+"""
 
 import os
 import platform
@@ -23,7 +25,7 @@ from whale_train.user_cache import user_cache
 
 _PACKAGE = "whale-train"
 _SMALL_SHM = 1 << 30  # bytes; a container's default is 64 MiB
-# What each extra of the package is for. An extra that is not named here is a developer's.
+# The features of each extra of the package. Other extras are for developers, and not reported.
 _EXTRAS = {
     "hf": "models and datasets of Hugging Face, data=text_files",
     "images": "data=image_folder, images in data=webdataset",
@@ -38,13 +40,13 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One line of the report: an item of the installation, and its condition.
 
-    part: the part of the report that it is in.
-    name: its name.
-    found: what was found, in words; '' where nothing was.
-    is_needed: whether no run works without it.
-    remedy: what to do where it is missing or wrong; '' where it is as it should be.
+    part: the section of the report.
+    name: the item, such as a package or a program.
+    found: the version, path or description of the item; '' where it is missing.
+    is_needed: whether every run needs the item.
+    remedy: the repair for a missing or unfit item; '' where the item is fine.
     """
 
     part: str
@@ -55,18 +57,18 @@ class Check:
 
     @property
     def is_broken(self) -> bool:
-        """Return whether runs fail because of it."""
+        """Return whether runs fail because of this item."""
         return self.is_needed and bool(self.remedy)
 
 
 def all_checks() -> list[Check]:
-    """Return the checks of this installation and machine, part by part."""
+    """Return all checks of this installation and machine, section by section."""
     checks = (packages(), features(), devices(), compilers(), folders())
     return [check for part in checks for check in part]
 
 
 def packages() -> Iterator[Check]:
-    """Yield the packages that every run needs."""
+    """Yield a check for Python and for each package that every run needs."""
     python = f"{platform.python_version()} in {sys.prefix}"
     yield Check("packages", "python", python, is_needed=True)
     yield Check("packages", _PACKAGE, version(_PACKAGE), is_needed=True)
@@ -77,7 +79,7 @@ def packages() -> Iterator[Check]:
 
 
 def features() -> Iterator[Check]:
-    """Yield what each extra of the package is for, and which of its packages are missing."""
+    """Yield a check for each feature that needs optional packages."""
     for extra, purpose in _EXTRAS.items():
         of_extra = [
             requirement
@@ -99,8 +101,10 @@ def _requirements() -> list[Requirement]:
 
 
 def _package(requirement: Requirement) -> tuple[str, str]:
-    """Return the installed version of a package, or '', and the remedy where it is missing or out
-    of range."""
+    """Return a package's installed version and the remedy.
+
+    The version is '' for a missing package. The remedy is '' for a version within range.
+    """
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
     try:
         installed = version(requirement.name)
@@ -111,7 +115,7 @@ def _package(requirement: Requirement) -> tuple[str, str]:
 
 
 def devices() -> Iterator[Check]:
-    """Yield the GPUs that the driver shows, or the processor that CPU processes share."""
+    """Yield a check for each GPU that the driver shows, and one for the processor."""
     gpus = visible_gpus()
     for number, gpu in enumerate(gpus):
         card = f"{gpu.name}, {in_bytes(gpu.memory_bytes)}"
@@ -124,7 +128,7 @@ def devices() -> Iterator[Check]:
 
 
 def compilers() -> Iterator[Check]:
-    """Yield the programs that compile kernels at their first use."""
+    """Yield a check for each program that compiles kernels at the kernels' first use."""
     for program, purpose in (
         ("g++", "offload: {optimizer: cpu}, train.compile"),
         ("ninja", "offload: {optimizer: cpu}"),
@@ -135,7 +139,7 @@ def compilers() -> Iterator[Check]:
 
 
 def folders() -> Iterator[Check]:
-    """Yield the folders that runs write to, and whether they can."""
+    """Yield a check for each folder that runs write to, and one for shared memory."""
     for name, folder, is_needed in (
         ("runs", Path("runs"), True),
         ("temporary files", Path(tempfile.gettempdir()), True),
@@ -155,6 +159,7 @@ def folders() -> Iterator[Check]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether a file can be made in a folder, or the folder itself where it is not there."""
-    there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    """Return whether a file can be created in a folder. For a missing folder, return whether the
+    folder can be created."""
+    nearest = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

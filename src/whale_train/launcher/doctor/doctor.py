@@ -1,5 +1,5 @@
-"""Run `whale-train doctor`: say what this installation and machine have, and what is missing for
-which feature."""
+"""Run `whale-train doctor`: report the state of this installation and machine, and the missing
+packages and programs of each feature."""
 
 import sys
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ def asks_doctor(arguments: Sequence[str]) -> bool:
 
 
 def run_doctor() -> int:
-    """Print the report, and return the exit status: 1 where no run would work, else 0."""
+    """Print the report. Return the exit status: 1 where runs would fail, else 0."""
     checks = all_checks()
     open_console(sys.stdout).print(Portable(report(checks)))
     return int(any(check.is_broken for check in checks))
 
 
 def report(checks: Sequence[Check]) -> RenderableType:
-    """Return the report of checks, part by part, and its last line."""
+    """Return the report: a table of checks for each section, and the verdict as the last line."""
     parts: list[RenderableType] = []
     for part, of_part in groupby(checks, lambda check: check.part):
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

@@ -1,4 +1,4 @@
-"""Run `mode=audit`: show the proof of which samples a run has trained on, and how often."""
+"""Run `mode=audit`: prove which samples a run has trained on, and how often."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from whale_train.launcher.ui.show_audit import audit_view, step_view
 
 
 def audit_job(request: Request, run_dir: Path, console: Console) -> JobEnd:
-    """Show the audit of the run that the request names, and of one of its steps.
+    """Show the audit of the run that the request names, and the samples of the step `audit.step`.
 
     Nothing is written. Raises ConfigError for a directory without a run, and for a step that the
-    run does not have.
+    run does not have or whose record is lost.
     """
     assert request.run is not None
     audit = audited(history_of(Path(request.run)))

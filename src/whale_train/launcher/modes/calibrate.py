@@ -1,5 +1,5 @@
-"""Run `mode=calibrate`: measure this machine's devices and links, and keep the figures for
-plans."""
+"""Run `mode=calibrate`: measure this machine's devices and links, and save the measurements for
+later plans."""
 
 import json
 from collections import Counter
@@ -34,7 +34,7 @@ from whale_train.strategies.hardware.cluster import Cluster, Link
 
 _MODEL = {"_target_": "whale_train.models.class_head.ClassHead", "num_classes": 10}
 _DATA = {"kind": "classes", "num_classes": 10, "num_samples": 1000}
-_SAMPLES = 1000  # enough for every rank to have some
+_SAMPLES = 1000  # so that every rank has at least one
 
 
 def calibrate(
@@ -44,10 +44,10 @@ def calibrate(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Have ranks measure their devices and links, then keep and show the figures.
+    """Start ranks that measure their devices and links, then save and show the measurements.
 
-    The devices are those of this host, or of the hosts on which others started ranks (`place`). On
-    CPUs, only as many processes measure as there are cores for.
+    The devices are this host's, or the devices of all hosts on which another launcher has started
+    the ranks (`place`). On CPUs, the number of measuring processes is at most the number of cores.
     """
     request = measuring(request)
     run_dir = make_run_dir(request, run_dir)
@@ -79,8 +79,9 @@ def calibrate(
 def measuring(request: Request, devices: int | None = None) -> Request:
     """Return the request of the ranks that measure.
 
-    It asks for the same devices, or for `devices` of them, each with a copy of a tiny model that
-    does not disturb the measurement.
+    Each device holds a copy of a model so small that it does not disturb the measurement.
+
+    devices: number of devices; None for all devices of `request`.
     """
     data: TypeAdapter[DataOptions] = TypeAdapter(DataOptions)
     request = request.without_evaluations()
@@ -97,16 +98,16 @@ def measuring(request: Request, devices: int | None = None) -> Request:
 
 
 def at_once(cluster: Cluster) -> int:
-    """Return the number of devices that measure at once, at most one process for each processor.
+    """Return the number of devices that measure at the same time: at most one process for each
+    processor.
 
-    More processes would measure how they wait for each other, which plans account for by
-    themselves.
+    More processes would also measure the wait for a processor, which plans account for separately.
     """
     return max(1, int(min(len(cluster.devices), cluster.processors)))
 
 
 def refuse_others(resolved: Resolved) -> None:
-    """Raise ConfigError where the inventory's devices are not here."""
+    """Raise ConfigError where the plan emulates its devices, which cannot be measured here."""
     if resolved.emulated:
         rule = f"measures the devices that are here, and those of hardware={resolved.cluster.name} "
         rule += "are others"
@@ -114,11 +115,11 @@ def refuse_others(resolved: Resolved) -> None:
 
 
 def announced(cluster: Cluster, count: int, threads_of: Callable[[int], int]) -> str:
-    """Return the line that announces a calibration: its devices, and how long it takes.
+    """Return the line that announces a calibration, with its devices and its likely duration.
 
     cluster: the devices of the request.
-    count: number of its first devices that measure.
-    threads_of: maps a number of processes to the number of threads that each of them has.
+    count: number of devices that measure; they are the first ones of `cluster`.
+    threads_of: maps a number of processes to the number of threads of each process.
     """
     kinds = Counter(device.name for device in cluster.first(count).devices)
     said = "measuring " + " and ".join(f"{number} x {kind}" for kind, number in kinds.items())
@@ -138,7 +139,7 @@ def _in_threads(threads: int) -> str:
 class KeptCalibration:
     """The measurements of all ranks.
 
-    devices: the calibration of each kind of device, and the file in which it is kept.
+    devices: the calibration of each kind of device, with the file that it is saved in.
     network: the link between hosts; None on one host.
     """
 
@@ -147,11 +148,11 @@ class KeptCalibration:
 
 
 def kept_of(run_dir: Path) -> KeptCalibration:
-    """Return the measurements in `calibration.json` of a run directory, after keeping them in a
-    file for each kind of device."""
-    written = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))
-    calibrations = (Calibration.from_mapping(mapping) for mapping in written["devices"])
-    network = written["network"] and Link(**written["network"])
+    """Return the measurements in a run directory's `calibration.json`, and save them in one file
+    for each kind of device."""
+    content = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))
+    calibrations = (Calibration.from_mapping(mapping) for mapping in content["devices"])
+    network = content["network"] and Link(**content["network"])
     return KeptCalibration(
         tuple((calibration, keep_calibration(calibration)) for calibration in calibrations), network
     )
@@ -161,8 +162,8 @@ def show(calibration_kept: KeptCalibration, console: Console) -> None:
     """Print a table for each kind of device, then the network between hosts in the form of an
     inventory.
 
-    A table has a line for each kind of operation, followed by the links. It fits 60 columns and
-    more.
+    A table has a row for each kind of operation. A line for each link follows. The output needs 60
+    columns.
     """
     for calibration, path in calibration_kept.devices:
         console.print(Portable(_view(calibration, path)))
@@ -177,7 +178,7 @@ def show(calibration_kept: KeptCalibration, console: Console) -> None:
 
 
 def _view(calibration: Calibration, path: Path) -> Group:
-    """Return the table of one kind of device, its links, and the file in which they are kept."""
+    """Return the table of one kind of device, its links, and the file of its calibration."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("operation")
     for name in ("each", "FLOP/s", "bytes/s"):
@@ -208,9 +209,10 @@ def _links(calibration: Calibration) -> list[tuple[str, Link]]:
     return [(name, link) for name, link in pairs if link is not None]
 
 
-_REACHED = 1e25  # a rate above this limits nothing
+_REACHED = 1e25  # a calibration has a higher rate where it has found no limit
 
 
 def _rate(rate: float) -> str:
-    """Return a rate, in FLOP/s or bytes/s, as text in units of 1e9; `-` where it is no limit."""
+    """Return a rate, in FLOP/s or bytes/s, as text in units of 1e9; `-` for a rate without a
+    limit."""
     return f"{rate / 1e9:,.2f} G" if rate < _REACHED else "-"

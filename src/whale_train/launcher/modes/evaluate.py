@@ -1,8 +1,8 @@
-"""Run `mode=evaluate` and `mode=predict`: the metrics of a checkpoint's model on named sets, and
-its prediction for every sample of them, under any plan.
+"""Run `mode=evaluate` and `mode=predict`, under any plan: compute the metrics of a checkpoint's
+model on named sets of samples, or the model's prediction for every sample.
 
-The model, the data, the metrics and the precision are those of the checkpoint's run, where the
-command line does not say otherwise. The strategy and the hardware are this command's own.
+The model, the data, the metrics and the precision come from the checkpoint's run, unless the
+command line sets them. The strategy and the hardware come from the command line.
 """
 
 import sys
@@ -34,11 +34,11 @@ from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.validation import validated
 
-RESULTS = "evaluation.json"  # in the run directory: the results of each set, by set
+RESULTS = "evaluation.json"  # in the run directory: the metrics of each set, by name
 WHOLE = "all"  # the name of a set of all samples
-_MAY_LACK_LABELS = (ArraysOptions, HfDatasetOptions, CustomOptions)  # others make them
-_ALL = 2**62  # samples of an evaluation, at most
-# Keys of a model that all models have, by which its other options stay: the fields of each.
+_MAY_LACK_LABELS = (ArraysOptions, HfDatasetOptions, CustomOptions)  # all other kinds have labels
+_ALL = 2**62  # a number of samples above that of any data
+# The fields behind each key that every model has. An override of such a key keeps the saved model.
 _OF_ANY_MODEL = {
     "loss": ("loss", "own_loss"),
     **{key: (key,) for key in ("class_dim", "loss_over", "sync_batchnorm")},
@@ -47,20 +47,23 @@ _SECTIONS = ("model", "data", "optimizer", "metrics", "seed")
 
 
 def weights_of(request: Request) -> SavedWeights:
-    """Return the weights to evaluate. Raises ConfigError where there are none that are whole."""
+    """Return the weights at the request's `checkpoint.path`. Raises ConfigError where no whole
+    weights are found."""
     assert request.checkpoint.path is not None
     return weights_at(request.checkpoint.path)
 
 
 def with_saved(request: Request, weights: SavedWeights, overrides: Sequence[str]) -> Request:
-    """Return the request of an evaluation: that of the run of `weights`, as far as `overrides` do
-    not say otherwise.
+    """Return the request of an evaluation: the request of the run that saved `weights`, changed by
+    the overrides of the command line.
 
-    overrides: those of the command line. One of a whole section, as `data=arrays`, takes the
-        section of `request`; one of a key in it takes that key alone, where it is of the data, or
-        one that all models have.
+    request: the request that the command line makes.
+    weights: the weights to evaluate.
+    overrides: the overrides of the command line. An override of a whole section, as `data=arrays`,
+        takes the section from `request`. An override of a key in a section takes that key alone if
+        the key is of the data or one that every model has, and else the whole section.
 
-    Raises ConfigError where there is nothing to evaluate.
+    Raises ConfigError for trackers or callbacks, and where there is nothing to evaluate.
     """
     saved = weights.request
     asked = {"trackers": request.trackers, "callbacks": request.callbacks.listed}
@@ -104,9 +107,11 @@ def with_saved(request: Request, weights: SavedWeights, overrides: Sequence[str]
 def _with_sets(data: DataOptions, mode: Mode, keys: Collection[str]) -> DataOptions:
     """Return `data` with the sets to evaluate.
 
-    They are those that the command line or the checkpoint's run names. All samples are one where
-    the command line asks for other data and names no sets of it, and where there is nothing else to
-    predict. Raises ConfigError where there is nothing to evaluate.
+    The sets are the ones that the command line or the checkpoint's run names. One set of all
+    samples is used where the command line asks for other data without naming sets, and where
+    `mode=predict` has no set. Raises ConfigError where there is nothing to evaluate.
+
+    keys: the keys that the command line overrides.
     """
     asked = {key for key in keys if key.partition(".")[0] == "data"}
     named = {key for key in asked if key.startswith("data.evaluation")}
@@ -123,10 +128,11 @@ def _with_sets(data: DataOptions, mode: Mode, keys: Collection[str]) -> DataOpti
 
 
 def _blank_labels(data: DataOptions, weights: SavedWeights) -> tuple[str, tuple[int, ...]] | None:
-    """Return dtype and shape of the labels that the weights were trained on where `data` has none.
+    """Return the dtype and the shape of one sample's label in the training data of `weights`, for
+    `data` without labels.
 
-    Returns None where it has labels, or needs none. Raises ConfigError where the data cannot be
-    read, or lacks labels and those that were trained on cannot be read either.
+    Returns None where `data` has labels, or the training data had none. Raises ConfigError where
+    `data` cannot be read, or lacks labels and the training data cannot be read.
     """
     if not isinstance(data, _MAY_LACK_LABELS):
         return None
@@ -140,7 +146,8 @@ def _blank_labels(data: DataOptions, weights: SavedWeights) -> tuple[str, tuple[
 
 
 def _changed(saved: DataOptions, asked: DataOptions, keys: Sequence[str]) -> DataOptions:
-    """Return the `saved` options of the data with the values of `keys` that were asked for."""
+    """Return the data options `saved`, with the values of `keys` taken from `asked`. Raises
+    ConfigError where the result is not valid."""
     given = asked.model_dump(mode="json", by_alias=True)
     content = saved.model_dump(mode="json", by_alias=True)
     for key in {key.partition(".")[0] for key in keys}:
@@ -160,9 +167,9 @@ def evaluate_weights(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Evaluate weights as `request`, made by `with_saved`, says, and show the results.
+    """Evaluate weights by the request that `with_saved` has made, and show the results.
 
-    Raises ConfigError where they are not those of the request's model.
+    Raises ConfigError where the weights do not fit the request's model.
     """
     say_passed_over(weights.broken, console)
     run_dir = make_run_dir(request, run_dir)
@@ -190,15 +197,18 @@ def evaluate_weights(
         write_json(run_dir / RESULTS, {"step": weights.step, "sets": results})
         console.print(Portable(results_table(results)))
         console.print(f"the results: {run_dir / RESULTS}", soft_wrap=True, markup=False)
-    for name, written in summary.get("predictions", {}).items():
-        said = f"{written['samples']:,} predictions of {name}: {written['file']}"
+    for name, predictions in summary.get("predictions", {}).items():
+        said = f"{predictions['samples']:,} predictions of {name}: {predictions['file']}"
         console.print(said, soft_wrap=True, markup=False)
     sys.stdout.flush()
     return JobEnd("done", run_dir, summary)
 
 
 def results_table(results: Mapping[str, Mapping[str, float | None]]) -> Table:
-    """Return the results as a table of a row a set."""
+    """Return a table of metrics with one row for each set and one column for each metric.
+
+    results: the value of each metric by name, by the name of the set.
+    """
     table = Table(box=None, pad_edge=False)
     names = list(dict.fromkeys(name for of_set in results.values() for name in of_set))
     table.add_column("set")

@@ -1,6 +1,6 @@
-"""Run `mode=export`: write the weights of a checkpoint as a folder that other programs open.
+"""Run `mode=export`: write the weights of a checkpoint as a folder that other programs can open.
 
-A run that died after its last step is ended in the same way.
+A run that died after its last step is completed by the same export.
 """
 
 from pathlib import Path
@@ -44,9 +44,10 @@ def export_checkpoint(
 def export_into(
     run_dir: Path, checkpoint: Resumed, console: Console, signals: StopSignals
 ) -> JobEnd:
-    """Write the folder of weights of a run directory from the checkpoint `checkpoint`.
+    """Write a checkpoint's weights into the `model/` folder of a run directory, and return the end
+    of the job.
 
-    Raises ConfigError as `export_checkpoint` does. Returns the end of the job.
+    Raises ConfigError for weights that are not whole, and for a model that cannot be built here.
     """
     from whale_train.models.build import load_class  # which imports torch
 

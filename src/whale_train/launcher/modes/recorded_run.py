@@ -1,7 +1,7 @@
-"""Read the files that the ranks of a verification left, and assemble their tensors.
+"""Read the files that the ranks of a verification wrote, and assemble whole tensors from them.
 
-This file owns how the files of runtime/train/recorder.py are read. launcher/modes/compare_runs.py
-judges the values.
+This file owns the reading of the files that runtime/train/recorder.py writes.
+launcher/modes/compare_runs.py judges the values.
 """
 
 import json
@@ -19,35 +19,36 @@ Array = NDArray[np.float64]
 
 
 def largest_of(values: Array) -> float:
-    """Return the largest magnitude among `values`: NaN where one is NaN, 0 for an empty array."""
+    """Return the largest magnitude in `values`: NaN where any value is NaN, 0 for an empty
+    array."""
     return float(np.max(np.abs(values))) if values.size else 0.0
 
 
 class RecordedRun:
-    """A finished run of `ranks` ranks, whose tensors can be read inside its `with` block.
+    """A finished run of `ranks` ranks, whose tensors can be read inside a `with` block.
 
-    dropout_off: whether the model has dropout, which was left out.
+    dropout_off: whether the model has dropout, which the run turned off.
     drew_random: whether the model drew random numbers all the same.
     largest: the largest element of each parameter's gradients in any step, by path; recorded in
         runs of one rank.
-    skipped: the steps, from 1, that changed nothing because fp16 overflowed.
+    skipped: the steps, from 1, without an update, because fp16 overflowed.
     losses, norms, rates: the loss, gradient norm and learning rate of every step.
     """
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         folder = run_dir / "verify"
-        said = [
+        records = [
             json.loads((folder / f"rank_{r}.json").read_text(encoding="utf-8"))
             for r in range(ranks)
         ]
-        self.dropout_off = any(rank["dropout_off"] for rank in said)
-        self.drew_random = any(rank["drew_random"] for rank in said)
-        self.largest: dict[str, float] = said[0]["largest"]
-        self.skipped: list[int] = said[0]["skipped"]
+        self.dropout_off = any(rank["dropout_off"] for rank in records)
+        self.drew_random = any(rank["drew_random"] for rank in records)
+        self.largest: dict[str, float] = records[0]["largest"]
+        self.skipped: list[int] = records[0]["skipped"]
         self.losses, self.norms = _metric(run_dir, "loss"), _metric(run_dir, "grad_norm")
         self.rates = _metric(run_dir, "lr")
-        self._parts: list[dict[str, dict[str, Any]]] = [rank["parts"] for rank in said]
-        self._constants: list[dict[str, dict[str, Any]]] = [rank["constants"] for rank in said]
+        self._parts: list[dict[str, dict[str, Any]]] = [rank["parts"] for rank in records]
+        self._constants: list[dict[str, dict[str, Any]]] = [rank["constants"] for rank in records]
         self._paths = [folder / f"rank_{r}.safetensors" for r in range(ranks)]
         self._stack = ExitStack()
         self._files: list[Any] = []
@@ -63,18 +64,19 @@ class RecordedRun:
 
     @property
     def paths(self) -> list[str]:
-        """Return the paths of the first rank's trained parameters. In a run of one rank, they are
-        all."""
+        """Return the paths of the first rank's trained parameters: in a run of one rank, all of the
+        model's."""
         return list(self._parts[0])
 
     @property
     def constants(self) -> dict[str, str]:
-        """Return the kind, `buffer` or `frozen parameter`, of everything that is not trained, by
-        path, in a run of one rank."""
+        """Return the kind of each untrained tensor, `buffer` or `frozen parameter`, by path, in a
+        run of one rank."""
         return {held["path"]: held["what"] for held in self._constants[0].values()}
 
     def is_float(self, path: str) -> bool:
-        """Return whether the buffer or frozen parameter `path` has floats, in a run of one rank."""
+        """Return whether the buffer or frozen parameter `path` is floating-point, in a run of one
+        rank."""
         return any(x["is_float"] for x in self._constants[0].values() if x["path"] == path)
 
     def shape(self, path: str) -> tuple[int, ...]:
@@ -91,19 +93,19 @@ class RecordedRun:
         kind: the tensor's kind in the files, such as `initial`, `gradient` or `sensitivity`.
         path: the parameter.
 
-        Zeros stand for a gradient or a sensitivity that no gradient reached.
+        A parameter that no gradient reached has a gradient and a sensitivity of zeros.
         """
         if f"{kind}/{path}" not in self._names[0]:
             return np.zeros(self.shape(path))
         return self._read(0, f"{kind}/{path}")
 
     def bounds(self, kind: str, path: str, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """Return the smallest and the largest value that any rank has, element by element, as two
+        """Return the smallest and the largest value among all ranks, element by element, as two
         fp64 arrays of `shape`.
 
-        An element is NaN where no rank holds it, or where a rank has NaN. The kinds `first update`
-        and `update` are the values after the first step, and at the end, less the initial ones. A
-        gradient is 0 where a rank that holds the parameter has none, and no copy of it has.
+        An element is NaN where no rank holds it, or where a rank has NaN. The kind `first update`
+        is the value after the first step minus the initial value, and `update` the final value
+        minus the initial value. A gradient is 0 where the parameter has no gradient on any rank.
         """
         low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
         value = {"first update": "first", "update": "final"}.get(kind, kind)
@@ -132,8 +134,9 @@ class RecordedRun:
         return values
 
     def constant_bounds(self, path: str, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """Return the smallest and the largest value that any rank has of a buffer or frozen
-        parameter, as `bounds` does."""
+        """Return the smallest and the largest value of a buffer or frozen parameter among all
+        ranks, element by element, as two fp64 arrays of `shape`. An element is NaN where no rank
+        holds it."""
         low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
         for rank in range(len(self._files)):
             for index, part in self._blocks(rank, path):
@@ -145,8 +148,8 @@ class RecordedRun:
         return low, high
 
     def _blocks(self, rank: int, path: str) -> Iterator[tuple[Sequence[Any], Array]]:
-        """Yield the index and the fp64 values of every part that a rank has of a buffer or frozen
-        parameter."""
+        """Yield the index and the fp64 values of each part of a buffer or frozen parameter that a
+        rank holds."""
         for name, held in self._constants[rank].items():
             if held["path"] == path:
                 yield held["index"], self._read(rank, name)
@@ -158,9 +161,10 @@ class RecordedRun:
 
 
 def _place(index: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
-    """Return the numpy index of a part in its whole tensor.
+    """Return the numpy index of a part in the whole tensor.
 
-    index: for each dimension, the intervals (start, stop) that the part has, or None for all of it.
+    index: for each dimension, the intervals (start, stop) that the part covers, or None for the
+        whole dimension.
     shape: the shape of the whole tensor.
     """
     rows = [
@@ -173,8 +177,8 @@ def _place(index: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _metric(run_dir: Path, key: str) -> list[float]:
-    """Return one figure of every step in `metrics.jsonl`. NaN stands for null, by which a value
-    that is not finite is written."""
+    """Return the value of `key` in each step's line of `metrics.jsonl`. A null, which the file has
+    in place of a value that is not finite, becomes NaN."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     values = (json.loads(line)[key] for line in lines)
     return [math.nan if value is None else value for value in values]

@@ -1,5 +1,5 @@
-"""Run `mode=rehearse`, and the verdict of `mode=plan rehearse=true`: go through the step of every
-rank without its device."""
+"""Run `mode=rehearse`, and the rehearsal of `mode=plan rehearse=true`: go through a step of every
+rank without the rank's device."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def refuse_other_ranks(request: Request, plan: Plan) -> None:
-    """Raise ConfigError where the request rehearses ranks that the plan does not have."""
+    """Raise ConfigError where the request names a rank to rehearse that the plan does not have."""
     asked = request.rehearse if isinstance(request.rehearse, tuple) else ()
     others = [rank for rank in asked if rank >= plan.world_size]
     if others:
@@ -27,10 +27,10 @@ def refuse_other_ranks(request: Request, plan: Plan) -> None:
 
 
 def rehearse_job(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
-    """Rehearse the plan of a run directory, and show the outcome.
+    """Rehearse the plan in a run directory and show the outcome.
 
-    `mode=rehearse` shows all of it. Any other mode shows the verdict, and the rest only where
-    something is wrong.
+    `mode=rehearse` shows the whole outcome. Any other mode shows the verdict, and the rest only
+    where the rehearsal found a fault.
     """
     console.print(Text("rehearsing its ranks, without their devices"))
     ranks = request.rehearse

@@ -1,7 +1,8 @@
-"""Read from a run directory which places of its data every optimizer step took, over all attempts.
+"""Read from a run directory the positions of the data that each optimizer step took, over all
+attempts.
 
-A step that a later attempt did again counts once, as that attempt did it. A run that went on from
-another run's checkpoint has the steps of that run before its own.
+A step that a later attempt repeated counts once, as the later attempt took it. A run that continued
+from another run's checkpoint begins with the steps of that other run.
 """
 
 import json
@@ -28,16 +29,16 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True)
 class StepRange:
-    """Consecutive steps of one attempt, which count.
+    """Consecutive steps of one attempt that no later attempt repeated.
 
     files: the folder with the attempt's files.
-    began, ended: the steps after `began` up to `ended`, counted from 1, are those of the segment.
+    began, ended: the range has the steps `began` + 1 to `ended`, counted from 1.
     first: the place of the first sample of step `began` + 1.
-    batch: samples of a step.
+    batch: number of samples in a step.
     order: the order of the samples.
-    anew: whether the data begins with its first sample here, after other steps.
+    anew: whether the data starts again at its first sample here, after other steps.
     digest: fingerprint of the data, in hex; None where the run has none.
-    repeated: number of steps of the attempt that a later attempt did again.
+    repeated: number of further steps of the attempt, which a later attempt repeated.
     """
 
     files: Path
@@ -51,28 +52,28 @@ class StepRange:
     repeated: int = 0
 
     def places(self, step: int) -> Places:
-        """Return the places of a step of the segment, counted from 1."""
+        """Return the places of the samples of `step`, which is counted from 1."""
         start = self.first + (step - self.began - 1) * self.batch
         return start, start + self.batch
 
     @property
     def after(self) -> int:
-        """Return the place after the last one of the segment."""
+        """Return the place after the last sample of the range."""
         return self.first + (self.ended - self.began) * self.batch
 
     @cached_property
     def plan(self) -> Plan:
-        """Return the plan of the attempt. Raises ConfigError."""
+        """Return the plan of the attempt. Raises ConfigError where it cannot be read."""
         return _read(self.files / "plan.json", Plan.from_json)
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The steps of a run that count, and what is wrong with their record.
+    """The steps of a run, each once, and the faults of their record.
 
     segments: the steps, in order and without a gap.
     skipped: the steps without an update.
-    wrong: sentences on records that are missing, or that contradict each other.
+    wrong: sentences on records that are missing or contradict each other.
     """
 
     segments: tuple[StepRange, ...]
@@ -82,7 +83,8 @@ class RunHistory:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of `metrics.jsonl`: a step, its samples, and whether it had no update."""
+    """A line of `metrics.jsonl`: the step, its number of samples, and whether its update was
+    skipped."""
 
     step: int
     samples: int
@@ -90,13 +92,17 @@ class _Line:
 
 
 def history_of(run_dir: Path, until: int | None = None) -> RunHistory:
-    """Return the history of a run, up to the step `until`, or to the last one. Raises ConfigError
-    for a directory that holds no run."""
+    """Return the history of a run, up to the step `until`, or up to the last step. Raises
+    ConfigError for a directory without a run."""
     return _history(run_dir, until, ())
 
 
 def _history(run_dir: Path, until: int | None, known: tuple[Path, ...]) -> RunHistory:
-    """Return the history of a run. `known` are the directories whose history is being read."""
+    """Return the history of a run up to a step.
+
+    known: the directories of the runs that continued from this one. Their histories are being read,
+        so that a cycle is found.
+    """
     _refuse_no_run(run_dir)
     attempts = sorted((run_dir / ATTEMPTS).glob("*"), key=lambda path: (len(path.name), path.name))
     started = [x for x in (*attempts, run_dir) if (x / "launch.json").exists()]
@@ -110,7 +116,7 @@ def _history(run_dir: Path, until: int | None, known: tuple[Path, ...]) -> RunHi
         checkpoint = place_of(launch["checkpoint"]) if launch.get("checkpoint") else None
         began = 0 if checkpoint is None else _step_of(checkpoint)
         is_auto = request.train.resume == AUTO
-        if isinstance(checkpoint, UrlPath):  # of this run, or of one that ran on another machine
+        if isinstance(checkpoint, UrlPath):  # this run's, or a run's on another machine
             is_auto = is_auto and any(x.ended >= began for x in segments)
         if checkpoint is None or is_auto or _is_in(checkpoint, run_dir):
             segments = _up_to(segments, began)
@@ -154,8 +160,8 @@ def _refuse_no_run(run_dir: Path) -> None:
 
 
 def _read(path: Path, read: Callable[[str], Content]) -> Content:
-    """Return the value that `read` makes of the text of a file. Raises ConfigError where it makes
-    none."""
+    """Return the value that `read` makes of a file's text. Raises ConfigError where the file cannot
+    be read, or `read` fails."""
     try:
         return read(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -165,7 +171,7 @@ def _read(path: Path, read: Callable[[str], Content]) -> Content:
 
 
 def _lines(path: Path) -> list[_Line]:
-    """Return the whole lines of `metrics.jsonl`."""
+    """Return the complete lines of `metrics.jsonl`; no lines where the file is missing."""
     if not path.exists():
         return []
     lines = []
@@ -173,15 +179,16 @@ def _lines(path: Path) -> list[_Line]:
         for text in file:
             try:
                 content = json.loads(text)
-                said = (int(content["step"]), int(content["samples"]))
-                lines.append(_Line(*said, bool(content.get("skipped"))))
+                counts = (int(content["step"]), int(content["samples"]))
+                lines.append(_Line(*counts, bool(content.get("skipped"))))
             except (ValueError, KeyError, TypeError):  # cut off by the end of an attempt
                 continue
     return lines
 
 
 def _step_of(checkpoint: Place) -> int:
-    """Return the step of a checkpoint, from its state or its name. Raises ConfigError."""
+    """Return the step of a checkpoint, from its state or else its name. Raises ConfigError where
+    neither gives the step."""
     state = _state(checkpoint)
     if state is not None:
         return state.step
@@ -201,18 +208,18 @@ def _state(checkpoint: Place) -> CheckpointState | None:
 
 
 def _up_to(segments: Sequence[StepRange], step: int) -> list[StepRange]:
-    """Return the segments without the steps after `step`, which were done again."""
-    kept = []
+    """Return the segments without the steps after `step`, which a later attempt repeated."""
+    shortened = []
     for x in segments:
         ended = min(x.ended, max(step, x.began))
-        kept.append(replace(x, ended=ended, repeated=x.repeated + x.ended - ended))
-    return kept
+        shortened.append(replace(x, ended=ended, repeated=x.repeated + x.ended - ended))
+    return shortened
 
 
 def _before(checkpoint: Place, step: int, known: tuple[Path, ...]) -> RunHistory:
     """Return the history of the run that wrote a checkpoint, up to the checkpoint's step.
 
-    Where its directory is not to be had, the history has no segments and says so.
+    Where the run's directory cannot be read, the history has no segments, and one sentence on that.
     """
     try:
         if isinstance(checkpoint, UrlPath) or checkpoint.parent.name != CHECKPOINTS:
@@ -227,14 +234,14 @@ def _before(checkpoint: Place, step: int, known: tuple[Path, ...]) -> RunHistory
 
 
 def _is_in(checkpoint: Place, run_dir: Path) -> bool:
-    """Return whether a checkpoint is one of a run directory's own."""
+    """Return whether a checkpoint is in a run directory."""
     if isinstance(checkpoint, UrlPath):
         return False
     return checkpoint.resolve().parent.parent == run_dir.resolve()
 
 
 def _last_of_summary(run_dir: Path) -> int:
-    """Return the last step that the summary of a run names, or 0 where there is no summary."""
+    """Return the number of steps in a run's summary; 0 without a summary."""
     path = run_dir / "summary.json"
     return int(_read(path, json.loads)["steps"]) if path.exists() else 0
 
@@ -242,7 +249,15 @@ def _last_of_summary(run_dir: Path) -> int:
 def _segment(
     files: Path, request: Request, launch: Any, began: int, ended: int, run_dir: Path
 ) -> StepRange:
-    """Return the steps of an attempt. Raises ConfigError where its files say too little."""
+    """Return the steps of an attempt.
+
+    files: the folder with the attempt's files.
+    launch: the content of the attempt's `launch.json`.
+    began, ended: the attempt has the steps `began` + 1 to `ended`, counted from 1.
+    run_dir: the run directory.
+
+    Raises ConfigError where the plan cannot be read, and where no file gives the number of samples.
+    """
     plan = _read(files / "plan.json", Plan.from_json)
     states = [x for path in checkpoints_in(run_dir / CHECKPOINTS) if (x := _state(path))]
     resumed, anew = launch.get("checkpoint"), bool(launch.get("data_anew"))
@@ -268,10 +283,12 @@ def _segment(
 def _unlike_lines(
     segments: Sequence[StepRange], lines: Sequence[_Line], count: int, until: int | None
 ) -> list[str]:
-    """Return sentences on steps that `metrics.jsonl` lacks, has twice, or has with other batches.
+    """Return sentences on steps that `metrics.jsonl` lacks, has twice, or has with another batch
+    size.
 
-    lines: one line of each step.
-    count: number of all lines.
+    lines: one line for each step.
+    count: number of lines in the file, repeated steps included.
+    until: the last step of the history; None for the whole run.
     """
     said = []
     if count > len(lines):
@@ -293,13 +310,13 @@ def _unlike_lines(
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """Return steps in words: `step 4`, or `3 steps, the first of them 4`."""
+    """Return steps in words: `step 4`, or `3 steps from 4 on`."""
     return f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,} on"
 
 
 def _unlike_states(segments: Sequence[StepRange], run_dir: Path) -> list[str]:
-    """Return sentences on checkpoints of a run directory that have seen other samples than the
-    steps up to them took."""
+    """Return sentences on checkpoints of a run directory whose state has another number of samples
+    than the steps up to the checkpoint took."""
     said = []
     for path in checkpoints_in(run_dir / CHECKPOINTS):
         state = _state(path)

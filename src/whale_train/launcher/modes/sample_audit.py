@@ -1,7 +1,7 @@
-"""Judge a run's history: whether every sample was taken once an epoch, and which device took it.
+"""Judge a run's history: whether each sample was taken once an epoch, and on which device.
 
-The proof is from the run's record alone: its launches, plans, metrics and checkpoints. The data is
-not opened.
+The proof uses the run's record alone: the launches, plans, metrics and checkpoints. The data is not
+opened.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,11 +27,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the samples of one source were taken in one order.
+    """The epochs of one source of data under one order of samples.
 
-    steps: the first and the last of the steps that took samples in that order.
-    source: number of the source, or None where there is one.
-    num_samples: number of samples of the source.
+    steps: the first and the last step that took samples in this order.
+    source: number of the source, from 0; None where the data has one source.
+    num_samples: number of samples in the source.
     taken: number of samples taken, repeated ones included.
     """
 
@@ -42,22 +42,22 @@ class Epochs:
 
     @property
     def whole(self) -> int:
-        """Return the number of epochs that are over."""
+        """Return the number of complete epochs."""
         return self.taken // self.num_samples
 
     @property
     def begun(self) -> int:
-        """Return the number of samples taken of the epoch that has begun."""
+        """Return the number of samples taken in the epoch that is not complete."""
         return self.taken % self.num_samples
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The proof of a run's samples, or why there is none.
+    """The proof that a run took each sample once an epoch, or the faults that contradict it.
 
-    history: the steps that count.
-    epochs: how often samples were taken, for each order and each source in it.
-    wrong: sentences on why not every sample was taken once an epoch; empty where it was.
+    history: the steps of the run, each once.
+    epochs: the epochs of each source, for each order of samples.
+    wrong: one sentence for each fault; empty where each sample was taken once an epoch.
     """
 
     history: RunHistory
@@ -66,7 +66,7 @@ class Audit:
 
     @property
     def steps(self) -> int:
-        """Return the last step."""
+        """Return the number of the last step; 0 without a step."""
         return max((x.ended for x in self.history.segments), default=0)
 
     @property
@@ -77,11 +77,11 @@ class Audit:
 
 @dataclass(frozen=True)
 class TakenSamples:
-    """The samples that ranks took in one step.
+    """The samples of one step that a group of ranks took.
 
-    ranks: the ranks, all with the same samples.
-    device: the kind of their devices.
-    nodes: the numbers of their nodes.
+    ranks: the ranks, which all took the same samples.
+    device: the kinds of the ranks' devices, joined by commas.
+    nodes: the numbers of the ranks' nodes.
     samples: numbers of the samples, in the order of the batch.
     """
 
@@ -92,12 +92,12 @@ class TakenSamples:
 
 
 def holding(history: RunHistory, step: int) -> StepRange | None:
-    """Return the segment that a step, counted from 1, belongs to, or None."""
+    """Return the segment with the step `step`, which is counted from 1; None without one."""
     return next((x for x in history.segments if x.began < step <= x.ended), None)
 
 
 def audited(history: RunHistory) -> Audit:
-    """Return the audit of a run's history."""
+    """Return the audit of a run's history. Raises ConfigError where a plan cannot be read."""
     wrong = list(history.wrong)
     if not history.segments:
         return Audit(history, (), (*wrong, "the run has done no step"))
@@ -112,7 +112,8 @@ def audited(history: RunHistory) -> Audit:
 
 
 def _orders(segments: Sequence[StepRange]) -> Iterator[list[StepRange]]:
-    """Yield the segments that take their samples from one order, which begins with its first."""
+    """Yield lists of consecutive segments, each list with one order of samples, taken from the
+    order's beginning."""
     current: list[StepRange] = []
     for segment in segments:
         if current and (segment.anew or segment.order != current[-1].order):
@@ -123,7 +124,7 @@ def _orders(segments: Sequence[StepRange]) -> Iterator[list[StepRange]]:
 
 
 def _epochs(segments: Sequence[StepRange]) -> tuple[Epochs, ...]:
-    """Return the epochs of each source that segments of one order have gone through."""
+    """Return the epochs of each source that segments with one order of samples went through."""
     order, stop = segments[0].order, max(x.after for x in segments)
     taken = order.taken_before(stop)
     several, steps = len(taken) > 1, (segments[0].began + 1, segments[-1].ended)
@@ -134,8 +135,8 @@ def _epochs(segments: Sequence[StepRange]) -> tuple[Epochs, ...]:
 
 
 def _not_shared_out(plan: Plan, segment: StepRange) -> list[str]:
-    """Return a sentence where the copies of a part of the model do not take every place of a batch
-    once."""
+    """Return a sentence on the first TaskGraph whose replicas do not take each place of a batch
+    exactly once, in a list; an empty list without one."""
     for task_graph in plan.task_graphs:
         replicas = [
             [places for rank in replica for places in plan.ranks[rank].samples]
@@ -153,7 +154,11 @@ def _not_shared_out(plan: Plan, segment: StepRange) -> list[str]:
 
 
 def _left_unfinished(before: Sequence[StepRange], after: Sequence[StepRange]) -> list[str]:
-    """Return a sentence on an epoch that was left before its end, as other data was begun."""
+    """Return a sentence on an epoch that was not complete when another order of samples began; no
+    sentence where the epoch was complete.
+
+    before, after: the segments of two orders of samples, one after the other.
+    """
     last, first = before[-1], after[0]
     place = f"after step {last.ended:,} the data was begun with its first sample"
     if not first.anew:
@@ -168,11 +173,15 @@ def _left_unfinished(before: Sequence[StepRange], after: Sequence[StepRange]) ->
 
 
 def _gaps(segments: Sequence[StepRange], skipped: frozenset[int]) -> Iterator[str]:
-    """Yield sentences on samples that segments of one order missed, or took again."""
+    """Yield sentences on samples that segments with one order of samples missed, took again, or
+    took in a step without an update.
+
+    skipped: the steps without an update.
+    """
     order, first = segments[0].order, segments[0]
     stop = max(x.after for x in segments)
     taken = [(x.first, x.after) for x in segments]
-    if first.began and not first.anew:  # after steps whose record is not to be had
+    if first.began and not first.anew:  # earlier steps have no record, and count as taken
         taken.append((0, first.first))
     for places in missing_places(taken, stop):
         yield f"{_samples(order, [places])} were missed"
@@ -197,8 +206,8 @@ def _within(segment: StepRange, skipped: frozenset[int]) -> list[int]:
 
 
 def _samples(order: SampleOrder, intervals: Sequence[Places]) -> str:
-    """Return the samples at places of an order in words: how many, of which epochs, and the first
-    of them."""
+    """Return text on the samples at places of an order: their number, their epochs, and the numbers
+    of the first ones."""
     count = sum(stop - start for start, stop in intervals)
     start, stop = intervals[0]
     looked_up = (start, min(stop, start + _LOOKED_UP))
@@ -212,7 +221,8 @@ def _samples(order: SampleOrder, intervals: Sequence[Places]) -> str:
 
 
 def taken_in(segment: StepRange, step: int) -> tuple[TakenSamples, ...]:
-    """Return the samples that each rank took in a step of a segment, counted from 1."""
+    """Return the samples that each rank took in `step`, counted from 1. Ranks with the same samples
+    are one entry."""
     plan, samples = segment.plan, segment.order.samples(segment.places(step))
     together: dict[tuple[Places, ...], list[int]] = {}
     for rank in plan.ranks:

@@ -1,7 +1,5 @@
-"""Find the weights that `mode=evaluate` and `mode=predict` read.
-
-They are those of a checkpoint, or those that a run ended with.
-"""
+"""Find the weights that `mode=evaluate` and `mode=predict` read: a checkpoint's, or the final
+weights of a run."""
 
 from dataclasses import dataclass
 
@@ -27,13 +25,13 @@ SUMMARY = "summary.json"  # of a run that has ended
 class SavedWeights:
     """Weights that a run has saved.
 
-    path: the checkpoint, or the folder of the weights that the run ended with.
+    path: the checkpoint, or the folder of the run's final weights.
     request: the request of the run.
-    step: number of steps after which they were saved.
-    is_final: whether they are those of a run's end, which are alone, under the names that other
-        programs know.
-    data: fingerprint of the data that they were trained on; None where it is not known.
-    broken: one message for each newer checkpoint that is not whole.
+    step: number of steps after which the weights were saved.
+    is_final: whether these are a run's final weights: stored without the rest of a checkpoint,
+        under the names that other programs use.
+    data: fingerprint of the training data; None where it is not known.
+    broken: one message for each newer checkpoint that is broken.
     """
 
     path: Place
@@ -45,7 +43,8 @@ class SavedWeights:
 
     @classmethod
     def of(cls, checkpoint: Resumed) -> "SavedWeights":
-        """Return the weights of a checkpoint. Raises ConfigError where it cannot be read."""
+        """Return the weights of a checkpoint. Raises ConfigError where the checkpoint cannot be
+        read."""
         state = saved_state(checkpoint)
         request = saved_request(checkpoint)
         saved = (checkpoint.path, request, checkpoint.step)
@@ -53,15 +52,15 @@ class SavedWeights:
 
     @property
     def folder(self) -> Place:
-        """Return the folder of the files of the weights."""
+        """Return the folder of the weight files."""
         return self.path if self.is_final else self.path / MODEL
 
 
 def weights_at(wanted: str) -> SavedWeights:
-    """Return the weights at a path or a URL: a checkpoint, a run, or a run's `model/`.
+    """Return the weights at a path or a URL: a checkpoint, a run directory, or a run's `model/`.
 
-    Of a run directory they are those of its newest checkpoint; without one, those that the run
-    ended with. Raises ConfigError where there are none that are whole.
+    A run directory stands for its newest checkpoint, or for the run's final weights if it has no
+    checkpoint. Raises ConfigError where no whole weights are found.
     """
     path = place_of(wanted)
     try:
@@ -76,8 +75,8 @@ def weights_at(wanted: str) -> SavedWeights:
 
 
 def _final(run_dir: Place, wanted: str) -> SavedWeights:
-    """Return the weights that a run ended with. Raises ConfigError where the run is not known, and
-    where they are additions alone."""
+    """Return the final weights of a run. Raises ConfigError where the run's record cannot be read,
+    and where the weights are adapters alone."""
     try:
         request = Request.from_json(read_text(run_dir / "request.json"))
         summary = read_json(run_dir / SUMMARY)

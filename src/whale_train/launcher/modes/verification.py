@@ -1,7 +1,7 @@
 """Hold the outcome of a verification: every difference, and the verdict.
 
-This file owns how far rounding excuses a difference (`MARGIN`), and `verify.json`. The differences
-are computed by launcher/modes/compare_runs.py.
+This file owns the allowance for measured rounding (`MARGIN`), and the content of `verify.json`.
+launcher/modes/compare_runs.py computes the differences.
 """
 
 import math
@@ -9,24 +9,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# A plan may differ from one process by MARGIN times the difference of the worst of ROUNDED_RUNS
-# runs with other roundings. Their noise is that of several roundings, so that it is rarely less
-# than a plan's.
+# A plan may differ from one process by MARGIN times the largest difference among ROUNDED_RUNS runs
+# with other roundings. The largest noise of several runs is rarely below the noise of a plan.
 MARGIN, ROUNDED_RUNS = 2.0, 3
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between the plan's run and one process, in one figure or tensor.
+    """The largest difference between the plan's run and one process, in one metric or tensor.
 
-    path: the parameter or buffer; '' for a figure of the whole model.
+    path: the parameter or buffer; '' for a metric of the whole model.
     what: `loss`, `gradient norm`, `initial value`, `gradient`, `update`, `buffer` or `frozen
         parameter`.
-    step: the step, from 1; for an update, the step up to which it goes; None where it has none.
-    difference: the difference, in the unit of what is compared.
+    step: the step, from 1; for an update, the last step of the update; None for an initial value.
+    difference: the absolute difference, in the unit of the compared values.
     largest: the largest element of the reference, in the same unit.
-    of_allowed: the largest quotient of a difference and the allowance there, at most 1 when equal.
-    apart: the largest difference between copies on several ranks.
+    of_allowed: the largest ratio of an element's difference to its allowance; at most 1 where the
+        two runs count as equal.
+    apart: the largest difference between copies on several ranks, in the same unit.
     """
 
     path: str
@@ -39,15 +39,15 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Return the difference divided by the largest element of the reference, infinite where
-        that is 0."""
+        """Return the difference divided by the largest element of the reference; infinite where
+        that element is 0."""
         if self.difference == 0:
             return 0.0
         return self.difference / self.largest if self.largest else math.inf
 
     @property
     def within(self) -> bool:
-        """Return whether the difference is allowed. NaN is not."""
+        """Return whether the difference is allowed. NaN is never allowed."""
         return self.of_allowed <= 1  # false for NaN
 
     @property
@@ -63,22 +63,24 @@ Kind = tuple[str, int | None]  # the `what` and the `step` of a difference
 class Verification:
     """The whole comparison of the plan's run with one process.
 
+    In a pair of lists, the first list is of the plan's run, and the second of one process.
+
     ranks: number of ranks of the plan.
-    steps: number of steps compared.
+    steps: number of compared steps.
     precision: the precision of both runs.
     tolerance: relative tolerance.
-    losses: the loss of every step, on both sides; NaN stands for a value that is not finite.
-    norms: the gradient norm of every step, on both sides, likewise.
-    skipped: the steps that overflowed in fp16, on both sides.
-    differences: every difference of every step and parameter, the worst first.
-    undecided: number of elements whose updates only rounding decides.
-    elements: number of all elements that are trained.
-    no_gradient: whether no gradient but 0 reached any parameter.
-    dropout_off: whether the model has dropout, which both sides left out.
-    drew_random: whether a side drew random numbers all the same.
-    rounding: by kind of difference, the worst `of_allowed` among the runs with other roundings;
+    losses: the loss of every step in each run; NaN for a value that is not finite.
+    norms: the gradient norm of every step in each run; NaN for a value that is not finite.
+    skipped: the steps of each run that overflowed in fp16.
+    differences: the differences of all steps, parameters and buffers, the worst first.
+    undecided: number of elements whose update is determined by rounding alone.
+    elements: number of all trained elements.
+    no_gradient: whether every gradient of every parameter was 0 or missing.
+    dropout_off: whether the model has dropout, which both runs turned off.
+    drew_random: whether a run drew random numbers all the same.
+    rounding: the worst `of_allowed` among the runs with other roundings, by kind of difference;
         empty where no such run was needed.
-    shared: properties that both sides share, so that they are not compared.
+    shared: properties that both runs share, so that the comparison cannot test them.
     """
 
     ranks: int
@@ -99,22 +101,26 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Return whether all differences are within their allowances, both sides skipped the same
-        steps, and a gradient reached some parameter."""
+        """Return whether every difference is allowed, both runs skipped the same steps, and some
+        gradient was not 0."""
         is_same = all(difference.within for difference in self.differences)
         return is_same and self.skipped[0] == self.skipped[1] and not self.no_gradient
 
     @property
     def may_be_rounding(self) -> bool:
-        """Return whether all that is wrong are differences of a size that rounding can make."""
+        """Return whether rounding can explain why the runs are not equal.
+
+        Some difference is then not allowed, every such difference is finite and of no initial
+        value, and both runs skipped the same steps.
+        """
         wrong = [x for x in self.differences if not x.within]
         is_sized = all(math.isfinite(x.difference) and x.what != "initial value" for x in wrong)
         return bool(wrong) and is_sized and self.skipped[0] == self.skipped[1]
 
     @property
     def not_finite(self) -> int | None:
-        """Return the first step, from 1, in which the loss or the gradient norm is no number on
-        both sides, or None."""
+        """Return the first step, from 1, whose loss or gradient norm is not finite in both runs;
+        None without such a step."""
         sides = zip(*self.losses, *self.norms, strict=False)
         for step, (a, b, c, d) in enumerate(sides, 1):
             if step in self.skipped[0] or step in self.skipped[1]:
@@ -125,24 +131,26 @@ class Verification:
 
     @property
     def parted(self) -> Difference | None:
-        """Return the loss difference of the first step in which the losses part, or None."""
+        """Return the loss difference of the first step whose losses differ too much; None without
+        such a step."""
         losses = (x for x in self.differences if x.what == "loss" and not x.within)
         return min(losses, key=lambda x: x.step or 0, default=None)
 
     @property
     def worst(self) -> Difference | None:
-        """Return the difference of the parameter or buffer that is most off, or None.
+        """Return the difference that is nearest to the cause: the first excessive one of a
+        parameter or buffer, or None.
 
-        Differences are searched in an order: initial values, gradients, first updates, last
-        updates, then what is not trained. An error in one of them is in all that follow.
+        The order is initial values, gradients, first updates, last updates, then untrained tensors,
+        since an error in one kind spreads to all later kinds.
         """
         wrong = [x for x in self.differences if x.path and not x.within]
         return min(wrong, key=lambda x: (_ORDER.index(x.what), x.step or 0), default=None)
 
     @property
     def stretched(self) -> float:
-        """Return the multiple of the tolerance that the largest difference needs, where rounding
-        explains it. It is 1 where all differences are within the tolerance itself."""
+        """Return the multiple of the tolerance that the largest difference needs; 1 where every
+        difference is within the tolerance itself."""
         needed = (x.of_allowed * stretch(self.rounding, x.kind) for x in self.differences)
         return max((x for x in needed if math.isfinite(x)), default=1.0)
 
@@ -175,12 +183,12 @@ _ORDER = ("initial value", "gradient", "update", "buffer", "frozen parameter")
 
 
 def stretch(rounding: Mapping[Kind, float], kind: Kind) -> float:
-    """Return the factor by which measured rounding raises an allowance. It is at least 1."""
+    """Return the factor, at least 1, by which measured rounding raises an allowance."""
     return max(1.0, MARGIN * rounding.get(kind, 0.0))
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` as JSON can hold it: null stands for NaN and infinities."""
+    """Return `value` in a form that JSON can hold: None replaces NaN and infinities."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

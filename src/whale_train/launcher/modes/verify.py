@@ -32,11 +32,11 @@ def verify_job(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Run the first steps under the plan, then the same on one process of this host, and compare
-    them.
+    """Run the first steps under the plan and again on one process of this host, and compare the
+    two runs.
 
-    Where they differ and no tolerance was asked for, one process runs the steps again with other
-    roundings, to measure what rounding does.
+    Where the runs differ and the request gives no tolerance, one process runs the steps
+    `ROUNDED_RUNS` more times with other roundings, to measure the effect of rounding.
     """
     request = only_steps(request)
     run_dir = make_run_dir(request, run_dir)
@@ -47,7 +47,7 @@ def verify_job(
         start_ranks(run_dir, resolved, request)
         show_resolved(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
-        # It imports in the meantime, and waits for its plan.
+        # The process imports in the meantime, and then waits for its plan.
         processes.append(JobProcess(alone_dir, None))
         outcome = processes[0].wait(signals.poll)
         if outcome.status != "done":
@@ -84,7 +84,8 @@ def verify_job(
 
 
 def only_steps(request: Request) -> Request:
-    """Return the request of a verification, which records gradient norms and evaluates nothing."""
+    """Return `request` with gradient norms recorded and without evaluations, for a
+    verification."""
     request = request.without_evaluations()
     train = request.train.model_copy(update={"grad_norm": True})
     return request.model_copy(update={"train": train})
@@ -93,9 +94,9 @@ def only_steps(request: Request) -> Request:
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
     """Return the request and the plan of the same steps on the first device alone.
 
-    The batch is not split into micro-batches, and nothing is compiled. A CPU process has the host's
-    memory, whatever device it stands for. Raises PlanError where one process cannot hold the model
-    and the batch.
+    The batch is not split into micro-batches, and nothing is compiled. A CPU process may use all of
+    the host's memory, whichever device it emulates. Raises PlanError where one process cannot hold
+    the model and the batch.
     """
     names = request.names | {"strategy": "single"}
     strategy = {"devices": 1, "graph": {"replicate": {}}}

@@ -1,7 +1,7 @@
-"""Write the plan's note about low-rank additions: the number of weights that get one.
+"""Note in the plan the number of weights that get a low-rank addition (LoRA).
 
-The note counts experts and routers of a mixture by themselves. peft adds to these too where all
-products are asked for.
+The note counts experts and routers separately, since peft also adds to these if all linear layers
+are asked for.
 """
 
 import re
@@ -15,8 +15,8 @@ _INSIDE = re.compile(r"(.+?)(?:\.base_layer)+\.[^.]+")
 
 
 def explain_additions(profile: ModelProfile) -> tuple[Decision, ...]:
-    """Return the note about the additions among the trained parameters of `profile`; nothing where
-    there are none. Layers that share a weight count as one addition."""
+    """Return a note for the plan on the low-rank additions among the trained parameters; nothing
+    without additions. Layers that share a weight count as one addition."""
     matches = (_ADDITION.fullmatch(parameter.path) for parameter in profile.parameters)
     modules = [match[1] for match in matches if match is not None]
     if not modules:
@@ -41,5 +41,5 @@ def explain_additions(profile: ModelProfile) -> tuple[Decision, ...]:
 
 
 def _counted(number: int, one: str = "weight", many: str = "weights") -> str:
-    """Return a count with its noun, `no weights` for 0."""
+    """Return a count with a noun, such as `3 weights`, or `no weights` for 0."""
     return f"{number or 'no'} {one if number == 1 else many}"

@@ -11,8 +11,7 @@ _REMEDY = "install a torch that was (README, Hardware)"
 
 
 def refused_architectures(cards: Sequence[GpuFacts]) -> list[Fault]:
-    """Return a fault for each kind of card among `cards` on which the installed torch cannot
-    run."""
+    """Return a fault for each kind of card in `cards` on which the installed torch cannot run."""
     import torch
 
     # Not torch.cuda.get_arch_list: it is empty where CUDA has no device, and may start CUDA.
@@ -21,11 +20,12 @@ def refused_architectures(cards: Sequence[GpuFacts]) -> list[Fault]:
 
 
 def faults_of(cards: Sequence[GpuFacts], version: str, flags: Sequence[str]) -> list[Fault]:
-    """Return a fault for each kind of card on which a torch cannot run.
+    """Return a fault for each kind of card on which a build of torch cannot run.
 
     cards: the cards that a plan uses.
     version: the version of torch.
-    flags: the architectures that torch was built for, such as `sm_80`; empty without CUDA.
+    flags: the architectures that torch was built for, such as `sm_80`; empty for a build without
+        CUDA.
     """
     kinds = {device_of(card).name: card.capability for card in cards}
     if not flags:
@@ -48,9 +48,9 @@ def _runs(flag: str, capability: tuple[int, int]) -> bool:
     """Return whether code that was built for `flag` runs on a GPU of compute capability
     `capability`.
 
-    Machine code (`sm_80`) runs on its major architecture, from its minor version on. Code that the
-    driver compiles (`compute_80`) runs on that architecture and later ones. Code for one
-    architecture alone (`sm_90a`) runs there only.
+    Machine code (`sm_80`) runs on the same major version from the given minor version on. Code that
+    the driver compiles (`compute_80`) runs on the given architecture and all later ones.
+    Architecture-specific code (`sm_90a`) runs on the given architecture alone.
     """
     match = _FLAG.fullmatch(flag)
     if match is None:

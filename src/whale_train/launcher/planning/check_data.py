@@ -1,4 +1,5 @@
-"""Check that a request's data and model agree on numbers of tokens and classes."""
+"""Check that a request's data fits the model: the range of tokens and classes, and the samples for
+evaluations."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,9 +28,10 @@ from whale_train.strategies.plan.plan import Decision
 def check_data(
     request: Request, profile: ModelProfile, data: OpenedData, faults: list[Fault]
 ) -> None:
-    """Add to `faults` where the data and the model do not agree.
+    """Add a fault for each disagreement between the data and the model.
 
-    Checked are samples for evaluations, a parameter to train, and the range of tokens and classes.
+    The checks are: samples for evaluations, a stream that a checkpoint can hold, a parameter to
+    train, and the range of tokens and classes.
     """
     every, dataset = request.train.evaluate_every, data.training
     if every is not None and not dataset.num_evaluation_samples and not data.sets:
@@ -38,7 +40,7 @@ def check_data(
             "raise data.evaluation_fraction",
         )
         remedy += ", name sets in data.evaluation, or use null"
-        if isinstance(dataset, StreamDataset):  # whose samples have no numbers to be held back by
+        if isinstance(dataset, StreamDataset):  # a stream cannot hold samples back
             remedy = "name sets in data.evaluation, or use null"
         faults.append(Fault("train.evaluate_every", str(every), rule, remedy))
     if every is None and data.sets:
@@ -60,7 +62,10 @@ def check_data(
 
 
 def _check_numbers(profile: ModelProfile, name: str, dataset: Dataset, faults: list[Fault]) -> None:
-    """Add to `faults` where the numbers of `dataset`, called `name`, are beyond the model's."""
+    """Add a fault for each kind of integers in `dataset` that the model cannot take.
+
+    name: the name of the data, for messages.
+    """
     for number in _numbers(profile):
         fault = number.fault(name, dataset)
         if fault is not None and fault not in faults:
@@ -68,24 +73,25 @@ def _check_numbers(profile: ModelProfile, name: str, dataset: Dataset, faults: l
 
 
 def explain_data(request: Request, dataset: Dataset) -> tuple[Decision, ...]:
-    """Return the plan's notes about the data, and about the steps of its epochs."""
+    """Return notes for the plan on the data, and on the number of steps where `train.epochs` gives
+    it."""
     notes = dataset.notes if isinstance(dataset, RowDataset | MixedDataset) else ()
-    said = [Decision(note.key, note.value, "", note.reason) for note in notes]
-    said += padded_labels(dataset)
+    decisions = [Decision(note.key, note.value, "", note.reason) for note in notes]
+    decisions += padded_labels(dataset)
     if isinstance(dataset, StreamDataset):
         reason = "the data is a stream; every rank goes through all of it, for its own samples"
-        said.append(Decision("data.shuffle", "as the stream comes", "", reason))
+        decisions.append(Decision("data.shuffle", "as the stream comes", "", reason))
     train = request.train
     if train.epochs is not None:
         reason = f"train.epochs={train.epochs:g} of {dataset.num_samples:,} samples, "
         reason += f"{train.global_batch} a step"
-        said.append(Decision("train.steps", str(train.steps), "", reason))
-    return tuple(said)
+        decisions.append(Decision("train.steps", str(train.steps), "", reason))
+    return tuple(decisions)
 
 
 def explain_vocabulary(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
-    """Return a note where a Hugging Face model that begins at random has a vocabulary at least
-    twice as large as the tokens of the data."""
+    """Return a note for the plan where a Hugging Face model that starts at random has a vocabulary
+    at least twice as large as the data needs."""
     if request.model.architecture is None or request.model.pretrained is not None:
         return ()
     if request.names.get("data") != "text_files":
@@ -99,12 +105,13 @@ def explain_vocabulary(request: Request, profile: ModelProfile) -> tuple[Decisio
     return ()
 
 
-_LOOKED_AT = 256  # samples in which labels of padding are looked for
+_LOOKED_AT = 256  # number of samples that are searched for labels at padding
 
 
 def padded_labels(dataset: Dataset) -> tuple[Decision, ...]:
-    """Return a note where the first samples have labels that count at places which the attention
-    mask takes for padding; nothing for data without an `attention_mask` of the labels' shape."""
+    """Return a note for the plan where the first samples have counted labels at positions that the
+    attention mask marks as padding; nothing for data without an `attention_mask` of the labels'
+    shape."""
     shapes = {field.name: field.shape for field in dataset.fields if field.is_integer}
     if "labels" not in shapes or shapes.get("attention_mask") != shapes["labels"]:
         return ()
@@ -122,17 +129,18 @@ def padded_labels(dataset: Dataset) -> tuple[Decision, ...]:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Integers from the data that an operation takes for rows of a table, or for classes.
+    """Integers from the data that an operation uses as rows of a table, or as classes.
 
     field: the input that the integers come from; None for the positions of a sequence.
     narrowed: the operations that select part of `field`, in order.
     offset: the number that the model adds to the values of `field`.
     bound: the exclusive upper bound of the integers; 0 where it is unknown.
     what: `rows` or `classes`.
-    count: number of rows or classes that the `owner` has.
-    owner: the path of the table or the operation that gives the logits; `the model` without a path.
-    ignored: the class that counts for nothing; None where there is none.
-    dtype: the dtype of the integers that the operation is given.
+    count: number of rows or classes of the `owner`.
+    owner: the path of the table, or of the operation that computes the logits; `the model` without
+        a path.
+    ignored: the class that the loss ignores; None where it ignores none.
+    dtype: the dtype of the integers at the operation.
     """
 
     field: InputField | None
@@ -149,7 +157,7 @@ class _Numbers:
         """Return the fault of these integers, or None.
 
         data: the name of the data, for messages.
-        dataset: the data, which is searched for the first wrong row where that is possible.
+        dataset: the data, which is searched for the first row out of range if it can be searched.
         """
         name = "positions" if self.field is None else self.field.name
         if self.what == "classes" and self.dtype not in _CLASS_DTYPES:
@@ -160,7 +168,7 @@ class _Numbers:
             return None
         if self.field is not None and can_be_searched(dataset):
             wrong = first_row(dataset, self.field, self._are_wrong)
-            if wrong is None:  # all wrong numbers are the ignored class, or are not read
+            if wrong is None:  # every number out of range is ignored or not read
                 return None
             if wrong.value + self.offset < 0:
                 rule = f"has {name} of {wrong.value} (in row {wrong.row}, from 0 on), and "
@@ -180,8 +188,7 @@ class _Numbers:
         return Fault("data", data, rule, remedy)
 
     def _are_wrong(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the elements of `values` `[n, ...]` that are neither rows nor classes, as int64
-        `[m]`."""
+        """Return the elements of `values` `[n, ...]` that are out of range, as int64 `[m]`."""
         for operation in self.narrowed:
             values = _narrowed(operation, values)
         values = values.astype(np.int64)
@@ -193,7 +200,7 @@ class _Numbers:
 
 
 def _numbers(profile: ModelProfile) -> Iterator[_Numbers]:
-    """Yield all integers of the data that are known to be rows or classes of the model."""
+    """Yield each kind of integers in the data that the model is known to use as rows or classes."""
     fields = {field.name: field for field in profile.inputs}
     labels = fields.get("labels")
     if profile.graph is None:
@@ -247,8 +254,8 @@ class _Source:
 
     name: the name of the input, or `positions`.
     narrowed: the operations that select part of the input, in order.
-    offset: the number that is added to the values.
-    stop: one more than the last position; 0 where it is unknown.
+    offset: the number that the model adds to the values.
+    stop: the last position plus 1; 0 where it is unknown.
     """
 
     name: str
@@ -258,10 +265,11 @@ class _Source:
 
 
 def _source(graph: OperationGraph, name: str) -> _Source | None:
-    """Return the origin of the integers that the node `name` gives, or None where it is not known.
+    """Return the origin of the integers that the node `name` computes, or None where it is not
+    known.
 
-    The integers are followed back through operations that only move them (shifts, pads, flattens),
-    to an input or to the positions of a sequence.
+    The integers are traced back to an input or to the positions of a sequence, through operations
+    that move values (slices, pads, reshapes) or add a constant.
     """
     offset = 0
     moves: list[Operation] = []  # in reverse order
@@ -292,14 +300,17 @@ def _source(graph: OperationGraph, name: str) -> _Source | None:
 
 
 def _narrow_slice(values: NDArray[Any], dim: int = 0, *bounds: Any) -> NDArray[Any]:
-    """Return `values[start:stop:step]` along `dim`, as aten.slice does. `bounds` are start, stop,
-    step."""
+    """Return `values[start:stop:step]` along `dim`, as aten.slice does.
+
+    bounds: start, stop and step.
+    """
     taken: NDArray[Any] = values[(slice(None),) * (dim % values.ndim) + (slice(*bounds),)]
     return taken
 
 
 def _select(values: NDArray[Any], dim: int, place: int) -> NDArray[Any]:
-    """Return `values` at index `place` of `dim`, without that dimension, as aten.select does."""
+    """Return `values` at index `place` of `dim`, without the dimension `dim`, as aten.select
+    does."""
     taken: NDArray[Any] = values.take(place, axis=dim)
     return taken
 
@@ -313,8 +324,8 @@ _NARROWING: dict[str, Callable[..., NDArray[Any]]] = {
 def _narrowed(operation: Operation, values: NDArray[Any]) -> NDArray[Any]:
     """Return the part of `values` that an operation selects.
 
-    All of `values` is returned where the operation selects samples, the first dimension, or has an
-    argument that is not a number.
+    `values` is returned whole if the operation selects in the first dimension (samples), or has an
+    argument that is no integer.
     """
     plain = [*operation.args[1:], *(x for _, x in operation.kwargs)]
     if operation.kwargs or not all(x is None or isinstance(x, int) for x in plain):
@@ -345,4 +356,4 @@ _CROSS_ENTROPIES = (
     "aten.cross_entropy_loss.default",
     *("aten.nll_loss.default", "aten.nll_loss2d.default", "aten.nll_loss_nd.default"),
 )
-_CLASS_DTYPES = ("int64", "uint8")  # that torch's losses take
+_CLASS_DTYPES = ("int64", "uint8")  # the dtypes of classes that torch's losses accept

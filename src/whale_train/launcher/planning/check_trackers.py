@@ -1,7 +1,7 @@
-"""Refuse trackers that cannot work here, before any rank starts.
+"""Refuse trackers that cannot work on this host, before any rank starts.
 
-Packages that are missing, trackers of the user's own that are none, and servers that do not answer
-are known here. What a tracker raises later does not end a run.
+The checks find missing packages, classes that are no trackers, and servers that do not answer. An
+exception that a tracker raises later does not end a run.
 """
 
 import os
@@ -21,7 +21,7 @@ _OF_SQLITE = {"sqlalchemy": "SQLAlchemy", "alembic": "alembic"}  # modules and t
 
 
 def refuse_trackers(trackers: tuple[BuiltIn | OwnTrackerOptions, ...]) -> None:
-    """Raise ConfigError with all that keeps trackers from working on this host."""
+    """Raise ConfigError with the faults of all trackers that cannot work on this host."""
     faults: list[Fault] = []
     for number, options in enumerate(trackers):
         key = f"{KEY}[{number}]"
@@ -39,10 +39,10 @@ def refuse_trackers(trackers: tuple[BuiltIn | OwnTrackerOptions, ...]) -> None:
 def _own_faults(options: OwnTrackerOptions, key: str) -> list[Fault]:
     try:
         with importable(os.getcwd()):
-            made = imported(f"{key}._target_", options.target, TRACKER)
+            tracker_class = imported(f"{key}._target_", options.target, TRACKER)
     except ConfigError as error:
         return list(error.faults)
-    return argument_faults(made, options.arguments, key, options.target.rpartition(".")[2])
+    return argument_faults(tracker_class, options.arguments, key, options.target.rpartition(".")[2])
 
 
 def _mlflow_faults(options: MlflowOptions, key: str) -> list[Fault]:

@@ -1,5 +1,8 @@
-"""Account for the memory of checkpoints that are written beside the steps, a copy of the state, and
-say where checkpoints are copied to."""
+"""Note in the plan the memory of asynchronous checkpoints, and the store that checkpoints are
+copied to.
+
+An asynchronous checkpoint is written while the steps continue, from a copy of the state.
+"""
 
 from whale_train.config import CheckpointOptions
 from whale_train.errors import Fault
@@ -13,8 +16,11 @@ KEY = "checkpoint.async"
 
 
 def state_bytes(profile: ModelProfile, training: Training, keeps_frozen: bool) -> float:
-    """Return the bytes of a checkpoint's tensors: weights and the optimizer's states in fp32, and
-    buffers. Frozen weights are included where `keeps_frozen`."""
+    """Return the size of a checkpoint's tensors in bytes: weights and optimizer states in fp32, and
+    buffers.
+
+    keeps_frozen: whether a checkpoint has the frozen weights.
+    """
     trained = 4 * profile.parameter_elements * (1 + training.optimizer_states)
     return float(trained + profile.buffer_bytes + keeps_frozen * profile.frozen_bytes)
 
@@ -28,13 +34,12 @@ def explain_checkpoint_copies(
     faults: list[Fault],
     keeps_frozen: bool = True,
 ) -> list[Decision]:
-    """Return the plan's note about the copy that its ranks make of the state that they save.
+    """Return a note for the plan on the copy of the state for asynchronous checkpoints; an empty
+    list without such checkpoints.
 
-    memory_bytes: bytes of memory that all ranks share; None where they do not.
-    faults: gets a fault where the copy does not fit into that memory.
+    memory_bytes: memory that all ranks share, in bytes; None where ranks do not share one memory.
+    faults: receives a fault where the copy does not fit into `memory_bytes`.
     keeps_frozen: whether a checkpoint has the frozen weights.
-
-    The list is empty where no checkpoint is written beside the steps.
     """
     if options.every is None or not options.asynchronous:
         return []
@@ -55,13 +60,14 @@ def explain_checkpoint_copies(
 
 
 def explain_store(options: CheckpointOptions) -> tuple[Decision, ...]:
-    """Return the plan's note about the store that checkpoints are copied to, if there is one."""
+    """Return a note for the plan on the store that checkpoints are copied to; nothing without a
+    store."""
     if options.to is None:
         return ()
     saved = "each checkpoint, once it is whole" if options.saves else ""
-    kept = "" if options.keep is None else f", of which the newest {options.keep} stay"
+    limit = "" if options.keep is None else f", of which the newest {options.keep} stay"
     weights = "the trained weights" if options.final else ""
-    copied = f"{saved}{kept if saved else ''}{' and ' if saved and weights else ''}{weights}"
+    copied = f"{saved}{limit if saved else ''}{' and ' if saved and weights else ''}{weights}"
     reason = (
         f"{copied}; the launcher of rank 0's host copies beside the steps, and waits at the end"
     )

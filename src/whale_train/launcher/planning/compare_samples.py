@@ -1,7 +1,8 @@
-"""Compare a model's batch with its parts before the first step, where its graph does not tell.
+"""Compare training on a batch with training on parts of it, for models whose graph does not prove
+that both are equal.
 
-models/batch_parts/compare_parts.py makes the comparison. This file owns when it is made, how large
-it may be, and the plan's note about it.
+models/batch_parts/compare_parts.py makes the comparison. This file owns the occasion and the size
+of the comparison, and the plan's note about it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,37 +28,39 @@ from whale_train.strategies.resolver.shared_batch import (
 )
 
 _PARTS = ((8, 4), (4, 2), (2, 1))
-_POOL = 64  # number of samples, evenly spaced in the data, that batches are made of
-_MOST_COPIES = 4  # the most copies of a plan whose own parts are compared
-_SORTED = 3  # the most fields by which samples are sorted into parts
+_POOL = 64  # number of samples, evenly spaced in the data, from which batches are drawn
+_MOST_COPIES = 4  # the plan's own parts are compared for at most this many replicas
+_SORTED = 3  # samples are sorted into parts by at most this many fields
 # FLOPs of a few seconds on a slow core, which reaches some 10 GFLOP/s in fp32.
 _FLOPS_PER_CORE = 5e10
 # A training step takes the work of three forwards. Every batch is trained whole and in parts, and
-# the parts' forwards run once more to count their targets.
+# the forwards of the parts run once more to count targets.
 _FORWARDS = 7 * (1 + _SORTED)
 
 
 def must_compare(request: Request, plan: Plan) -> bool:
-    """Return whether `plan` trains a model in parts without knowing that this trains it equally."""
+    """Return whether a training under `plan` needs the comparison before the first step."""
     return request.mode == "train" and is_unknown(plan)
 
 
 def is_unknown(plan: Plan) -> bool:
-    """Return whether `plan` shares a batch that may not be shareable, as far as the graph says."""
+    """Return whether `plan` splits a batch without proof from the graph that the batch may be
+    split."""
     return any(decision.chosen == COMPARED for decision in plan.decisions)
 
 
 def compared(
     request: Request, dataset: Dataset, profile: ModelProfile, plan: Plan
 ) -> tuple[ModelProfile, Plan]:
-    """Compare a batch of the model with its parts, in copies or micro-batches as `plan` has them.
+    """Compare training on a batch with training on the parts of the batch, which are replicas or
+    micro-batches as in `plan`.
 
-    Returns the profile and the plan. Where batch and parts are equal, the plan has a note of it.
-    Where they differ, the profile says so in `unequal_parts`.
+    Returns the profile and the plan. If batch and parts train equally, the plan gets a note; if
+    not, the profile's `unequal_parts` says why.
 
-    Raises PlanError where the model is too large to be compared, where the forward changes a
-    parameter that ZeRO would put back, and where the samples of some copies alone reach a module
-    whose statistics or order all copies share.
+    Raises PlanError where the model is too large for the comparison, where the forward changes a
+    parameter that ZeRO would restore, and where the samples of only some replicas reach a module
+    whose statistics or order all replicas share.
     """
     parts = _affordable(profile, dataset, plan)
     # Torch is imported here and not before: a request that is wrong is answered at once.
@@ -101,11 +104,11 @@ def compared(
 def _batches(
     pool: Mapping[str, NDArray[Any]], parts: tuple[int, ...]
 ) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield batches of samples from `pool`, to be cut into `parts`.
+    """Yield batches of samples from `pool`, each to be split into `parts`.
 
-    The first batch has samples as they come. Every other batch is sorted by one field, so that the
-    smallest samples are in the first part, and the largest in the others. Numbers that a loss
-    divides by, such as the count of targets, then differ between parts.
+    The first batch has the order of the pool. Every other batch is sorted by the mean of one field,
+    with the smallest samples in the first part and the largest in the others. A divisor of the
+    loss, such as the number of targets, then differs between the parts.
 
     pool: arrays `[samples, ...]`, by field.
     parts: number of samples in each part.
@@ -125,9 +128,10 @@ def _batches(
 
 
 def _own_parts(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the parts in which the plan's copies share the batch, or nothing where they are many.
+    """Return a list with the sizes of the parts that the plan's replicas take, or an empty list for
+    many replicas or micro-batches.
 
-    They are compared first, since a forward may depend on their sizes.
+    These parts are compared first, since a forward may depend on their sizes.
     """
     shares = plan.task_graphs[0].shares
     shared = all(rank.micro_batches <= 1 for rank in plan.ranks) and sum(shares) <= _POOL
@@ -135,8 +139,8 @@ def _own_parts(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _across_bounds(profile: ModelProfile) -> list[tuple[int, ...]]:
-    """Return parts of a batch that lie on one side of a size which the forward asks for, while the
-    batch itself lies on the other."""
+    """Return the sizes of parts across a batch size at which the forward changes: the batch is on
+    one side of that size, and the parts are on the other."""
     smallest, largest = profile.batch_sizes
     ends = [largest + 1] if largest else []
     ends += [smallest] if smallest > 1 else []
@@ -144,8 +148,12 @@ def _across_bounds(profile: ModelProfile) -> list[tuple[int, ...]]:
 
 
 def _affordable(profile: ModelProfile, dataset: Dataset, plan: Plan) -> tuple[int, ...]:
-    """Return the sizes of the parts to compare: the plan's own if they take a few seconds, else the
-    largest that do. Raises PlanError where none do, or where memory is too small."""
+    """Return the sizes of the parts to compare: the plan's own if the comparison takes a few
+    seconds, else the largest for which it does.
+
+    Raises PlanError where even the smallest takes longer, and where the memory or the number of
+    samples is too small.
+    """
     wanted = [*_own_parts(plan), *_across_bounds(profile), *_PARTS]
     samples = [n for n in wanted if sum(n) <= dataset.num_samples]
     flops = _FORWARDS * profile.forward_flops

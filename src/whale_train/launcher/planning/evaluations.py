@@ -1,5 +1,5 @@
-"""Write the plan's notes about evaluations that do not compute the model's evaluation mode, and
-refuse evaluations that cannot be computed."""
+"""Note in the plan where evaluations do not compute the model's evaluation mode, and refuse
+evaluations that cannot be computed."""
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
@@ -13,9 +13,10 @@ from whale_train.strategies.resolver.shared_batch import refuse_learned_targets
 def refuse_uncounted(
     request: Request, plan: Plan, profile: ModelProfile, faults: list[Fault]
 ) -> None:
-    """Add a fault for a run that evaluates means over targets which nobody can count beforehand.
+    """Add a fault where evaluations take a mean over targets whose number depends on parameters.
 
-    Such targets depend on parameters. Only models that run from a graph are concerned.
+    Such targets cannot be counted before the forward. Only plans that run the model from its graph
+    are affected.
     """
     every = request.train.evaluate_every
     if every is not None and plan.rewrite is not None:
@@ -24,8 +25,8 @@ def refuse_uncounted(
 
 
 def explain_evaluations(request: Request, plan: Plan, dataset: Dataset) -> tuple[Decision, ...]:
-    """Return the plan's note where a run evaluates a split or staged model that computes otherwise
-    in evaluation mode."""
+    """Return a note for the plan where a run evaluates a model from its training graph, and the
+    model's evaluation mode computes something else."""
     every = request.train.evaluate_every
     if every is None or plan.rewrite is None:
         return ()

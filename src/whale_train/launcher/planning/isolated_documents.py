@@ -1,8 +1,8 @@
 """Check that a model keeps the documents of a sample apart, where the data asks for it.
 
-Models of transformers that are given position ids which begin anew, and no attention mask, make a
-mask of them in which a position looks at those of its own document alone. Others take position ids
-and let documents see each other (OPT, BERT).
+Many models of transformers derive a mask from position ids that restart with each document, if no
+attention mask is given. In such a mask, a position attends to positions of the same document alone.
+Other models (OPT, BERT) take position ids and let positions attend to other documents.
 """
 
 from whale_train.config import Request
@@ -15,10 +15,10 @@ POSITIONS = "position_ids"
 
 
 def refuse_joined_documents(request: Request, profile: ModelProfile, faults: list[Fault]) -> None:
-    """Add a fault where documents are to be isolated and the model does not do so.
+    """Add a fault where the data asks for isolated documents and the model does not isolate them.
 
-    A model does where its graph makes a truth value for each pair of positions out of the position
-    ids.
+    A model isolates documents if its graph computes a boolean for each pair of positions from the
+    position ids.
     """
     data = request.data
     if not isinstance(data, TextFilesOptions) or data.packing.documents != "isolated":
@@ -34,10 +34,10 @@ def refuse_joined_documents(request: Request, profile: ModelProfile, faults: lis
 
 
 def _makes_a_mask(profile: ModelProfile, length: int) -> bool:
-    """Return whether truth values over pairs of `length` positions depend on the position ids.
+    """Return whether a boolean tensor over pairs of `length` positions depends on the position ids.
 
-    Only operations on integers and truth values are followed: everything in a model depends on the
-    position ids by way of their embedding.
+    Only operations on integers and booleans are followed, since every float in the model depends on
+    the embedding of the position ids.
     """
     graph = profile.graph
     if graph is None:

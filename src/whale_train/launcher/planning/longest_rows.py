@@ -1,4 +1,4 @@
-"""Refuse plans that cannot run batches of several lengths."""
+"""Refuse plans that cannot run batches of different lengths."""
 
 from whale_train.config import Request
 from whale_train.data.sources.custom import CustomOptions
@@ -7,8 +7,9 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def refuse_longest(request: Request, plan: Plan, faults: list[Fault]) -> None:
-    """Add a fault for fields that are cut to the longest row (`data.pad`) where the plan runs the
-    model's graph, which has the lengths it was exported with, or counts targets by it."""
+    """Add a fault for a field that is cut to the longest row of each batch (`data.pad`), where the
+    plan runs the model's graph or counts targets with it. A graph has the lengths that it was
+    exported with."""
     pads = request.data.pad if isinstance(request.data, CustomOptions) else None
     cut = [name for name, pad in (pads or {}).items() if pad.longest]
     if not cut:

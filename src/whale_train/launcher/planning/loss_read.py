@@ -1,5 +1,5 @@
-"""Describe the logits that `model.loss=cross_entropy` reads, and what `mode=verify` cannot see
-because both of its sides share it."""
+"""Describe the logits that `model.loss=cross_entropy` reads, and the properties that `mode=verify`
+cannot test because both of its runs share them."""
 
 from whale_train.config import Request
 from whale_train.data.sources.text import IGNORED_LABEL
@@ -10,8 +10,8 @@ _KEY = "model.class_dim"
 
 
 def explain_logits(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
-    """Return the plan's note where the classes of a model's logits are not in the last dimension,
-    or might as well be in another one."""
+    """Return a note for the plan where the classes of a model's logits are in dimension 1, or
+    another dimension fits the labels as well."""
     logits = profile.logits
     if logits is None or len(logits.shape) < 2 or request.model.class_dim is not None:
         return ()
@@ -30,8 +30,8 @@ def explain_logits(request: Request, profile: ModelProfile) -> tuple[Decision, .
 
 
 def shared_by_both(request: Request, profile: ModelProfile) -> tuple[str, ...]:
-    """Return the properties that the plan and one process share, right or wrong, so that a
-    verification does not check them."""
+    """Return the properties that the plan's run shares with the run of one process, in words. A
+    verification cannot find faults in these properties."""
     own = request.model.own_loss
     loss = f"the loss that {own.target if own else request.model.class_name} computes"
     if profile.logits is not None:
@@ -46,12 +46,15 @@ def shared_by_both(request: Request, profile: ModelProfile) -> tuple[str, ...]:
 
 
 def _read(logits: Logits) -> str:
-    """Return the classes and the dimension of the logits that are read, in words."""
+    """Return text on the classes that the loss reads: their number and their dimension."""
     dim = len(logits.shape) if logits.class_dim < 0 else logits.class_dim
     where = f"dimension {dim} of the logits {_batch(logits.shape)}"
     return f"its {logits.num_classes} classes in {where}, without labels of {IGNORED_LABEL}"
 
 
 def _batch(shape: tuple[int, ...]) -> str:
-    """Return a shape without its batch dimension as text with it, such as `[batch, 128, 1000]`."""
+    """Return text on the shape of a batch, such as `[batch, 128, 1000]`.
+
+    shape: the shape of one sample.
+    """
     return f"[{', '.join(['batch', *map(str, shape)])}]"

@@ -1,6 +1,6 @@
-"""Try the optimizers that a request names by their class, and refuse what they cannot serve.
+"""Try the optimizers that a request names by class, and refuse requests that they cannot serve.
 
-Torch is imported only where a request names one (docs/adr/070).
+Torch is imported only for a request that names such an optimizer (docs/adr/070).
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,13 @@ KEY = "optimizer._target_"
 def with_optimizers(
     request: Request, training: Training, parameters: Sequence[Parameter], faults: list[Fault]
 ) -> Training:
-    """Return `training` with the optimizers that the request names by their class, as trying them
-    shows. Adds a fault for each that cannot update the parameters it is to have.
+    """Return `training` with the properties of the optimizers that the request names by class.
+
+    Each class is tried on small parameters. Without such a class, `training` is returned unchanged.
 
     parameters: the trained parameters.
+    faults: receives a fault for each class that cannot be tried or cannot update the parameters it
+        is to update, for state that a checkpoint cannot hold, and for weight decay without effect.
     """
     if not request.optimizer.is_custom:
         return training
@@ -37,7 +40,7 @@ def with_optimizers(
             rules.append(replace(rule, optimizer=place))
     if len(rules) < len(training.groups) or not tried:
         return training
-    whole = replace(training, groups=tuple(rules), optimizers=tuple(tried))
+    completed = replace(training, groups=tuple(rules), optimizers=tuple(tried))
     of_each: dict[int, list[Parameter]] = {}
     for parameter in parameters:
         rule = group_rule(rules, parameter)
@@ -58,15 +61,15 @@ def with_optimizers(
     }
     total = sum(widths[x.path] * x.elements for x in parameters)
     mean = total / max(1, sum(x.elements for x in parameters))
-    return replace(whole, widths=widths, mean_width=mean)
+    return replace(completed, widths=widths, mean_width=mean)
 
 
 _Named = tuple[str, str, dict[str, Any], GroupRule | None]
 
 
 def _named(request: Request, training: Training) -> list[_Named]:
-    """Return the key, class and arguments of the optimizer, and of that of each group, whose rule
-    comes with it."""
+    """Return the key, class, arguments and rule of each named optimizer: first the request's own,
+    without a rule, then one for each group."""
     options = request.optimizer
     assert options.target is not None
     own = options.arguments()
@@ -88,8 +91,10 @@ def _place_of(
     arguments: dict[str, Any],
     faults: list[Fault],
 ) -> int | None:
-    """Return the index in `tried` of an optimizer, which is tried and added unless it is there, or
-    None after adding its faults."""
+    """Return the index of an optimizer in `tried`, or None after adding to `faults`.
+
+    An optimizer that is not in `tried` yet is tried and appended.
+    """
     for number, optimizer in enumerate(tried):
         if (optimizer.target, optimizer.arguments) == (target, arguments):
             return number
@@ -106,7 +111,10 @@ def _place_of(
 def _refuse_dims(
     optimizer: OptimizerClass, parameters: Sequence[Parameter], faults: list[Fault]
 ) -> None:
-    """Add a fault where the optimizer refuses some of the parameters that it is to update."""
+    """Add a fault where the optimizer refuses a number of dimensions that some parameter has.
+
+    parameters: the parameters that the optimizer is to update.
+    """
     refused = [x for x in parameters if str(len(x.shape)) in optimizer.refused]
     if not refused:
         return
@@ -124,7 +132,11 @@ def _refuse_weight_decay(
     tried: Sequence[OptimizerClass],
     faults: list[Fault],
 ) -> None:
-    """Add a fault for weight decay, or its absence, of an optimizer that has none."""
+    """Add a fault for each option on weight decay that an optimizer without weight decay has.
+
+    rules: the rules of the optimizer's groups, in the order of the request's groups.
+    tried: the optimizers, which the rules name by index.
+    """
     options = request.optimizer
     if options.no_decay is not None and tried[0].weight_decay is None:
         rule = f"has no effect on {tried[0].target}, which has no weight_decay"
@@ -138,8 +150,8 @@ def _refuse_weight_decay(
 
 
 def refuse_parts(plan: Plan, faults: list[Fault]) -> None:
-    """Add a fault for each optimizer that draws random numbers which copies would draw
-    otherwise."""
+    """Add a fault for each optimizer that draws random numbers, in a plan with replicas, since each
+    replica would draw other numbers."""
     copied = any(len(task_graph.replicas) > 1 for task_graph in plan.task_graphs)
     for optimizer in plan.optimizers if copied else ():
         if optimizer.draws:
@@ -148,20 +160,23 @@ def refuse_parts(plan: Plan, faults: list[Fault]) -> None:
 
 
 def explain_optimizers(training: Training) -> tuple[Decision, ...]:
-    """Return notes for the plan about how the optimizers that are named by their class act."""
-    said = []
+    """Return a note for the plan on each optimizer that is named by class: its state, and whether
+    it can update parts of a parameter."""
+    notes = []
     for optimizer in training.optimizers:
-        kept = ", ".join(x.name for x in optimizer.entries(2) if x.shape) or "no state"
+        states = ", ".join(x.name for x in optimizer.entries(2) if x.shape) or "no state"
         shown = optimizer.unlike_in_parts or "elements are updated alone"
         where = "where each parameter is whole" if optimizer.unlike_in_parts else "anywhere"
         reason = f"tried on small parameters: {shown}, so that it runs {where}"
-        said.append(Decision(optimizer.key, optimizer.target, "", f"{reason}; it keeps {kept}"))
-    return tuple(said)
+        notes.append(Decision(optimizer.key, optimizer.target, "", f"{reason}; it keeps {states}"))
+    return tuple(notes)
 
 
 def schedule_decisions(request: Request, faults: list[Fault]) -> tuple[Decision, ...]:
-    """Return a note for the plan where the schedule's class does not read `optimizer.lr`. Adds the
-    faults of a schedule that is named by its class."""
+    """Return a note for the plan where the class of the schedule does not read `optimizer.lr`.
+
+    faults: receives the faults of a schedule that is named by class.
+    """
     schedule = request.optimizer.schedule
     if not isinstance(schedule, OfClass):
         return ()

@@ -1,4 +1,4 @@
-"""Choose the precision of a request, and the rates of fp32, from what its devices compute."""
+"""Choose a request's precision and fp32 rates by the precisions that the devices support."""
 
 from typing import Literal
 
@@ -11,11 +11,14 @@ from whale_train.strategies.plan.plan import Decision
 def with_precision(
     request: Request, used: Cluster, device: Literal["cpu", "cuda"]
 ) -> tuple[Request, tuple[Decision, ...]]:
-    """Return the request with its precision, and the plan's notes about it.
+    """Return the request with a precision, and a note for the plan where bf16 was chosen.
 
-    The precision is bf16 where the request leaves it open, every device of `used` computes bf16,
-    and ranks run on those devices or only a plan is asked for. CPU processes that stand for devices
-    compute fp32, since some have no other precision.
+    bf16 is chosen if the request gives no precision, every device of `used` supports bf16, and the
+    ranks run on these devices or `mode=plan`. CPU processes that emulate devices compute fp32,
+    since not every CPU supports another precision.
+
+    used: the devices of the plan.
+    device: the kind of device that ranks run on.
     """
     if request.train.precision is not None or not used.devices or used.on_cpu:
         return request, ()
@@ -30,7 +33,7 @@ def with_precision(
 
 
 def refuse_reduce_dtype(request: Request, faults: list[Fault]) -> None:
-    """Add a fault where gradients are to be sent in 16 bits that the run does not compute."""
+    """Add a fault where `train.reduce_dtype` is neither fp32 nor the precision of the run."""
     precision, sent = request.train.precision or "fp32", request.train.reduce_dtype
     if sent not in ("fp32", precision):
         rule = f"is neither the precision of the run ({precision}) nor fp32"
@@ -41,10 +44,10 @@ def refuse_reduce_dtype(request: Request, faults: list[Fault]) -> None:
 def with_tf32(
     request: Request, cluster: Cluster, faults: list[Fault]
 ) -> tuple[Cluster, tuple[Decision, ...]]:
-    """Return the cluster with the rates at which it computes fp32 for the request, and the plan's
-    notes.
+    """Return the cluster with TF32's rates for fp32 if the request asks for TF32, and a note for
+    the plan.
 
-    Adds to `faults` where TF32 is asked for and no device computes it.
+    faults: receives a fault where the request asks for TF32 and no device supports it.
     """
     if not request.train.tf32 or not cluster.devices:
         return cluster, ()

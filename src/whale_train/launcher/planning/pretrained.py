@@ -1,7 +1,8 @@
-"""Compare a folder of weights with a model of transformers, by name and shape. No weight is read.
+"""Compare a folder of weights with a model of transformers, by name and shape, without reading a
+weight.
 
-transformers itself compares the names, since it knows which were renamed and joined after a folder
-was written. It is given tensors of the shapes in the files, which take no memory.
+transformers compares the names, since it knows the names that were changed or joined after a folder
+was written. It compares fake tensors with the shapes in the files, which take no memory.
 """
 
 from collections.abc import Mapping
@@ -21,12 +22,12 @@ from whale_train.strategies.plan.plan import Decision
 
 @dataclass(frozen=True)
 class LoadedNames:
-    """The names of weights in a folder and in a model, as far as they differ.
+    """The differences between the names of weights in a folder and in a model.
 
-    missing: names that the model has and the folder lacks.
-    unused: names in the folder that the model does not use.
+    missing: names in the model alone.
+    unused: names in the folder alone.
     other_shapes: names with another shape in the folder than in the model.
-    of_base: the missing names that are not of a head.
+    of_base: the missing names that belong to the base model, not to a head.
     """
 
     missing: tuple[str, ...]
@@ -35,14 +36,14 @@ class LoadedNames:
     of_base: tuple[str, ...]
 
     def faults(self, folder: str, class_name: str) -> list[Fault]:
-        """Return the faults of a folder that has another model's weights: parameters would be
-        trained from random weights."""
+        """Return the faults of a folder with the weights of another model, under which parameters
+        of the base model would start at random."""
         remedy = f"use the weights of a {class_name}, or the model that these are of"
         rules = (("has no", self.of_base), ("has another shape of", self.other_shapes))
         return [Fault(KEY, folder, f"{rule} {listed(x)}", remedy) for rule, x in rules if x]
 
     def decisions(self) -> list[Decision]:
-        """Return the plan's notes about weights that begin at random or are not used."""
+        """Return notes for the plan on weights that start at random or are not used."""
         decisions = []
         if self.missing:
             reason = f"the folder has no {listed(self.missing)}"
@@ -54,20 +55,20 @@ class LoadedNames:
 
 
 def compare_names(options: ModelOptions) -> LoadedNames:
-    """Compare the names in the folder `options.pretrained` with the model's.
+    """Compare the names of weights in the folder `options.pretrained` with the model's names.
 
-    Raises ConfigError for a folder without weights in safetensors, for weights that transformers
-    cannot join, and where `load_class` does.
+    Raises ConfigError for a folder without safetensors files, for weights that transformers cannot
+    load, and for a model class that cannot be imported.
     """
     assert options.pretrained is not None
-    made: Any = load_class(options)
-    config = training_config(made.config_class, options.config, options.pretrained)
+    model_class: Any = load_class(options)
+    config = training_config(model_class.config_class, options.config, options.pretrained)
     folder = folder_of(options.pretrained)
-    said: Mapping[str, Any] = {}
+    loading: Mapping[str, Any] = {}
 
     def build() -> nn.Module:
-        nonlocal said
-        model, said = open_folder(made, config, folder, any_shape=True)
+        nonlocal loading
+        model, loading = open_folder(model_class, config, folder, any_shape=True)
         return model
 
     try:
@@ -80,10 +81,10 @@ def compare_names(options: ModelOptions) -> LoadedNames:
         raise ConfigError([Fault(KEY, options.pretrained, rule, remedy)]) from error
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
-    missing = tuple(sorted(said["missing_keys"]))
+    missing = tuple(sorted(loading["missing_keys"]))
     return LoadedNames(
         missing,
-        tuple(sorted(said["unexpected_keys"])),
-        tuple(sorted(name for name, *_ in said["mismatched_keys"])),
+        tuple(sorted(loading["unexpected_keys"])),
+        tuple(sorted(name for name, *_ in loading["mismatched_keys"])),
         tuple(name for name in missing if name.startswith(prefix)),
     )

@@ -1,8 +1,8 @@
-"""Return the profile of a request's model, measured, or kept from an earlier plan.
+"""Return the profile of a request's model: measured, or cached from an earlier plan.
 
-This file owns the folder of kept profiles: one file for each, named by the key of all that
-determines it (`models/profile/cache_key.py`). Nothing depends on that folder: a damaged profile is
-measured again, and where nothing can be written nothing is kept.
+This file owns the cache, a folder with one file for each profile. The file name is a key of all
+that determines the profile (`models/profile/cache_key.py`). Nothing depends on the cache: a damaged
+profile is measured again, and a folder that cannot be written stays empty.
 """
 
 import gc
@@ -27,44 +27,45 @@ from whale_train.strategies.graph.profile_json import profile_from_json, profile
 from whale_train.user_cache import user_cache
 
 MOST_KEPT = 64
-MOST_BYTES = 512_000_000  # the largest profile; that of 126 blocks with 405 B parameters has 5 MB
+MOST_BYTES = 512_000_000  # the largest profile; a model of 126 blocks and 405 B parameters has 5 MB
 
 
 def profile_of(request: Request, dataset: Dataset) -> ModelProfile:
-    """Return the profile of the request's model. Raises ConfigError, also where the model's forward
-    raises an exception."""
+    """Return the profile of the request's model. Raises ConfigError where the model cannot be
+    built, or its forward raises an exception."""
     key = _key(request, dataset)
     cached = kept_profile(key) if key else None
     if cached is not None:
         return cached
     profile = _measured(request, dataset)
-    # Kept only where the model has a graph, and where nothing in the key changed meanwhile.
+    # Only a model with a graph is cached, and only if nothing in the key changed meanwhile.
     if key and profile.graph is not None and key == _key(request, dataset):
         keep_profile(key, profile)
     return profile
 
 
 def _key(request: Request, dataset: Dataset) -> str | None:
-    """Return the key of the request's profile, or None for a model whose profile may depend on more
-    than the key covers."""
+    """Return the cache key of the request's profile; None for a model whose profile may depend on
+    more than the key covers."""
     return profile_key(request.model, dataset.fields, by_folding=_by_folding(request))
 
 
 def _by_folding(request: Request) -> bool:
-    """Return whether the profile may be measured on some of the blocks alone, since nobody runs the
-    plan."""
+    """Return whether the profile may be measured on a few of the model's equal blocks, since the
+    plan is not run."""
     return request.mode == "plan"
 
 
 def _measured(request: Request, dataset: Dataset) -> ModelProfile:
-    """Return the profile of the request's model, measured."""
+    """Measure the profile of the request's model and return it. Raises ConfigError as
+    `profile_of`."""
     # Torch is imported here and not before: a request that is wrong is answered at once.
     is_first = "torch" not in sys.modules
     from whale_train.models.fp32_precision import compute_fp32
     from whale_train.models.loss_module import LossModule
     from whale_train.models.profile.measure import profile_model
 
-    if is_first:  # no code of the user's was imported before: what exists holds no generator of it
+    if is_first:  # no code of the user's ran before, so no existing object holds a user's generator
         gc.freeze()
     compute_fp32(in_tf32=request.train.tf32)
     try:
@@ -99,8 +100,8 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
 
 @contextmanager
 def quiet_exports() -> Iterator[None]:
-    """Suppress the errors that torch logs and prints about what it cannot trace, within the
-    context."""
+    """Suppress, within the context, the errors that torch logs and prints about code that it cannot
+    trace."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.ERROR))
     try:
@@ -111,12 +112,12 @@ def quiet_exports() -> Iterator[None]:
 
 
 def profiles_folder() -> Path:
-    """Return the folder of kept profiles: in $WHALE_TRAIN_CACHE, or in the user's cache."""
+    """Return the folder of cached profiles, in $WHALE_TRAIN_CACHE or in the user's cache."""
     return user_cache("profiles")
 
 
 def kept_profile(key: str) -> ModelProfile | None:
-    """Return the kept profile of a key, or None where there is none that can be read."""
+    """Return the cached profile of a key; None where the cache has no readable profile of it."""
     path = profiles_folder() / f"{key}.json"
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -134,20 +135,20 @@ def kept_profile(key: str) -> ModelProfile | None:
 
 
 def keep_profile(key: str, profile: ModelProfile) -> None:
-    """Write a profile under its key, and remove the profiles beyond MOST_KEPT that were not used
-    the longest."""
+    """Write a profile into the cache, then remove the least recently used profiles beyond
+    MOST_KEPT."""
     with suppress(OSError):
         profiles_folder().mkdir(parents=True, exist_ok=True)
-        # Written under a name of its own, then renamed, so that readers see all of it or nothing.
-        handle, written = tempfile.mkstemp(suffix=".json", dir=profiles_folder())
+        # Readers see the whole file or none, since it is renamed only when it is complete.
+        handle, path = tempfile.mkstemp(suffix=".json", dir=profiles_folder())
         with open(handle, "w", encoding="utf-8") as file:
             file.write(profile_to_json(profile))
-        os.replace(written, profiles_folder() / f"{key}.json")
+        os.replace(path, profiles_folder() / f"{key}.json")
         _remove_oldest()
 
 
 def _remove_oldest() -> None:
-    """Remove the profiles beyond the MOST_KEPT that were used last."""
+    """Remove all but the MOST_KEPT profiles that were used most recently."""
     ages = {}
     for path in profiles_folder().glob("*.json"):
         with suppress(OSError):  # another process removed it

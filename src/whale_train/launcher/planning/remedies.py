@@ -1,7 +1,7 @@
-"""Find the remedies for a model without a graph, and check them before they are shown.
+"""Find the remedies for a model without a graph, and check each before it is shown.
 
-Such a model runs as it is, in copies where a batch may be shared, which its graph cannot say. A few
-samples are trained whole and in parts, as they are before the first step of such a run.
+Such a model runs as it is, in replicas if the batch may be split, which no graph can prove. The
+check trains a few samples whole and in parts, as the run itself does before the first step.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,13 @@ def with_checked_remedies(
     profile: ModelProfile,
     planned: Callable[[Strategy], Plan],
 ) -> PlanError:
-    """Return `error` with remedies where it says that the model has no graph.
+    """Return `error` with checked remedies in place of the remedy `AS_IS`, which faults of models
+    without a graph have.
 
-    The remedies are strategies that run the model as it is, as far as `planned` has a plan for them
-    and a batch of the data is equal to its parts.
+    A remedy is a strategy that runs the model as it is, for which `planned` returns a plan and the
+    model trains a batch of `dataset` equally whole and in parts.
+
+    planned: maps a strategy to its plan; raises PlanError where the strategy has none.
     """
     if not any(fault.remedy == AS_IS for fault in error.faults):
         return error
@@ -50,8 +53,8 @@ def _remedy(
 ) -> str:
     """Return the remedy: a strategy that runs the model as it is.
 
-    Where the model is too large to be compared with its parts, the remedy also says what the user
-    can vouch for.
+    If the model is too large for the comparison, the remedy also names the key by which the user
+    can vouch that the batch may be split.
     """
     copies = _plan(0, planned)
     if copies is None:
@@ -69,7 +72,7 @@ def _remedy(
 
 
 def _plan(zero: int, planned: Callable[[Strategy], Plan]) -> Plan | None:
-    """Return the plan of copies with ZeRO stage `zero`, or None where there is none."""
+    """Return the plan of replicas under ZeRO stage `zero`; None where there is no such plan."""
     strategy = read_strategy({"graph": {"replicate": {"zero": zero}}}, "copies", [])
     assert strategy is not None
     try:

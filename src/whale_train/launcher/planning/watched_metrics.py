@@ -1,4 +1,5 @@
-"""Check that what a run watches is a result of its evaluations, and the metrics among these."""
+"""Check the metrics of a run's evaluations, and that each watched metric is one of their
+results."""
 
 import os
 
@@ -10,8 +11,11 @@ from whale_train.own_code import importable
 
 
 def refuse_unwatchable(request: Request, data: OpenedData, faults: list[Fault]) -> None:
-    """Add a fault for a metric of `train.stop_after` or `checkpoint.best` that no evaluation gives,
-    for metrics of the user's own that cannot be computed, and for a run without evaluations."""
+    """Add the faults of the metrics that a run watches or computes.
+
+    Faults are a metric in `train.stop_after` or `checkpoint.best` that no evaluation computes, a
+    metric of the user's own that fails when tried, and metrics in a run without evaluations.
+    """
     watched = {
         "train.stop_after.metric": request.train.stop_after,
         "checkpoint.best": request.checkpoint.best,
@@ -23,7 +27,7 @@ def refuse_unwatchable(request: Request, data: OpenedData, faults: list[Fault]) 
     with importable(os.getcwd()):
         computed, of_metrics = try_metrics(request.metrics)
     faults += of_metrics
-    if of_metrics:  # of which it is not known what they compute
+    if of_metrics:  # the results of a metric that failed are not known
         computed += list(request.metrics)
     sets = [*([HELD_BACK] if data.training.num_evaluation_samples else []), *data.sets]
     results = ("loss", "accuracy", *computed)

@@ -1,7 +1,7 @@
-"""Keep the state of a program that calls us, and keep its state from what we compute.
+"""Separate the state of a calling program from the state in which we plan and start ranks.
 
-A model is measured in the caller's process. Its default dtype or device, a mode it is in, or its
-generators would else be in the plan, and ours in its results.
+A model is measured in the caller's process. Without this separation, the caller's default dtype,
+device, modes and random generators would affect the plan, and ours would affect the caller.
 """
 
 import logging
@@ -19,10 +19,11 @@ import torch
 
 @contextmanager
 def caller_kept() -> Iterator[None]:
-    """Give what runs in the context torch's defaults, and put back the caller's state after it.
+    """Set torch's defaults within the context, and restore the caller's state after it.
 
-    Kept are warnings filters, the level below which logging is off, torch's default dtype, device,
-    modes and precision of fp32, and the generators of Python, NumPy and torch.
+    The state consists of warning filters, the level at which logging is disabled, torch's default
+    dtype, device, modes and precision of fp32, and the random generators of Python, NumPy and
+    torch.
     """
     disabled = logging.root.manager.disable
     with ExitStack() as stack:
@@ -32,12 +33,12 @@ def caller_kept() -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-        else:  # they are seeded when first used, by the seed that torch was given last
+        else:  # CUDA's generators are seeded at their first use, by torch's latest seed
             stack.callback(lambda: torch.cuda.manual_seed_all(torch.initial_seed()))
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        for owner, name, value in _fp32_settings():  # put back in the other order
+        for owner, name, value in _fp32_settings():  # restored in reverse order
             stack.callback(setattr, owner, name, value)
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
@@ -50,10 +51,10 @@ def caller_kept() -> Iterator[None]:
 
 
 def _fp32_settings() -> Iterator[tuple[Any, str, Any]]:
-    """Yield the settings of torch that say how fp32 is computed: owner, name and value.
+    """Yield the owner, name and value of each setting that determines how torch computes fp32.
 
-    `allow_tf32` cannot be read once the settings of single operations say something else, and
-    writes those where it is written.
+    Writing `allow_tf32` also writes the settings of single operations. Reading it fails where those
+    settings differ, in which case it is not yielded.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
@@ -66,10 +67,11 @@ def _fp32_settings() -> Iterator[tuple[Any, str, Any]]:
 
 @contextmanager
 def ranks_environment() -> Iterator[None]:
-    """Have processes started in the context import what the caller can, and find its programs.
+    """Give processes that are started within the context the caller's path for modules, and the
+    programs beside the caller's Python.
 
-    A script's own folder is on its path for modules, and not on that of another program. ninja is
-    beside the caller's Python, where pip put it.
+    A script's own folder is on the script's path for modules, but not on another program's. pip
+    installs ninja beside Python.
     """
     modules = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     programs = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
@@ -82,7 +84,7 @@ def ranks_environment() -> Iterator[None]:
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
-    """Set variables of the environment, and remove those that are None."""
+    """Set environment variables; a value of None removes the variable."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,11 +1,12 @@
-"""The functions by which a program asks for what the command serves (docs/adr/073).
+"""Offer the command's modes as functions for Python programs (docs/adr/073).
 
-A call takes the command's road, in this process and thread; ranks run in processes of their own, as
-ever. A request that is refused raises ConfigError or PlanError, and a run that failed LaunchError,
-with the text that the command prints. Ctrl-C raises KeyboardInterrupt once no process is left. In
-the main thread it, SIGTERM and SIGUSR1 are handled as by the command, and are the caller's again
-afterwards. In any other thread signals are not handled, since Python has them handled by the main
-thread alone: a run there ends by itself, or with this process.
+A call does the same as the command, in this process and thread; ranks run in processes of their
+own. A refused request raises ConfigError or PlanError, and a failed run raises LaunchError, each
+with the text that the command prints. Ctrl-C raises KeyboardInterrupt once no process is left.
+
+In the main thread, Ctrl-C, SIGTERM and SIGUSR1 are handled as by the command during a call, and by
+the caller's handlers after it. In any other thread no signal is handled, since Python runs handlers
+in the main thread alone: such a run ends by itself, or with this process.
 """
 
 import os
@@ -39,7 +40,7 @@ from whale_train.launcher.ui.terminal import open_console
 
 Asked = str | Mapping[str, Any]
 Folder = str | os.PathLike[str]
-# Hydra, the default dtype and the environment are a process's: calls of several threads take turns.
+# Hydra, the default dtype and the environment are global, so calls of several threads take turns.
 _TURN = RLock()
 
 
@@ -49,11 +50,11 @@ def compose(
     config_name: str | None = None,
     **nested: Any,
 ) -> Request:
-    """Return the request of overrides, as `compose("strategy=zero3", train={"steps": 5})`.
+    """Return the request that overrides make: `compose("strategy=zero3", train={"steps": 5})`.
 
     asked: overrides as on the command line, or mappings of keys to values.
-    config_dir, config_name: the flags of the command of these names.
-    nested: values by key; those of a mapping are set one by one.
+    config_dir, config_name: the values of the command's flags `--config-dir` and `--config-name`.
+    nested: values by key. A mapping sets each of its keys.
 
     Raises ConfigError with all faults.
     """
@@ -74,9 +75,9 @@ def plan(
 ) -> ShownPlan:
     """Return the plan of a request, or of overrides as `compose` takes them.
 
-    Nothing is started or written. Raises ConfigError or PlanError.
+    verbose: whether the progress of long preparations is printed.
 
-    verbose: whether it is shown how far long preparations are.
+    Nothing is started or written. Raises ConfigError or PlanError where the request is refused.
     """
     with _TURN:
         given = _given(asked, nested, config_dir, config_name)
@@ -102,13 +103,13 @@ def train(
     config_name: str | None = None,
     **nested: Any,
 ) -> TrainResult:
-    """Train as a request asks, or overrides as `compose` takes them.
+    """Train by a request, or by overrides as `compose` takes them, and return the result.
 
-    run_dir: the run directory; None names one as the command does, `runs/DATE/TIME-xxxxxx`.
+    run_dir: the run directory; None creates one as the command does, `runs/DATE/TIME-xxxxxx`.
     verbose: whether the plan and the progress are printed.
 
-    Raises ConfigError or PlanError where the request is refused, LaunchError where the run failed,
-    with the traceback of the first failing rank, and KeyboardInterrupt where it was interrupted.
+    Raises ConfigError or PlanError where the request is refused, LaunchError with the traceback of
+    the first failing rank where the run fails, and KeyboardInterrupt where it is interrupted.
     """
     given = _given(asked, nested, config_dir, config_name)
     end = _carried_out("train", given, run_dir, verbose)
@@ -127,8 +128,8 @@ def verify(
 ) -> VerifyResult:
     """Compare the first steps under the plan with the same steps on one process.
 
-    The arguments and exceptions are those of `train`. A plan that computes something else raises
-    nothing: the result says so.
+    The arguments and exceptions are those of `train`. A plan whose steps differ raises no
+    exception: `equal` of the result is then False.
     """
     given = _given(asked, nested, config_dir, config_name)
     end = _carried_out("verify", given, run_dir, verbose)
@@ -147,11 +148,11 @@ def evaluate(
 ) -> EvaluateResult:
     """Evaluate a trained model on named sets of samples, under any plan.
 
-    path: a run directory, a checkpoint's folder, or the `model/` that a run ended with.
-    asked: overrides as `compose` takes them; model, data and metrics that they do not name are
-        those of the run.
+    path: a run directory, a checkpoint's folder, or the `model/` of a run that is done.
+    asked: overrides as `compose` takes them. Model, data and metrics are the run's, unless an
+        override names them.
 
-    The other arguments, and the exceptions, are those of `train`.
+    The other arguments and the exceptions are those of `train`.
     """
     arguments = _arguments([{"path": path}, *asked], nested, config_dir, config_name)
     end = _carried_out("evaluate", arguments, run_dir, verbose)
@@ -167,15 +168,15 @@ def predict(
     config_name: str | None = None,
     **nested: Any,
 ) -> PredictResult:
-    """Write what a trained model predicts for every sample of named sets, under any plan.
+    """Write a trained model's predictions for every sample of named sets, under any plan.
 
     The arguments and exceptions are those of `evaluate`.
     """
     arguments = _arguments([{"path": path}, *asked], nested, config_dir, config_name)
     end = _carried_out("predict", arguments, run_dir, verbose)
     folder = end.run_dir.absolute()
-    written = end.summary["predictions"]
-    return PredictResult(folder, {name: folder / x["file"] for name, x in written.items()})
+    predictions = end.summary["predictions"]
+    return PredictResult(folder, {name: folder / x["file"] for name, x in predictions.items()})
 
 
 def _given(
@@ -184,9 +185,10 @@ def _given(
     config_dir: Folder | None,
     config_name: str | None,
 ) -> Request | list[str]:
-    """Return the request that a function was given, or arguments of the command that ask for it.
+    """Return the request among a function's arguments or, without one, the equivalent command-line
+    arguments.
 
-    Raises TypeError for overrides beside a request.
+    Raises TypeError for overrides together with a request.
     """
     overrides = [item for item in asked if not isinstance(item, Request)]
     if len(overrides) == len(asked):
@@ -204,7 +206,7 @@ def _arguments(
     config_dir: Folder | None,
     config_name: str | None,
 ) -> list[str]:
-    """Return the arguments of the command that ask for the same."""
+    """Return the command-line arguments that are equivalent to a function's arguments."""
     flags = [f"--config-dir={os.fspath(config_dir)}"] if config_dir is not None else []
     flags += [f"--config-name={config_name}"] if config_name is not None else []
     return [*overrides_of(asked, nested), *flags]
@@ -213,8 +215,13 @@ def _arguments(
 def _request(
     mode: Mode, given: Request | list[str], run_dir: Folder | None
 ) -> tuple[Request, Path]:
-    """Return the request in `mode`, and its run directory, which was checked. Raises
-    ConfigError."""
+    """Return the request in `mode` and the path of its run directory, both checked.
+
+    given: the request, or command-line arguments.
+    run_dir: the run directory; None lets the config name it.
+
+    Raises ConfigError where the request or the directory is refused.
+    """
     named = overrides_of((), {} if run_dir is None else {RUN_DIR: run_dir})
     if isinstance(given, Request):
         if given.mode not in ("train", mode):
@@ -232,16 +239,17 @@ def _request(
 
 
 def _other_mode(mode: Mode, given: Mode) -> Fault:
-    """Return the fault of a request in the mode `given`, which is not that of the function."""
-    there = given in ("train", "plan", "verify", "evaluate", "predict")
-    remedy = f"leave it out, or call {given}()" if there else f"use whale-train mode={given}"
+    """Return the fault of a request in the mode `given`, for the function of the mode `mode`."""
+    is_function = given in ("train", "plan", "verify", "evaluate", "predict")
+    remedy = f"leave it out, or call {given}()" if is_function else f"use whale-train mode={given}"
     return Fault("mode", given, f"is not what {mode}() does", remedy)
 
 
 def _carried_out(
     mode: Mode, given: Request | list[str], run_dir: Folder | None, verbose: bool
 ) -> JobEnd:
-    """Return the end of a job that has a result. Raises the exceptions of `train`."""
+    """Carry out a job in `mode` and return the end of the job, which has a result. Raises the
+    exceptions of `train`."""
     with _TURN:
         request, folder = _request(mode, given, run_dir)
         _refuse_other_starters(request)
@@ -265,7 +273,7 @@ def _carried_out(
 
 
 def _refuse_other_starters(request: Request) -> None:
-    """Raise ConfigError where ranks are not started by this process."""
+    """Raise ConfigError where ranks are started by another program, or on other hosts."""
     if request.launcher.kind in ELSEWHERE:
         rule, remedy = "starts ranks by the command", "run whale-train with it"
         raise ConfigError([Fault("launcher", request.launcher.kind, rule, remedy)])
@@ -277,7 +285,7 @@ def _refuse_other_starters(request: Request) -> None:
 
 @contextmanager
 def _here() -> Iterator[None]:
-    """Keep the caller's state while the context plans and starts ranks."""
+    """Separate the caller's state from ours within the context."""
     from whale_train.launcher.python.caller import caller_kept, ranks_environment  # imports torch
 
     with caller_kept(), ranks_environment():
@@ -285,5 +293,5 @@ def _here() -> Iterator[None]:
 
 
 def _console(verbose: bool) -> Console:
-    """Return the console of standard output, or, unless `verbose`, one that prints nothing."""
+    """Return the console of standard output if `verbose`, else a console that prints nothing."""
     return open_console(sys.stdout) if verbose else Console(file=StringIO(), quiet=True)

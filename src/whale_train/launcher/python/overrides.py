@@ -1,6 +1,6 @@
-"""Write values of Python as the overrides of a command line, which Hydra reads.
+"""Convert Python values to overrides in Hydra's grammar.
 
-`train={"steps": 5}` is the override `train.steps=5`, and `strategy="zero3"` is `strategy=zero3`.
+`train={"steps": 5}` becomes `train.steps=5`, and `strategy="zero3"` becomes `strategy=zero3`.
 """
 
 import math
@@ -14,19 +14,19 @@ from omegaconf import OmegaConf
 
 from whale_train.errors import ConfigError, Fault, shortened
 
-# Texts that the grammar of overrides reads as they are, and as text.
+# Texts that the grammar of overrides reads unquoted as the same text.
 _WORD = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
 
 
 def overrides_of(asked: Sequence[str | Mapping[str, Any]], nested: Mapping[str, Any]) -> list[str]:
-    """Return the overrides that stand for the arguments of a function, in their order.
+    """Return the overrides that are equivalent to a function's arguments, in the same order.
 
     asked: overrides as text, and mappings of keys to values.
-    nested: values by key, after those.
+    nested: further values by key, which come last.
 
-    The values of a mapping under a key of the top level are set one by one; deeper mappings are
-    values. Raises ConfigError for a value that no override can have, and TypeError for an argument
-    of another type.
+    A mapping under a top-level key becomes one override for each of its keys; a deeper mapping
+    becomes a value. Raises ConfigError for a value that overrides cannot express, and TypeError for
+    an argument of another type.
     """
     overrides: list[str] = []
     faults: list[Fault] = []
@@ -47,7 +47,7 @@ def overrides_of(asked: Sequence[str | Mapping[str, Any]], nested: Mapping[str, 
 
 
 def _keys_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the config that `values` set, and the value of each."""
+    """Yield each config key that `values` sets, with the plain value."""
     for key, value in values.items():
         plain = _plain(value)
         if isinstance(plain, Mapping) and "." not in key:
@@ -57,19 +57,22 @@ def _keys_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without the types of OmegaConf."""
+    """Return a value with OmegaConf's containers converted to Python's."""
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value)
     return value
 
 
 def _text(key: str, value: Any, faults: list[Fault]) -> str | None:
-    """Return a value in the grammar of overrides, or None after adding a fault."""
+    """Return the text of a value in the grammar of overrides, or None after adding a fault.
+
+    key: the path of the value, for messages.
+    """
     value = _plain(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str | bytes) and hasattr(value, "item") and hasattr(value, "dtype"):
-        value = value.item() if not getattr(value, "shape", ()) else value  # a number of NumPy's
+        value = value.item() if not getattr(value, "shape", ()) else value  # a NumPy scalar
     match value:
         case None:
             return "null"
@@ -96,5 +99,5 @@ def _text(key: str, value: Any, faults: list[Fault]) -> str | None:
 
 
 def _name(key: str) -> str:
-    """Return the key of a mapping in the grammar of overrides, where keys have no quotes."""
+    """Return the key of a mapping in the grammar of overrides, escaped since keys are unquoted."""
     return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", key)

@@ -1,4 +1,4 @@
-"""The objects that the functions of `from_python.py` return, and how they are shown."""
+"""Define the results that the functions of `from_python.py` return, and their display."""
 
 import json
 from collections.abc import Mapping
@@ -23,13 +23,16 @@ from whale_train.strategies.plan.plan import Plan
 
 
 class ShownPlan(Plan):
-    """A Plan that shows itself as `mode=plan` does, in rich's consoles and in notebooks."""
+    """A Plan that rich's consoles and notebooks display as `mode=plan` does."""
 
     _view: RenderableType = ""
 
     @classmethod
     def of(cls, resolved: Resolved, names: Mapping[str, str]) -> "ShownPlan":
-        """Return the plan of a request. `names` are the options chosen in the config groups."""
+        """Return the plan of a request.
+
+        names: the chosen option of each config group, by group.
+        """
         plan = cls(**{part.name: getattr(resolved.plan, part.name) for part in fields(Plan)})
         object.__setattr__(plan, "_view", resolved_view(resolved, names))
         return plan
@@ -47,11 +50,11 @@ class ShownPlan(Plan):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a training that is done.
+    """The result of a finished training.
 
     run_dir: the run directory, absolute.
     summary: the content of `summary.json`: the loss of the last step (`final_loss`), speed, memory;
-        empty where the run had died after its last step, and this call made `model/` alone.
+        empty where an earlier attempt died after the last step, and this call wrote `model/` alone.
     """
 
     run_dir: Path
@@ -59,13 +62,13 @@ class TrainResult:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the numbers of every step, as `metrics.jsonl` has them."""
+        """Return the metrics of every step: the lines of `metrics.jsonl`, parsed."""
         with (self.run_dir / METRICS).open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
     @property
     def model(self) -> Path | None:
-        """Return the folder of the trained weights, or None where the run was asked for none."""
+        """Return the folder of the trained weights; None where the run wrote none."""
         folder = self.run_dir / MODEL
         return folder if folder.is_dir() else None
 
@@ -82,7 +85,7 @@ class EvaluateResult:
     """The results of an evaluation.
 
     run_dir: the run directory, absolute.
-    sets: the results of each set by their names, by the set's name: `sets["test"]["loss"]`.
+    sets: the value of each metric by name, by the name of the set: `sets["test"]["loss"]`.
     """
 
     run_dir: Path
@@ -100,25 +103,28 @@ class PredictResult:
     """The predictions for all samples of named sets.
 
     run_dir: the run directory, absolute.
-    files: the file of each set's predictions, by the set's name; a line a sample, in order.
+    files: the file of predictions by the name of the set, with one line for each sample, in order.
     """
 
     run_dir: Path
     files: Mapping[str, Path]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the predictions of a set: `sample`, `predicted`, and `target` and `probability`
-        where there are any."""
+        """Return the predictions of a set, one mapping for each sample, with the keys `sample` and
+        `predicted`, and `target` and `probability` if known.
+
+        name: the name of the set.
+        """
         with self.files[name].open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The comparison of a plan's first steps with those of one process.
+    """The comparison of a plan's first steps with the same steps on one process.
 
     run_dir: the run directory, absolute.
-    verification: all differences, and what was allowed.
+    verification: all differences, with their allowances.
     """
 
     run_dir: Path
@@ -126,7 +132,7 @@ class VerifyResult:
 
     @property
     def equal(self) -> bool:
-        """Return whether the plan computed what one process does."""
+        """Return whether the plan computed the same as one process, within the tolerance."""
         return self.verification.equal
 
     def __str__(self) -> str:

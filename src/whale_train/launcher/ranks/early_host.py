@@ -1,6 +1,6 @@
-"""Start the process of a host before its run directory is known, so that it imports meanwhile.
+"""Start a host process before the run directory is known, so that the host imports meanwhile.
 
-This file imports nothing that takes time: a command begins with it.
+The command imports this file first, so it imports nothing that takes time.
 """
 
 import os
@@ -12,17 +12,17 @@ from contextlib import suppress
 from pathlib import Path
 
 HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
-# Variables of programs that start ranks themselves (`rank_env.py`).
+# Variables that programs set for the ranks that they start (`rank_env.py`).
 _OF_STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 _ELSEWHERE = ("launcher=ssh", "launcher=slurm")
 DOCTOR = "doctor"  # the word that asks for a report of this machine
 
 
 def asks_for_ranks(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether a command line looks like one that trains on this host.
+    """Return whether a command line seems to train on this host.
 
-    Config files may say otherwise, and the command line may be wrong: an early host that nobody
-    takes is ended.
+    The answer may be wrong, since config files and faults of the command line are not considered.
+    An early host that is not needed is ended.
     """
     if any(name in environment for name in _OF_STARTERS):
         return False
@@ -33,10 +33,11 @@ def asks_for_ranks(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 class EarlyHost:
-    """The process of a host that imports, and waits to be told its run directory.
+    """A host process that imports, and waits for its run directory.
 
-    It is taken at most once. Every `start` needs a `stop`, which does nothing where it was taken.
-    `pid` is the id of the process.
+    The host can be taken once. Every `start` needs a `stop`, which does nothing after a `take`.
+
+    pid: the id of the process.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -46,7 +47,7 @@ class EarlyHost:
 
     @classmethod
     def start(cls) -> "EarlyHost":
-        """Start a host, as `HostProcess.start` does. Returns at once."""
+        """Start a host, and return at once. The host ends with the thread that started it."""
         process = subprocess.Popen(
             [*HOST_PROGRAM, "--parent", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -57,10 +58,12 @@ class EarlyHost:
         return cls(process)
 
     def take(self, run_dir: Path) -> "subprocess.Popen[bytes] | None":
-        """Return the process, as the host of `run_dir`, an absolute path that has `logs/`.
+        """Give the host its run directory, and return the host's process.
 
-        Returns None where there is none any more: it was taken or has ended, or a host started
-        here would have another working directory or environment.
+        run_dir: the absolute path of a directory that has `logs/`.
+
+        Returns None where the host was taken before or has ended, and where the working directory
+        or the environment has changed since the host was started.
         """
         process = self._process
         if process is None or self._began_with != _surroundings():
@@ -81,7 +84,8 @@ class EarlyHost:
         process, self._process = self._process, None
         if process is None:
             return
-        # Not reaped, so that the process group is its own: the host, and what its imports started.
+        # The host is not reaped yet, so its id still names its process group: the host, and the
+        # processes that its imports started.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -90,5 +94,5 @@ class EarlyHost:
 
 
 def _surroundings() -> tuple[str, dict[str, str]]:
-    """Return the working directory and the environment that a process started here would have."""
+    """Return the current working directory and environment, which a new process would inherit."""
     return os.getcwd(), dict(os.environ)

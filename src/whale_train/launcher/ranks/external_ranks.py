@@ -1,7 +1,8 @@
-"""Join ranks that torchrun or srun started: rank 0 composes the job, the others join it.
+"""Form one job of the ranks that torchrun or srun started: rank 0 composes it, the others join.
 
-Every process runs the same `whale-train` command. All but rank 0 become members at once, and wait
-to be told the run directory. Rank 0 takes the ordinary road, and starts its own member.
+Every process runs the same `whale-train` command. Every rank but 0 becomes a member process at
+once, which waits for the run directory. Rank 0 composes and plans the job as usual, and starts a
+member process of its own.
 """
 
 import os
@@ -40,7 +41,7 @@ MEMBER_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.external_ra
 
 TELLING_S = 120.0
 
-# Arguments that ask for several jobs, and those that ask for none.
+# Arguments that ask for several jobs, and arguments that ask for no ranks.
 SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 ANSWERS = (
     *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info"),
@@ -49,22 +50,22 @@ ANSWERS = (
 
 
 def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
-    """Return the place of this process among ranks that others started, or None where there are
-    none.
+    """Return the place of this process among ranks that another program started, or None where
+    this process is no such rank.
 
-    Sets the environment's variables of the place, and the job's key, as members read them.
+    The place and the job's key are written into the environment, where member processes read them.
 
-    This process ends with torchrun, srun or our own agent, whichever started it, and so do the
-    processes that it starts. torchrun and srun end ranks by SIGTERM. On rank 0, SIGTERM acts as
-    Ctrl-C from here on, so that its member is ended with it.
+    This process and its children end with the program that started it: torchrun, srun or our own
+    agent. torchrun and srun end ranks by SIGTERM. On rank 0, SIGTERM acts as Ctrl-C after this
+    call, so that the member process is ended as well.
 
-    Raises ConfigError for variables that make no sense, for a job without a secret, and, on rank 0
-    and after telling the others, for arguments that ranks started from outside cannot serve.
+    Raises ConfigError for variables that make no place, and for a job without a secret. On rank 0
+    it is also raised, after telling the other ranks, for arguments of sweeps or without ranks.
     """
     place = place_from_environment(os.environ)
     if place is None:
         return None
-    # job_name takes ranks for torchrun's where RANK is set, so that it is called before that.
+    # job_name treats any rank with RANK set as torchrun's, so it is called before RANK is set.
     key = job_key(os.environ, job_name(os.environ))
     os.environ |= {
         "WHALE_TRAIN_JOB_KEY": key,
@@ -78,7 +79,7 @@ def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
     starter = starter_of(os.environ)
     if starter:
         os.environ[STARTER] = starter
-        # Not SIGTERM: on that, ranks that save would wait for the others first.
+        # SIGKILL, since on SIGTERM a rank that saves would first wait for the other ranks.
         end_with_parent(os.getppid(), signal.SIGKILL)
     if place.rank == 0:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -90,7 +91,7 @@ def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
 
 
 def _no_job_for_ranks(argument: str) -> list[Fault]:
-    """Return the fault of an argument that asks for several jobs, or for none."""
+    """Return the fault of an argument that asks for several jobs, or for no ranks."""
     flag, _, value = argument.partition("=")
     key, given = (flag, "") if argument.startswith("-") else (flag, value)
     asked = flag if argument.startswith("--") else argument
@@ -104,21 +105,21 @@ def _no_job_for_ranks(argument: str) -> list[Fault]:
 
 
 def join_job() -> NoReturn:
-    """Replace this process by a rank other than 0. The exit status of that rank becomes ours."""
+    """Replace this process by the member process of a rank other than 0, whose exit status becomes
+    that of this process."""
     os.execv(MEMBER_PROGRAM[0], MEMBER_PROGRAM)
 
 
 def report_refusal() -> None:
-    """Tell the members that wait for rank 0 that there is no job. They leave with status 2."""
-    # The program that started the ranks ends them all when the first one leaves. This one leaves by
-    # itself.
+    """Tell the waiting members that rank 0 has refused the job. They exit with status 2."""
+    # torchrun and srun end all ranks when the first one exits. Rank 0 exits by itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
 
 
 class RendezvousTimeout(LaunchError):
-    """The error of ranks that did not meet. `outcome` says how their run ended."""
+    """The error of ranks that did not meet. `outcome` is the outcome of their run."""
 
     def __init__(self, outcome: HostOutcome) -> None:
         self.outcome = outcome
@@ -128,12 +129,13 @@ class RendezvousTimeout(LaunchError):
 class JobProcess:
     """The process that runs a job. Every `JobProcess` needs a `wait` or a `stop`.
 
-    It prepares while a plan is made. It is a host that starts the ranks, or this process's own rank
-    where others have started the ranks.
+    The process is a host that starts the ranks, or a member process for this rank if another
+    program has started the ranks. It imports while the plan is made.
 
     run_dir: the run directory.
-    place: the place of this process among ranks that others started; None where there are none.
-    early: a host that imports already; None: there is none.
+    place: the place of this process among ranks that another program started; None without such
+        ranks.
+    early: a host that has begun its imports; None if no host was started.
     """
 
     def __init__(
@@ -149,11 +151,11 @@ class JobProcess:
     def planned(
         self, request: Request, poll: Callable[[], None], console: Console
     ) -> Iterator[Resolved]:
-        """Resolve the request as that of a training, on the hosts that have met, and yield the
-        plan.
+        """Resolve the request with `mode=train`, on the hosts that have met, and yield the result.
 
-        Ranks that wait for the plan are told where it is refused, here or inside the context.
-        Raises RendezvousTimeout where the ranks did not meet, and ConfigError or PlanError.
+        If the request is refused here or inside the context, the waiting ranks are told. Raises
+        RendezvousTimeout where the ranks did not meet, and ConfigError or PlanError where the
+        request is refused.
         """
         hosts = None if self._place is None else self._hosts(poll, console)
         try:
@@ -167,7 +169,7 @@ class JobProcess:
             raise
 
     def wait(self, poll: Callable[[], None]) -> HostOutcome:
-        """Wait for the run's end, as `HostProcess.wait` does, and return its outcome."""
+        """Wait for the end of the run, as `HostProcess.wait` does, and return the outcome."""
         return self._process.wait(poll)
 
     def stop(self) -> None:
@@ -175,10 +177,10 @@ class JobProcess:
         self._process.stop()
 
     def _hosts(self, poll: Callable[[], None], console: Console) -> tuple[Host, ...]:
-        """Return the hosts on which ranks were started, once they have met.
+        """Wait until the ranks have met, and return the hosts on which they were started.
 
-        Prints the hosts that do not share the run directory. Raises RendezvousTimeout where the
-        ranks end before.
+        The hosts that do not share the run directory are printed. Raises RendezvousTimeout where
+        the ranks end before they meet.
         """
         while not (self._run_dir / HOSTS).exists():
             if self._process.has_ended:
@@ -194,8 +196,10 @@ class JobProcess:
 
 
 def _refuse(run_dir: Path, member: HostProcess) -> None:
-    """Have `member`, which has met the others, tell them that there is no job. All leave with
-    status 2."""
+    """Tell the ranks, which have met, that the job is refused. All members exit with status 2.
+
+    member: the member process of rank 0, which passes the message on.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `report_refusal`
     (run_dir / REFUSED).touch()
     deadline = time.monotonic() + TELLING_S
@@ -205,7 +209,7 @@ def _refuse(run_dir: Path, member: HostProcess) -> None:
 
 
 def _check_world(place: LaunchPlace, plan: Plan) -> None:
-    """Raise PlanError where the plan has another number of ranks than were started."""
+    """Raise PlanError where the number of started ranks is not the plan's."""
     if place.world_size != plan.world_size:
         rule = f"ranks were started, and the plan for hardware={plan.cluster} has {plan.world_size}"
         remedy = f"start {plan.world_size}, or use hardware=cpu hardware.devices={place.world_size}"

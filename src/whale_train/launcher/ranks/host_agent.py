@@ -1,12 +1,13 @@
-"""Report what a host has, or be its ranks: the program that `launcher=ssh` runs on every host.
+"""Report the resources of a host, or run ranks on it: the program that `launcher=ssh` runs on every
+host.
 
     python -m whale_train.launcher.ranks.host_agent
 
-The first line of its input is an order, as JSON: to look (`RankRequest`), or to start ranks
-(`Start`). Ranks are commands like the one that was given. Their environment tells them which rank
-of the job they are, as torchrun's does. A further line of input tells them to end. They are ended
-when the input ends, which it does with the connection. The exit status is that of the first rank
-that ended badly, in the order of ranks, else 0.
+The first line of standard input is an order in JSON: report (`RankRequest`), or start ranks
+(`Start`). Each rank runs the `whale-train` command, and finds its rank in environment variables, as
+under torchrun. A further line of input asks the ranks to end. The end of the input, which follows
+the end of the connection, ends the ranks as well. The exit status is 0, or the status of the first
+rank that failed, in the order of ranks.
 """
 
 import json
@@ -26,17 +27,17 @@ from pathlib import Path
 from whale_train.launcher.ranks.run_dir import installed_version
 from whale_train.machine.hosts import Seen
 
-# Packages of which all hosts have to have the same version.
+# Packages that must have the same version on all hosts.
 PACKAGES = ("whale-train", "torch", "deepspeed", "transformers")
 _POLL_S = 0.1
-# Seconds that ranks have to end after one failed, or after they were told to.
+# Seconds that ranks have to end after one of them failed, or after they were asked to end.
 _LEAVE_S = 15.0
 _KILL_S = 5.0
 
 
 @dataclass(frozen=True)
 class RankRequest:
-    """What a job reads on every host.
+    """An order to report a host, with the paths and modules that the job needs on every host.
 
     paths: files and folders.
     modules: Python modules.
@@ -50,10 +51,10 @@ class RankRequest:
 class HostReport:
     """The report of one host.
 
-    seen: what a rank would see there, a `Seen` as JSON.
-    versions: the installed version of each of PACKAGES; None where it is not installed.
+    seen: the cores, memory and GPUs that a rank would see, a `Seen` as JSON.
+    versions: the installed version of each package in PACKAGES; None for a missing package.
     port: a free TCP port.
-    missing: the wanted paths and modules that are not there.
+    missing: the requested paths and modules that do not exist on the host.
     """
 
     seen: str
@@ -66,9 +67,9 @@ class HostReport:
 class Start:
     """An order to start ranks.
 
-    arguments: the arguments of their command.
-    environment: the environment variables that all ranks have.
-    ranks: the environment variables of each rank alone.
+    arguments: command-line arguments of every rank.
+    environment: environment variables of all ranks.
+    ranks: further environment variables of each rank.
     """
 
     arguments: tuple[str, ...]
@@ -77,12 +78,12 @@ class Start:
 
 
 def order_of(content: RankRequest | Start) -> str:
-    """Return the line of JSON that orders an agent to look, or to start ranks."""
+    """Return the line of JSON that gives an order to an agent."""
     return json.dumps({type(content).__name__: asdict(content)}) + "\n"
 
 
 def main() -> int:
-    """Run the command of this module. Returns its exit status."""
+    """Run the agent: read an order, carry it out, and return the exit status."""
     ((name, content),) = json.loads(sys.stdin.readline()).items()
     if name == RankRequest.__name__:
         sys.stdout.write(json.dumps(asdict(look(RankRequest(**content)))) + "\n")
@@ -99,10 +100,10 @@ def look(wanted: RankRequest) -> HostReport:
 
 
 def _is_there(module: str) -> bool:
-    """Return whether a Python module can be found, without importing it."""
+    """Return whether a Python module can be found. The module itself is not imported."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that would contain it
+    except ModuleNotFoundError:  # the parent package does not exist
         return False
 
 
@@ -133,22 +134,22 @@ class _Ranks:
         self._is_cut_off = False
 
     def wait(self) -> int:
-        """Wait until all ranks have ended, and return the exit status of the first that ended
-        badly, or 0.
+        """Wait until all ranks have ended. Return 0, or the exit status of the first rank that
+        failed.
 
-        A signal's number n gives the status 128 + n.
+        A rank that signal n killed has the status 128 + n.
         """
         deadline = float("inf")
         while any(process.poll() is None for process in self._processes):
-            said = self._said()
-            if said is not None:  # a line to end, or the end of the input
+            line = self._said()
+            if line is not None:  # a request to end, or the end of the input
                 self._signal(signal.SIGTERM)
-                deadline = min(deadline, time.monotonic() + (_LEAVE_S if said else _KILL_S))
+                deadline = min(deadline, time.monotonic() + (_LEAVE_S if line else _KILL_S))
             if any(process.poll() for process in self._processes):
                 deadline = min(deadline, time.monotonic() + _LEAVE_S)
             if time.monotonic() > deadline:
                 self._signal(signal.SIGKILL)
-            if said is None:
+            if line is None:
                 time.sleep(_POLL_S)
         self._signal(signal.SIGKILL)  # for the processes that the ranks started
         codes = (process.returncode for process in self._processes)
@@ -156,8 +157,8 @@ class _Ranks:
         return code if code >= 0 else 128 - code
 
     def _said(self) -> str | None:
-        """Return the line that was written to standard input, '' at its end, or None where nothing
-        is new."""
+        """Return a new line of standard input, '' once at the end of the input, or None without new
+        input."""
         if self._is_cut_off or not self._input.select(timeout=0):
             return None
         line = sys.stdin.readline()
@@ -165,8 +166,8 @@ class _Ranks:
         return line
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to every running rank. SIGKILL goes to the processes that the ranks
-        started, too."""
+        """Send a signal to every running rank. SIGKILL is also sent to the processes that the ranks
+        started."""
         for process in self._processes:
             if number == signal.SIGKILL:
                 with suppress(ProcessLookupError):

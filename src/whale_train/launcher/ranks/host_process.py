@@ -1,7 +1,7 @@
-"""Start the process of a host, wait for it, end it, and describe its failure: the parent's side.
+"""Start a host process, wait for it, end it, and describe its failure.
 
-The host (`runtime/process/fork_server.py`) starts and watches the ranks. The parent knows it by its
-run directory, its exit status and `failure.json`.
+The host (`runtime/process/fork_server.py`) starts and watches the ranks. The parent process, in
+which this file runs, learns the outcome from the exit status and `failure.json`.
 """
 
 import json
@@ -24,32 +24,32 @@ EXPORT_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.export_host
 REHEARSE_PROGRAM = (sys.executable, "-m", "whale_train.runtime.rehearse.main")
 HOST_LOG = "logs/host.log"
 POLL_S = 0.1
-# Seconds from SIGTERM to SIGKILL of all processes; more than a host gives its ranks.
+# Seconds from SIGTERM to SIGKILL of all processes; longer than a host gives its ranks.
 STOP_GRACE_S = 5.0
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class RunFailure:
-    """The failure of a run: the content of `failure.json`, as the host wrote it.
+    """The failure of a run: the content of `failure.json`, which the host writes.
 
-    rank: the rank that failed; None where the host itself did. For the kind `host`, the first rank
-        of the host that failed.
+    rank: the rank that failed; None where the host process itself failed. For the kind `host`, the
+        first rank of the failed host.
     kind: `signal`, `exception`, `timeout`, `exit`, or `host` where all ranks of a host ended
-        without a word.
-    log: the log to read, relative to the run directory. Where `host` is given, it is in the run
-        directory of that host.
+        without reporting a reason.
+    log: the path of the log to read, relative to the run directory, or to the run directory of
+        `host` if that is given.
     step: the optimizer step that was being computed.
     signal: the name of the signal, for the kind `signal`.
     exit_status: the exit status, for the kind `exit`.
     type: the type of the exception, for the kind `exception`.
-    message: the message of the exception. For the kind `timeout`, the sentence that says what
-        `rank` waited for, without its subject. For the kind `host`, a sentence that says that the
-        ranks ended without a word.
+    message: the message of the exception. For the kind `timeout`, a sentence without its subject on
+        what `rank` waited for. For the kind `host`, a sentence that says that the ranks ended
+        without a reason.
     traceback: the traceback of the exception. For the kind `timeout`, the stack of the first absent
-        rank where it was seen, else that of the waiting rank.
-    absent: the ranks that `rank` waited for in vain, for the kind `timeout`.
-    host: the name of the failed rank's host, where that has a run directory of its own.
+        rank if it is known, else the stack of the waiting rank.
+    absent: for the kind `timeout`, the ranks that `rank` waited for in vain.
+    host: the name of the failed rank's host, if that host has a run directory of its own.
     """
 
     rank: int | None
@@ -67,10 +67,10 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class HostOutcome:
-    """The end of a run.
+    """The outcome of a run.
 
     status: `done`, `failed` or `interrupted`.
-    failure: the failure of a run that failed; None for any other.
+    failure: the failure of a failed run; None for any other status.
     """
 
     status: Literal["done", "failed", "interrupted"]
@@ -78,7 +78,7 @@ class HostOutcome:
 
 
 class HostProcess:
-    """The running process of one host, the leader of a session of its own."""
+    """The running process of one host, which leads a session of its own."""
 
     def __init__(self, run_dir: Path, process: subprocess.Popen[bytes]) -> None:
         self._run_dir = run_dir
@@ -86,14 +86,14 @@ class HostProcess:
 
     @classmethod
     def start(cls, run_dir: Path, program: Sequence[str] = HOST_PROGRAM) -> "HostProcess":
-        """Start a host for a run directory made by `create_run_dir`. Returns at once.
+        """Start a host for a run directory made by `create_run_dir`, and return at once.
 
-        Call it from a thread that lives as long as the run: the host ends with the thread that
+        The calling thread must live as long as the run, since the host ends with the thread that
         started it. Every `start` needs a `wait` or a `stop`.
         """
         command = [*program, "--run-dir", str(run_dir.absolute()), "--parent", str(os.getpid())]
         with (run_dir / HOST_LOG).open("ab") as log:
-            # Its own session: the terminal's Ctrl-C reaches only the parent, which then decides.
+            # In a session of its own the host gets no Ctrl-C from the terminal. The parent decides.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -105,7 +105,8 @@ class HostProcess:
 
     @classmethod
     def of(cls, run_dir: Path, early: EarlyHost | None) -> "HostProcess":
-        """Take `early` for a run directory, or start a host where it cannot be taken."""
+        """Return the host of a run directory: `early` if it can be taken, else a newly started
+        one."""
         process = early.take(run_dir.absolute()) if early is not None else None
         return cls.start(run_dir) if process is None else cls(run_dir, process)
 
@@ -115,9 +116,12 @@ class HostProcess:
         return self._process.pid
 
     def wait(self, poll: Callable[[], None]) -> HostOutcome:
-        """Wait for the run's end, calling `poll` ten times a second and once after it.
+        """Wait for the end of the run, and return the outcome.
 
-        Ctrl-C stops the run, a second one at once. No process is left, whatever happens.
+        poll: called ten times a second, and once after the end; raises KeyboardInterrupt to stop
+            the run.
+
+        Ctrl-C stops the run, and a second Ctrl-C kills it. No process is left in any case.
         """
         try:
             while not self.has_ended:
@@ -125,7 +129,7 @@ class HostProcess:
                 time.sleep(POLL_S)
             poll()
         except KeyboardInterrupt:
-            # The program that started the ranks ends them all when one has failed.
+            # The program that started the ranks interrupts all of them when one has failed.
             failure = self._recorded()
             return HostOutcome("failed", failure) if failure else HostOutcome("interrupted")
         finally:
@@ -138,7 +142,7 @@ class HostProcess:
         return HostOutcome("failed", self._failure(code))
 
     def stop(self) -> None:
-        """End the host and all its processes. Does nothing where they have ended."""
+        """End the host and all its processes. Do nothing if the host was waited for already."""
         if self._process.returncode is not None:
             return
         with suppress(KeyboardInterrupt):
@@ -146,31 +150,31 @@ class HostProcess:
             deadline = time.monotonic() + STOP_GRACE_S
             while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(POLL_S / 5)
-        # The host is not reaped yet, so that the process group is still its own: the host, its
-        # ranks, and the processes that they started (data workers, compilers).
+        # The host is not reaped yet, so its id still names its process group: the host, the ranks,
+        # and the processes that they started (data workers, compilers).
         os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the host has ended. It is not reaped by that."""
+        """Return whether the host has ended, without reaping it."""
         if self._process.returncode is not None:
             return True
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, look) is not None
 
     def _recorded(self) -> RunFailure | None:
-        """Return the failure that the host wrote to `failure.json`, or None."""
+        """Return the failure in `failure.json`; None where the host wrote none."""
         with suppress(FileNotFoundError):
             content = json.loads((self._run_dir / "failure.json").read_text(encoding="utf-8"))
             return RunFailure(**{**content, "absent": tuple(content["absent"])})
         return None
 
     def _failure(self, code: int) -> RunFailure:
-        """Return the failure that the host wrote.
+        """Return the failure of a failed run.
 
-        Where the disk is full, the failure says so instead. Where the host wrote none, the failure
-        is made from the exit status `code` of the host.
+        The failure is the one that the host wrote, or is made from the host's exit status `code` if
+        the host wrote none. On a full disk, a failure without an exception names the disk instead.
         """
         failure = self._recorded()
         full = has_no_room(self._run_dir)
@@ -185,27 +189,27 @@ class HostProcess:
 
 
 def describe_failure(failure: RunFailure, rank_place: str) -> str:
-    """Return the message of a failed run: who failed, where in the plan, of what, and which log to
-    read.
+    """Return the message on a failed run: the process that failed, its place in the plan, the
+    reason, and the log to read.
 
     failure: the failure.
     rank_place: the rank's place in the plan, such as `V100_SXM2_32GB, node 0, TaskGraphs 0 and 1`;
-        '' where there was no plan yet. It is not shown where the host itself failed.
+        '' without a plan. It is not shown for a failure of the host itself.
     """
     place = f" ({rank_place})" if rank_place else ""
     who = "the host process" if failure.rank is None else f"rank {failure.rank}{place}"
     when = "" if failure.step is None else f" at step {failure.step}"
     log = failure.log if failure.host is None else f"{failure.log}, on host {failure.host}"
     if failure.kind == "host":
-        what = f"host {failure.host} failed{when}:\n{(failure.traceback or '').rstrip()}"
+        reason = f"host {failure.host} failed{when}:\n{(failure.traceback or '').rstrip()}"
     elif failure.kind == "signal":
-        what = f"{who} was killed by {failure.signal}{when}"
+        reason = f"{who} was killed by {failure.signal}{when}"
     elif failure.kind == "exit":
-        what = f"{who} ended with exit status {failure.exit_status}{when}"
+        reason = f"{who} ended with exit status {failure.exit_status}{when}"
     elif failure.kind == "timeout":
-        what = f"{who} {failure.message}\n{(failure.traceback or '').rstrip()}"
-    elif failure.type == LaunchError.__name__:  # whose traceback would say nothing more
-        what = f"{who} failed{when}: {failure.message}"
+        reason = f"{who} {failure.message}\n{(failure.traceback or '').rstrip()}"
+    elif failure.type == LaunchError.__name__:  # its message says all, without the traceback
+        reason = f"{who} failed{when}: {failure.message}"
     else:
-        what = f"{who} failed{when}:\n{(failure.traceback or '').rstrip()}"
-    return f"{what}\nIts log: {log}"
+        reason = f"{who} failed{when}:\n{(failure.traceback or '').rstrip()}"
+    return f"{reason}\nIts log: {log}"

@@ -1,5 +1,4 @@
-"""List the network interfaces of this host, and check that the one which ranks are told to use
-exists."""
+"""List the network interfaces of this host, and check that the interfaces named for gloo exist."""
 
 import ctypes
 import os
@@ -25,9 +24,9 @@ _Address._fields_ = [
 
 
 def interfaces_here() -> list[str]:
-    """Return the names of the interfaces that have an IP address, as gloo looks for them.
+    """Return the names of the interfaces with an IP address, which gloo can use.
 
-    All interfaces are returned where the system is not Linux. Raises OSError where they cannot be
+    On systems other than Linux, all interfaces are returned. Raises OSError where they cannot be
     listed.
     """
     if sys.platform != "linux":
@@ -51,22 +50,22 @@ def interfaces_here() -> list[str]:
 def refuse_missing_interfaces(
     environment: Mapping[str, str], here: Sequence[str] | None = None
 ) -> None:
-    """Raise ConfigError where GLOO_SOCKET_IFNAME names an interface that this host lacks, or one
-    without an address.
+    """Raise ConfigError where GLOO_SOCKET_IFNAME names an interface that does not exist on this
+    host, or has no IP address.
 
     environment: the environment of the ranks.
-    here: the interfaces of this host; None has them looked up.
+    here: the names of this host's interfaces with an IP address; None looks them up.
     """
     wanted = environment.get(GLOO_INTERFACES, "")
-    if len(wanted) < 2:  # torch takes a shorter name for none
+    if len(wanted) < 2:  # torch ignores a shorter value
         return
-    there = interfaces_here() if here is None else here
-    missing = [name for name in wanted.split(",") if name not in there]
+    available = interfaces_here() if here is None else here
+    missing = [name for name in wanted.split(",") if name not in available]
     if missing:
-        close = closest(missing[0], there)
+        close = closest(missing[0], available)
         remedy = f"did you mean {close}? One of: " if close else "leave it out, or use one of: "
         named = "" if wanted == missing[0] else f"{missing[0]!r}, "
         rule = f"names {named}no interface"
         rule += f" of {socket.gethostname()} that has an address"
-        fault = Fault(GLOO_INTERFACES, wanted, rule, remedy + ", ".join(there))
+        fault = Fault(GLOO_INTERFACES, wanted, rule, remedy + ", ".join(available))
         raise ConfigError([fault])

@@ -1,7 +1,8 @@
-"""Submit jobs to Slurm for `launcher=slurm`, through submitit. A sweep is an array of jobs.
+"""Submit jobs to Slurm for `launcher=slurm`, through submitit. A sweep becomes an array of jobs.
 
-Every task runs the command that was given, and finds its place as srun's tasks do. Before a job is
-taken off its nodes, Slurm signals it: it saves, is queued again, and goes on from there.
+Every task runs the same command, and finds its rank as a task of srun. Slurm signals a job before
+taking its nodes away. The job then saves a checkpoint, is queued again, and continues from the
+checkpoint.
 """
 
 import os
@@ -27,12 +28,11 @@ from whale_train.machine.hosts import this_host
 from whale_train.strategies.hardware.inventory import read_inventory
 
 _POLL_S = 1.0
-# The longest time, in seconds, from the end of a job in the queue to its result in a file, on a
-# network's file system.
+# Seconds to wait for the result file of a job that has left the queue, on a network file system.
 _RESULT_S = 30.0
-# Seconds, beside those that a job has to save, for Slurm to signal it and to queue it again.
+# Seconds, besides the time for saving, in which Slurm signals a job and queues it again.
 _AROUND_S = 60
-_MOST_TIMEOUTS = 1000  # how often a job that saves may use up its time limit
+_MOST_TIMEOUTS = 1000  # a job that saves may reach its time limit this many times
 _LAST_LINES = 30
 # Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
@@ -40,7 +40,7 @@ _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?"
 
 @dataclass(frozen=True)
 class Submission:
-    """A job to submit.
+    """A job to submit to Slurm.
 
     request: the request of the job.
     arguments: command-line arguments that make the request.
@@ -57,7 +57,8 @@ class Submission:
 
     @classmethod
     def of(cls, request: Request, arguments: Sequence[str], run_dir: Path) -> "Submission":
-        """Return the submission of a request. Raises ConfigError where it cannot be submitted."""
+        """Return the submission of a request. Raises ConfigError where Slurm's commands or submitit
+        are missing, and where the size or time limit of the job is not known."""
         faults: list[Fault] = []
         for name in ("sbatch", "squeue"):
             if shutil.which(name) is None:
@@ -70,18 +71,18 @@ class Submission:
         minutes(request, faults)
         if faults:
             raise ConfigError(faults)
-        # Within the job, the command must not submit a job again.
+        # The command within the job must not submit a job.
         return cls(request, (*arguments, "launcher.kind=auto"), run_dir, nodes, ranks)
 
 
 @dataclass
 class SlurmTask:
-    """The program of every task of a job, on its node.
+    """The program that each task of a job runs on its node.
 
     arguments: command-line arguments of the job.
-    goes_on: whether the job saves, and goes on from there when it was taken off its nodes.
-    grace_s: seconds that the job has to save.
-    command: the running command; None before it is started.
+    goes_on: whether the job saves checkpoints, and continues when it has lost its nodes.
+    grace_s: seconds that the job has for saving.
+    command: the process of the running command; None before the start.
     """
 
     arguments: tuple[str, ...]
@@ -90,10 +91,10 @@ class SlurmTask:
     command: "subprocess.Popen[bytes] | None" = None
 
     def __call__(self) -> int:
-        """Run the command, and return its exit status."""
+        """Run the command until it ends, and return the exit status."""
         program = (sys.executable, "-m", "whale_train.launcher.cli", *self.arguments)
-        # The command ignores Slurm's signal to the task, which would end it. A job that does not
-        # save ignores the signal in the task too: it could do nothing about it.
+        # The command inherits that SIGUSR2, Slurm's signal to the task, is ignored, since it would
+        # end the command. A task whose job does not save ignores it as well, being unable to react.
         submitits = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         self.command = subprocess.Popen(program, start_new_session=True)
         if self.goes_on:
@@ -105,8 +106,10 @@ class SlurmTask:
         return self.command.wait()
 
     def checkpoint(self) -> Any:
-        """Have the job save and end. Returns the submission to be queued again; None where no
-        command runs."""
+        """Ask the job to save and end, wait for that, and return the submission to queue again.
+
+        submitit calls this method. Returns None where no command runs.
+        """
         import submitit
 
         if self.command is None:
@@ -124,8 +127,8 @@ class SlurmTask:
     def _has_ended(self) -> bool:
         """Return whether the command has ended.
 
-        Popen's own wait is not used, since this is called in a signal's handler too, where a wait
-        that the signal has interrupted may hold Popen's lock.
+        Popen's methods are not used, since a signal handler calls this method as well, and the wait
+        that the signal interrupts may hold Popen's lock.
         """
         assert self.command is not None
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -138,14 +141,18 @@ class SlurmTask:
 
 
 def submit(submissions: Sequence[Submission], folder: Path) -> list[Any]:
-    """Submit the jobs, and return submitit's job for each of them.
+    """Submit jobs to Slurm, and return submitit's job for each submission.
 
-    Jobs of the same size, time and options are submitted as one array. Logs are written to
-    `folder`. Raises ConfigError where Slurm refuses them.
+    Jobs of equal size, time limit and options form one array.
+
+    submissions: the jobs.
+    folder: the folder of submitit's files and of the jobs' logs.
+
+    Raises ConfigError where Slurm refuses a job.
     """
     import submitit
 
-    # Every job has the secret in its environment. Its ranks know each other by it.
+    # The ranks of a job trust each other by a secret, which sbatch copies from this environment.
     os.environ[SECRET] = os.environ.get(SECRET) or token_hex(32)
     jobs_by_number: dict[int, Any] = {}
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -176,25 +183,26 @@ def submit(submissions: Sequence[Submission], folder: Path) -> list[Any]:
 
 
 def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[int]:
-    """Wait until all jobs have ended, and return their exit statuses.
+    """Wait until all jobs have ended, and return the exit status of each.
 
     jobs: submitit's jobs.
-    changed: called with the index of a job and its new state, in squeue's words, at every change.
+    changed: called at every change of a job's state, with the index of the job and the new state as
+        squeue names it.
     """
     states, ended, lost = [""] * len(jobs), [False] * len(jobs), dict[int, float]()
     while not all(ended):
-        there = _states([job.job_id for job in jobs])
+        queued = _states([job.job_id for job in jobs])
         for number, job in enumerate(jobs):
             if ended[number]:
                 continue
             if job.paths.result_pickle.exists():
                 ended[number] = True
                 continue
-            state = there.get(job.job_id, "")
+            state = queued.get(job.job_id, "")
             if state and state != states[number]:
                 states[number] = state
                 changed(number, state)
-            if not state:  # the job has ended, and its result may be on its way
+            if not state:  # the job has left the queue, and its result file may still follow
                 lost.setdefault(number, time.monotonic())
                 ended[number] = time.monotonic() - lost[number] > _RESULT_S
             else:
@@ -205,7 +213,10 @@ def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[i
 
 
 def last_lines(job: Any) -> str:
-    """Return the last lines that rank 0 of a job wrote to stderr, '' where there is no file."""
+    """Return the last _LAST_LINES lines that rank 0 of a job wrote to stderr; '' without a file.
+
+    job: submitit's job.
+    """
     try:
         lines: list[str] = job.paths.stderr.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -215,12 +226,15 @@ def last_lines(job: Any) -> str:
 
 
 def slurm_summary(job: Any) -> str:
-    """Return the summary that a job printed when it was done, '' where it was not done."""
+    """Return the summary that a finished job printed; '' for a job that is not done.
+
+    job: submitit's job.
+    """
     try:
-        said: str = job.paths.stdout.read_text(encoding="utf-8")
+        output: str = job.paths.stdout.read_text(encoding="utf-8")
     except OSError:
         return ""
-    _, done, rest = said.rpartition("\ndone: ")
+    _, done, rest = output.rpartition("\ndone: ")
     if not done:
         return ""
     own = [line for line in (done + rest).splitlines() if not line.startswith("submitit ")]
@@ -228,8 +242,8 @@ def slurm_summary(job: Any) -> str:
 
 
 def minutes(request: Request, faults: list[Fault]) -> int:
-    """Return the time limit of a job, in minutes. Adds a fault, and returns 0, for a time that is
-    not one of Slurm's."""
+    """Return the time limit of a job in minutes, rounded up; 0 after adding a fault for a time that
+    is in no form of Slurm's."""
     text = str(request.launcher.sbatch.get("time", 60))
     match = _TIME.fullmatch(text)
     if match is None:
@@ -248,9 +262,10 @@ def minutes(request: Request, faults: list[Fault]) -> int:
 
 
 def _size(request: Request, faults: list[Fault]) -> tuple[int, int]:
-    """Return the number of nodes of a job, and the number of ranks on each.
+    """Return the number of nodes of a job, and the number of ranks on each node.
 
-    Adds to `faults` where they are not known, or where nodes have different numbers of devices.
+    faults: receives a fault where the number of ranks is not known, and where the nodes have
+        different numbers of devices.
     """
     launcher, hardware = request.launcher, request.hardware
     name = request.names.get("hardware", "hardware")
@@ -284,7 +299,7 @@ def _task(submission: Submission) -> SlurmTask:
 
 
 def _parameters(submission: Submission) -> dict[str, Any]:
-    """Return submitit's parameters of a job."""
+    """Return the parameters of a job for submitit."""
     request = submission.request
     given = {key.replace("_", "-"): value for key, value in request.launcher.sbatch.items()}
     limit = minutes(request, [])
@@ -297,25 +312,25 @@ def _parameters(submission: Submission) -> dict[str, Any]:
         "time": limit,
         "signal_delay_s": int(request.checkpoint.grace_s) + _AROUND_S,
         "additional_parameters": {k: v for k, v in given.items() if k != "time"},
-        # Since Slurm 22.05, srun does not take this option from the job.
+        # Since Slurm 22.05, srun does not inherit this option from the job.
         "srun_args": [] if cores is None else [f"--cpus-per-task={cores}"],
     }
 
 
 def _states(ids: Sequence[str]) -> dict[str, str]:
-    """Return the state of each job that is in the queue, by job id; `UNKNOWN` where Slurm does not
-    answer."""
-    whole = {job_id.partition("_")[0] for job_id in ids}
-    command = ("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(whole)}")
+    """Return the state of each job that is in the queue, by job id. Every state is `UNKNOWN` where
+    Slurm does not answer."""
+    array_ids = {job_id.partition("_")[0] for job_id in ids}
+    command = ("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(array_ids)}")
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     if done.returncode and "Invalid job id" not in done.stderr:
-        return dict.fromkeys(ids, "UNKNOWN")  # of a controller that does not answer
+        return dict.fromkeys(ids, "UNKNOWN")  # Slurm's controller does not answer
     lines = (line.split() for line in done.stdout.splitlines())
     return {words[0]: words[1] for words in lines if len(words) == 2}
 
 
 def _status(job: Any) -> int:
-    """Return the exit status of a job that has ended: rank 0's, or 1 where it has none."""
+    """Return the exit status of a job that has ended: rank 0's, or 1 without a result."""
     import submitit
 
     if not job.paths.result_pickle.exists():

@@ -1,8 +1,8 @@
-"""Run the ranks of a job on hosts that this one reaches by ssh, for `launcher=ssh`.
+"""Run the ranks of a job on hosts that are reached by ssh, for `launcher=ssh`.
 
-Every host reports what it has. All that hosts lack is reported before anything starts. Then the
-same command runs on each host, once for each rank, and finds its place as under torchrun. Nothing
-is copied: hosts have the same Python and the same working directory, or a copy of them.
+First every host reports its resources, and all that is missing is raised as one error. Then each
+host runs the same command once for each rank, which finds its rank as under torchrun. Nothing is
+copied: every host must have the same Python and the same working directory, or a copy of both.
 """
 
 import json
@@ -31,7 +31,7 @@ from whale_train.machine.hosts import Seen
 from whale_train.machine.parents import STARTER
 
 _AGENT = "whale_train.launcher.ranks.host_agent"
-# A host that does not answer is noticed after 15 s, and one that nobody can log in to at once.
+# ssh gives up on a host that stops answering after 15 s, and on a refused login at once.
 _SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
@@ -41,29 +41,33 @@ _POLL_S = 0.1
 _UNREACHABLE = 255  # ssh's own exit status
 _FAILED = 1
 _NO_FOLDER, _NO_PYTHON = 41, 42
-# Seconds that the ranks of the other hosts have to end after those of one host failed.
+# Seconds that the ranks on other hosts have to end after the ranks on one host failed.
 _LEAVE_S = 20.0
-# The variables of this command's environment that ranks have too.
+# The environment variables of this command that are passed to the ranks.
 _PASSED = ("COLUMNS", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 
 
 def run_over_ssh(
     request: Request, arguments: Sequence[str], console: Console, signals: StopSignals
 ) -> int:
-    """Run the command with `arguments` as the ranks of a job on `launcher.hosts`.
+    """Run the ranks of a job on `launcher.hosts`, and return the exit status.
 
-    A job that failed is started again from its newest checkpoint, where `launcher.max_restarts`
-    allows it. Returns the exit status, which rank 0 on the first host has explained. Raises
-    ConfigError where hosts lack something that the job needs.
+    Rank 0, on the first host, prints the reason of a failure. A failed job is started again from
+    the newest checkpoint, at most `launcher.max_restarts` times.
+
+    request: the request of the job.
+    arguments: command-line arguments that make the request.
+
+    Raises ConfigError where ssh or something that the job needs on a host is missing.
     """
     if shutil.which("ssh") is None:
         rule = "needs the command ssh, which is not here"
         raise ConfigError([Fault("launcher", "ssh", rule, "install OpenSSH's client")])
-    left = request.launcher.max_restarts
-    while (status := _attempt(request, arguments, console, signals)) == _FAILED and left:
-        said = f"warning: an attempt failed; {left} more may follow"
+    restarts_left = request.launcher.max_restarts
+    while (status := _attempt(request, arguments, console, signals)) == _FAILED and restarts_left:
+        said = f"warning: an attempt failed; {restarts_left} more may follow"
         console.print(said, style="yellow", soft_wrap=True)
-        left -= 1
+        restarts_left -= 1
         arguments = [x for x in arguments if not x.startswith("train.resume=")]
         arguments = [*arguments, f"train.resume={AUTO}"]
     return status
@@ -72,8 +76,8 @@ def run_over_ssh(
 def _attempt(
     request: Request, arguments: Sequence[str], console: Console, signals: StopSignals
 ) -> int:
-    """Run the job once on the hosts, and return its exit status. Raises ConfigError as
-    `run_over_ssh` does."""
+    """Run the job once on the hosts, and return the exit status. Raises ConfigError as
+    `run_over_ssh`."""
     hosts, python = request.launcher.hosts, request.launcher.python or sys.executable
     reports = _look(request, hosts, python)
     counts = ranks_on(request, hosts, [Seen.from_json(report.seen) for report in reports])
@@ -96,7 +100,7 @@ def _attempt(
 
 
 def _look(request: Request, hosts: Sequence[str], python: str) -> list[HostReport]:
-    """Return the report of every host. Raises ConfigError with all that hosts lack."""
+    """Return the report of every host. Raises ConfigError with all that is missing on hosts."""
     wanted = order_of(_wanted(request))
     with ThreadPoolExecutor(len(hosts)) as pool:
         looks = list(pool.map(lambda host: _looked(host, wanted, python), hosts))
@@ -119,7 +123,7 @@ def _look(request: Request, hosts: Sequence[str], python: str) -> list[HostRepor
 
 
 def _wanted(request: Request) -> RankRequest:
-    """Return the paths and modules that ranks read on their hosts, beside the run directory."""
+    """Return the paths and the modules that ranks need on their hosts."""
     folder, target = request.model.pretrained, request.model.target
     given = [getattr(request.data, "path", None), folder if folder and os.sep in folder else None]
     paths = tuple(str(Path(path).absolute()) for path in given if path is not None)
@@ -127,11 +131,10 @@ def _wanted(request: Request) -> RankRequest:
 
 
 def _lacks(look: HostReport, other_host: str, other: HostReport) -> list[tuple[str, str]]:
-    """Return the rule and the remedy of everything that a host lacks.
+    """Return the rule and the remedy for each path, module or version that a host lacks.
 
     look: the report of the host.
-    other_host, other: the name and the report of another host, whose versions of packages it has to
-        share.
+    other_host, other: the name and the report of another host, whose package versions are required.
     """
     wrong = [(f"has no {missing}", "put it there: nothing is copied") for missing in look.missing]
     for package, version in look.versions.items():
@@ -142,9 +145,9 @@ def _lacks(look: HostReport, other_host: str, other: HostReport) -> list[tuple[s
 
 
 def _looked(host: str, wanted: str, python: str) -> HostReport | tuple[str, str]:
-    """Return the report of a host, or the rule and the remedy of the reason why it cannot be used.
+    """Return the report of a host, or the rule and the remedy for a host that cannot be used.
 
-    wanted: the line that orders the host's agent to look.
+    wanted: the line that orders the host's agent to report.
     python: the path of Python on the host.
     """
     try:
@@ -172,7 +175,8 @@ def _looked(host: str, wanted: str, python: str) -> HostReport | tuple[str, str]
 
 
 def _script(python: str) -> str:
-    """Return the shell command that runs the agent of a host, in this working directory."""
+    """Return the shell command that runs the agent on a host, in the path of this working
+    directory."""
     program, folder = shlex.quote(python), shlex.quote(str(Path.cwd()))
     path = os.environ.get("PYTHONPATH")  # where a user's own modules may be
     modules = f"PYTHONPATH={shlex.quote(path)} " if path else ""
@@ -192,12 +196,12 @@ def _start(
     port: int,
     python: str,
 ) -> list["subprocess.Popen[str]"]:
-    """Start the ranks of all hosts, and return the ssh processes that they are connected by.
+    """Start the ranks on all hosts, and return the ssh process that connects to each host.
 
     hosts: the names of the hosts.
     counts: number of ranks on each host.
     arguments: command-line arguments of the ranks.
-    port: the port of the rendezvous on the first host.
+    port: the TCP port of the rendezvous on the first host.
     python: the path of Python on the hosts.
     """
     shared = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -214,27 +218,27 @@ def _start(
             [*_SSH, host, _script(python)],
             stdin=subprocess.PIPE,
             encoding="utf-8",
-            start_new_session=True,  # Ctrl-C in a terminal reaches this process alone
+            start_new_session=True,  # so that Ctrl-C in a terminal does not reach ssh
         )
         connections.append(connection)
-        # The order goes through standard input, which nobody else sees: it has the secret.
+        # The order has the secret, so it goes through standard input, which nobody else can see.
         _say([connection], order_of(Start(tuple(arguments), shared, places)))
         first += count
     return connections
 
 
 def _address(host: str) -> str:
-    """Return the address of a host: the host name that ssh's own configuration has for it."""
-    said = subprocess.run(
+    """Return the address of a host: the host name in ssh's configuration of the host."""
+    output = subprocess.run(
         ["ssh", "-G", host], capture_output=True, encoding="utf-8", check=False
     ).stdout
-    lines = (line.split(maxsplit=1) for line in said.splitlines())
+    lines = (line.split(maxsplit=1) for line in output.splitlines())
     options = {words[0]: words[1] for words in lines if len(words) == 2}
     return options.get("hostname", host.rpartition("@")[2])
 
 
 def _wait(connections: Sequence["subprocess.Popen[str]"], signals: StopSignals) -> None:
-    """Wait until the ranks of all hosts have ended, or until _LEAVE_S seconds after some failed."""
+    """Wait until the ranks on all hosts have ended, or until _LEAVE_S seconds after a failure."""
     deadline = float("inf")
     while (
         any(connection.poll() is None for connection in connections) and time.monotonic() < deadline
@@ -246,7 +250,7 @@ def _wait(connections: Sequence["subprocess.Popen[str]"], signals: StopSignals) 
 
 
 def _say(connections: Sequence["subprocess.Popen[str]"], line: str) -> None:
-    """Write a line to the agents of the hosts."""
+    """Send a line to the agent behind each connection."""
     for connection in connections:
         assert connection.stdin is not None
         with suppress(OSError):  # the connection has ended
@@ -255,7 +259,7 @@ def _say(connections: Sequence["subprocess.Popen[str]"], line: str) -> None:
 
 
 def _end(connections: Sequence["subprocess.Popen[str]"]) -> None:
-    """End the ranks that still run on the hosts, and the connections."""
+    """End the connections, and all ranks that still run on the hosts."""
     for connection in connections:
         assert connection.stdin is not None
         with suppress(OSError):

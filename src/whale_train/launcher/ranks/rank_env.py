@@ -1,8 +1,8 @@
-"""Find out from the environment if this process is one rank of many, started by torchrun or Slurm's
-srun.
+"""Read from the environment whether this process is one of several ranks that torchrun or Slurm's
+srun started.
 
 All functions are pure: they read only the environment that they are given. MPI launchers are not
-asked.
+supported.
 """
 
 import re
@@ -15,14 +15,14 @@ from whale_train.machine.parents import STARTER
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The place of a rank among all.
+    """The place of a rank among all ranks of a job.
 
     rank: the global rank.
     world_size: number of ranks.
-    local_rank: the rank among those of its host.
-    local_world_size: number of ranks on its host.
+    local_rank: the rank among the ranks on the same host.
+    local_world_size: number of ranks on the same host.
     address: the address of the rendezvous, on rank 0's host.
-    port: the port of the rendezvous.
+    port: the TCP port of the rendezvous.
     """
 
     rank: int
@@ -35,10 +35,12 @@ class LaunchPlace:
 
 @dataclass(frozen=True)
 class Starter:
-    """The environment variables by which a program that starts ranks tells them their place.
+    """The environment variables in which a program that starts ranks gives each rank its place.
 
-    Each field of LaunchPlace has the variables that may hold it, the best first. `name` is the
-    program.
+    name: the program.
+
+    Every other field has the variables that may hold the LaunchPlace field of the same name, in
+    order of preference.
     """
 
     name: str
@@ -72,14 +74,14 @@ SLURM = Starter(
     port=("MASTER_PORT", "SLURM_JOB_ID"),
 )
 
-# Slurm's step ids from here on are not srun's: an interactive shell, a batch script, a job's
-# outer container (SLURM_INTERACTIVE_STEP and above in slurm.h).
+# Step ids from this one on are not steps of srun, but an interactive shell, a batch script or a
+# job's outer container (SLURM_INTERACTIVE_STEP and above in slurm.h).
 FIRST_SPECIAL_STEP = 0xFFFFFFFA
 
-# Ports for Slurm jobs: below 32768, where Linux begins to hand ports out to connections.
+# Ports for Slurm jobs, below the ports that Linux gives to outgoing connections (32768 and above).
 PORTS = range(20000, 32000)
-# Distance between the ports of a job's steps. With 1, a job's second step would take the port of
-# the next job.
+# Distance between the ports of a job's steps. With 1, the second step of a job would have the port
+# of the next job.
 PORTS_BETWEEN_STEPS = 797
 
 NODE_LIST = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?:,|$)")
@@ -87,11 +89,11 @@ TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def place_from_environment(environment: Mapping[str, str]) -> LaunchPlace | None:
-    """Return the place of this process among ranks that others started, or None where there are
-    none.
+    """Return the place of this process among ranks that torchrun or srun started; None where this
+    process is no such rank.
 
-    Raises ConfigError, keyed by the variable, where the variables do not make a place: some are
-    missing or not integers, or a rank is outside of its world.
+    Raises ConfigError, with the variables as keys, where variables are missing or not integers, or
+    a rank is not below the number of ranks.
     """
     own = (TORCHRUN.rank, TORCHRUN.world_size, TORCHRUN.local_rank, TORCHRUN.local_world_size)
     if any(name in environment for names in own for name in names):
@@ -102,10 +104,10 @@ def place_from_environment(environment: Mapping[str, str]) -> LaunchPlace | None
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Return a name that the ranks of one launch share, and that no other launch has.
+    """Return a name that is common to the ranks of one launch, and unique to that launch.
 
-    It is torchrun's run id, or Slurm's numbers of the job, its step and its restarts. It is no
-    secret, and empty where ranks were started by hand.
+    The name has torchrun's run id, or Slurm's job id, step id and restart count. It is no secret,
+    and '' for ranks that were started by hand.
     """
     of_torchrun = any(name in environment for name in TORCHRUN.rank)
     of_slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -114,9 +116,9 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def starter_of(environment: Mapping[str, str]) -> str:
-    """Return the name of the program that started this rank and lives as long as it.
+    """Return the name of the program that started this rank, if it lives as long as the rank.
 
-    It is '' for ranks started by hand, since a shell may end before the processes that it has
+    For ranks started by hand the name is '', since a shell may end before the processes that it has
     started.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -129,7 +131,7 @@ def starter_of(environment: Mapping[str, str]) -> str:
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one of several tasks.
 
-    The shell of `salloc` and the script of `sbatch` have SLURM_* too, but are no tasks.
+    The shell of `salloc` and the script of `sbatch` also have SLURM_* variables, but are no tasks.
     """
     step = environment.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in environment or not step:
@@ -141,9 +143,9 @@ def is_slurm_task(environment: Mapping[str, str]) -> bool:
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of a Slurm node list: `gpu003` of `gpu[003-007,012],login1`.
+    """Return the first host of a Slurm node list, such as `gpu003` for `gpu[003-007,012],login1`.
 
-    Raises ValueError when it is not one.
+    Raises ValueError for text that is no node list.
     """
     match = NODE_LIST.match(node_list)
     if match is None:
@@ -152,8 +154,8 @@ def first_host(node_list: str) -> str:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """Return the number of tasks on each node: 2, 2, 2, 1 for `2(x3),1`. Raises ValueError for any
-    other text."""
+    """Return the number of tasks on each node, such as 2, 2, 2, 1 for `2(x3),1`. Raises ValueError
+    for text in another form."""
     counts: list[int] = []
     for part in text.split(","):
         match = TASKS_PER_NODE.fullmatch(part)
@@ -164,7 +166,7 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 class _Reader:
-    """A reader of one starter's variables, which collects their faults."""
+    """A reader of one starter's variables that collects the faults of all."""
 
     def __init__(self, starter: Starter, environment: Mapping[str, str]) -> None:
         self._starter = starter
@@ -200,8 +202,8 @@ class _Reader:
         self._faults.append(Fault(name, self._environment.get(name, ""), rule, remedy))
 
     def _name(self, names: tuple[str, ...]) -> str:
-        """Return the first of the variables that is set. Where none is, add a fault and return the
-        first one."""
+        """Return the first of the variables `names` that is set, or the first name after adding a
+        fault."""
         for name in names:
             if self._environment.get(name):
                 return name
@@ -217,8 +219,8 @@ class _Reader:
         return names[0]
 
     def _integer(self, names: tuple[str, ...]) -> tuple[int, str]:
-        """Return the integer in the first of the variables that is set, and the variable; 0 after a
-        fault."""
+        """Return the integer in the first of the variables `names` that is set, and the name of the
+        variable. The integer is 0 after a fault."""
         name = self._name(names)
         text = self._environment.get(name, "")
         if text.isdecimal():
@@ -228,8 +230,8 @@ class _Reader:
         return 0, name
 
     def _local_world_size(self) -> tuple[int, str]:
-        """Return the number of ranks on this host, and the variable that says it; 0 after a
-        fault."""
+        """Return the number of ranks on this host, and the name of the variable that has it. The
+        number is 0 after a fault."""
         if self._starter is TORCHRUN:
             return self._integer(TORCHRUN.local_world_size)
         name = self._name(SLURM.local_world_size)
@@ -250,7 +252,7 @@ class _Reader:
         return counts[node], name
 
     def _address(self) -> str:
-        """Return the address of the rendezvous, '' after a fault."""
+        """Return the address of the rendezvous; '' after a fault."""
         name = self._name(self._starter.address)
         text = self._environment.get(name, "")
         if name == "MASTER_ADDR" or not text:
@@ -262,18 +264,18 @@ class _Reader:
             return ""
 
     def _port(self) -> int:
-        """Return the port of the rendezvous. For a Slurm job, it is computed from the numbers of
-        job and step."""
+        """Return the port of the rendezvous. For a Slurm job, the port is computed from the ids of
+        the job and the step."""
         number, name = self._integer(self._starter.port)
         if name == "MASTER_PORT":
             if number > 65535 or (number == 0 and self._environment.get(name) == "0"):
                 self._fault(name, "is not a port, 1 to 65535")
             return number
-        # Steps of one job may run side by side on the same host, and so may jobs.
+        # Jobs, and steps of one job, may run on the same host at the same time.
         step, _ = self._integer(("SLURM_STEP_ID",))
         return PORTS[(number + step * PORTS_BETWEEN_STEPS) % len(PORTS)]
 
     def _check_inside(self, index: int, name: str, size: int, size_name: str) -> None:
-        """Add a fault where `index` is not below `size`."""
+        """Add a fault where `index`, of the variable `name`, is not below `size`."""
         if index >= size:
             self._fault(name, f"is not below {size_name}={size}")

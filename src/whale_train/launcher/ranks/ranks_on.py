@@ -1,4 +1,4 @@
-"""Divide the ranks of a job among the hosts that the launcher starts it on."""
+"""Divide the ranks of a job among the hosts on which the launcher starts ranks."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,17 @@ from whale_train.strategies.hardware.inventory import read_inventory
 
 
 def ranks_on(request: Request, hosts: Sequence[str], seen: Sequence[Seen]) -> list[int]:
-    """Return the number of ranks on each of the `hosts`.
+    """Return the number of ranks on each host.
 
-    It is the number of devices of the inventory's node, the number of GPUs of the host, or the
-    host's share of the CPU processes. `seen` is what was seen on each host.
+    For an inventory of nodes, it is the number of devices of the host's node. For
+    `hardware=local` with GPUs, it is the number of the host's GPUs. For CPU processes, it is the
+    host's share of the processes, or the number of cores if the inventory gives no number.
 
-    Raises ConfigError where the inventory has another number of nodes, or fewer processes than
-    hosts.
+    hosts: the names of the hosts.
+    seen: the cores, memory and GPUs of each host.
+
+    Raises ConfigError where the number of nodes is not the number of hosts, and for fewer processes
+    than hosts.
     """
     hardware, name = request.hardware, request.names.get("hardware", "hardware")
     if hardware.get("kind") == "local" and any(host.cards for host in seen):

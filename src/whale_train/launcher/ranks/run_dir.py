@@ -1,8 +1,8 @@
-"""Make the run directory, and the files that the parent writes into it.
+"""Make the run directory, and write the parent process's files into it.
 
-Every run has one directory. Hydra has made it already (with `.hydra/` and the job log) when our
-code starts. The parent writes `request.json`, `environment.json`, `plan.json` (or `plans/`, of a
-comparison) and, where ranks wait for it, last `ready`. The ranks write the rest.
+Every run has one directory. Hydra has made it, with `.hydra/` and the job log, before our code
+starts. The parent writes `request.json`, `environment.json`, `plan.json` (`plans/` for a
+comparison) and finally `ready`, if ranks wait for it. The ranks write all other files.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from whale_train.machine.hosts import HOSTS, MEETING, REFUSED
 
 PLANS = "plans"  # a folder with a plan for each strategy of a comparison
 METRICS = "metrics.jsonl"
-# Any of these files says that the directory holds a run.
+# A directory with any of these files holds a run.
 RUN_FILES = ("request.json", "plan.json", METRICS, "ready", "failure.json", PLANS)
 ATTEMPTS = "attempts"  # a folder with the files of earlier attempts, in 1, 2, ...
 # The files that one attempt of a run writes.
@@ -35,7 +35,7 @@ ATTEMPT_FILES = (
     *(SAVED, MEETING, HOSTS, REFUSED, "inventory.yaml", "report.html"),
 )
 
-# The packages a run's numbers may depend on.
+# The packages whose versions may change the results of a run.
 PACKAGES = (
     "whale-train",
     "torch",
@@ -50,10 +50,12 @@ PACKAGES = (
 
 
 def create_run_dir(path: Path, *, goes_on: bool = False) -> Path:
-    """Make `path` a run directory with an empty `logs/`, and return it, absolute.
+    """Make `path` a run directory with a folder `logs/`, and return the absolute path.
 
-    Where this run `goes_on` with an earlier one in the directory, the files of that one are set
-    aside. Raises ConfigError where the directory belongs to another run, or cannot be made.
+    goes_on: whether to continue a run that the directory may hold. The files of that run's last
+        attempt are then moved to a folder of their own.
+
+    Raises ConfigError where the directory holds another run, or cannot be made.
     """
     run_dir = path.absolute()
     if goes_on:
@@ -79,15 +81,15 @@ def create_run_dir(path: Path, *, goes_on: bool = False) -> Path:
 
 
 class RunDirInUse(ConfigError):
-    """The error of a run directory in which another command trains at this time."""
+    """The error of a run directory in which another command is training."""
 
 
 @contextmanager
 def in_use(run_dir: Path) -> Iterator[None]:
-    """Keep other commands out of a run directory within the context.
+    """Lock a run directory within the context, so that no other command trains in it.
 
-    A queue may start a command with train.resume=auto twice. Raises RunDirInUse where another
-    command is in the directory already.
+    The lock is needed since a queue may start a command with train.resume=auto twice. Raises
+    RunDirInUse where another command has the lock. A file system without locks has no protection.
     """
     directory = os.open(run_dir, os.O_RDONLY)
     try:
@@ -104,8 +106,10 @@ def in_use(run_dir: Path) -> Iterator[None]:
 
 
 def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:
-    """Return the fault of a directory that holds a run, or None. `key` and `shown` name it in the
-    message."""
+    """Return the fault of a directory that holds a run, or None.
+
+    key, shown: the config key of the directory and its value, for messages.
+    """
     held = next((name for name in RUN_FILES if (run_dir / name).exists()), None)
     if held is None:
         return None
@@ -114,44 +118,44 @@ def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:
 
 
 def _set_aside(run_dir: Path) -> None:
-    """Move the files of the attempt in `run_dir` into a folder of its own.
+    """Move the files of the last attempt in `run_dir` into a folder of their own.
 
-    What the attempt was writing when it ended is removed. Metrics and checkpoints stay: they belong
-    to the run, whichever attempt made them.
+    Checkpoints and weights that the attempt left incomplete are removed. Metrics and whole
+    checkpoints stay, since they belong to the run.
     """
     for path in unfinished_in(run_dir):
         shutil.rmtree(path, ignore_errors=True)
-    there = [name for name in (*ATTEMPT_FILES, "logs") if (run_dir / name).exists()]
-    if "request.json" not in there:
+    names = [name for name in (*ATTEMPT_FILES, "logs") if (run_dir / name).exists()]
+    if "request.json" not in names:
         return
     number = len(list((run_dir / ATTEMPTS).glob("*"))) + 1
     folder = run_dir / ATTEMPTS / str(number)
     folder.mkdir(parents=True)
-    for name in there:
+    for name in names:
         (run_dir / name).rename(folder / name)
     if (run_dir / METRICS).exists():
         shutil.copy(run_dir / METRICS, folder / METRICS)
 
 
 def keep_steps(run_dir: Path, step: int) -> int:
-    """Remove the metrics after `step`, the optimizer step that the run goes back to.
+    """Remove the metrics after `step`, the optimizer step from which the run continues.
 
-    Returns the bytes that are left in the file.
+    Returns the size of the remaining file in bytes; 0 without a file.
     """
     path = run_dir / METRICS
     if not path.exists():
         return 0
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         with suppress(ValueError, KeyError):  # for a line cut off by the end of an attempt
             if json.loads(line)["step"] <= step:
-                kept.append(line)
-    write_text(path, "".join(kept))
+                lines.append(line)
+    write_text(path, "".join(lines))
     return path.stat().st_size
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it, or the file before, or none."""
+    """Write a file atomically: a reader sees the whole text, the file before, or no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path, len(text.encode())):
         try:
@@ -163,19 +167,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write plain data as JSON, as `write_text` does. Raises ValueError for NaN and infinities,
-    which are not JSON."""
+    """Write plain data as JSON, atomically. Raises ValueError for NaN and infinities, which JSON
+    cannot express."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def mark_ready(run_dir: Path) -> None:
-    """Tell the waiting hosts that all files they need are written."""
+    """Write `ready`, which tells waiting hosts that all their files are written."""
     write_text(run_dir / "ready", "")
 
 
 def write_environment(run_dir: Path) -> None:
-    """Write `environment.json`: the versions and the machine of the run, without importing any
-    package."""
+    """Write `environment.json`: the versions of packages and the machine of the run. No package is
+    imported."""
     write_json(
         run_dir / "environment.json",
         {
@@ -190,7 +194,7 @@ def write_environment(run_dir: Path) -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the installed version of a distribution, or None where it is not installed."""
+    """Return the installed version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -198,13 +202,12 @@ def installed_version(package: str) -> str | None:
 
 
 def remove_unused(run_dir: Path) -> None:
-    """Remove the files that Hydra and we made for a job that was refused, if no job has used the
-    directory."""
+    """Remove the files and the directory of a refused job, unless the directory holds a run."""
     if any((run_dir / name).exists() for name in RUN_FILES if name not in _MADE_BEFORE_A_PLAN):
         return
     working = Path.cwd()
     above = (parent for parent in run_dir.absolute().parents if working in parent.parents)
-    with suppress(OSError):  # for folders with files of others
+    with suppress(OSError):  # a folder with other files stays
         for name in _MADE_BEFORE_A_PLAN:
             (run_dir / name).unlink(missing_ok=True)
         for folder in (run_dir / "logs", run_dir / ".hydra", run_dir.absolute(), *above):
@@ -212,8 +215,8 @@ def remove_unused(run_dir: Path) -> None:
                 folder.rmdir()
 
 
-# The files that a run may have before its plan is written: Hydra's, the request, and those of the
-# host, which prepares in the meantime and may fail of the same fault.
+# The files that a run may have before its plan: Hydra's files, the request, and files of the host,
+# which prepares while the plan is made and may fail by the same fault.
 _MADE_BEFORE_A_PLAN = (
     *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
     *("request.json", "failure.json", "logs/host.log", MEETING, HOSTS, REFUSED),

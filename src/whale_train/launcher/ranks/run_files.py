@@ -25,9 +25,10 @@ STRATEGY = "strategy.yaml"  # of a strategy that was found, in the run directory
 
 
 def make_run_dir(request: Request, run_dir: Path) -> Path:
-    """Make the run directory, write the request into it, and return it.
+    """Make the run directory, write the request into it, and return its absolute path.
 
-    Raises ConfigError where it is taken by a run other than the one that this one goes on with.
+    Raises ConfigError where the directory holds another run, unless `train.resume=auto` continues
+    that run.
     """
     run_dir = create_run_dir(run_dir, goes_on=request.train.resume == AUTO)
     write_text(run_dir / "request.json", request.to_json())
@@ -35,10 +36,10 @@ def make_run_dir(request: Request, run_dir: Path) -> Path:
 
 
 def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
-    """Write the plan, and the files that belong to it.
+    """Write the plan and related files into the run directory.
 
-    They are the strategy found by `strategy=auto`, the inventory of the GPUs for `hardware=local`,
-    the predicted step's timeline, and the environment in which the plan was resolved.
+    The related files are the strategy that `strategy=auto` found, the inventory of the GPUs for
+    `hardware=local`, the timeline of the predicted step, and the software environment.
     """
     if resolved.found is not None:
         write_strategy(run_dir, resolved.found, request)
@@ -47,7 +48,7 @@ def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
             inventory_of(resolved.cluster), Dumper=_WithoutAliases, sort_keys=False
         )
         write_text(run_dir / "inventory.yaml", inventory)
-    if resolved.timeline:  # to be compared with the timeline of a run
+    if resolved.timeline:  # for a comparison with the timeline of a run
         write_json(run_dir / "predicted_trace.json", {"traceEvents": resolved.timeline})
     write_environment(run_dir)
     write_text(run_dir / "plan.json", resolved.plan.to_json())
@@ -74,9 +75,10 @@ def in_flow(value: Any) -> str:
 
 
 def write_plans(run_dir: Path, resolved_by_name: Mapping[str, object]) -> list[Path]:
-    """Write the plan of each strategy of a comparison that has one, and return the files.
+    """Write the plan of each strategy in a comparison, and return the paths of the files.
 
-    resolved_by_name: the resolved request or the error of each strategy, by name.
+    resolved_by_name: the resolved request of each strategy by name, or the error of a strategy
+        without a plan, for which no file is written.
     """
     write_environment(run_dir)
     plans = {
@@ -104,15 +106,14 @@ def start_ranks(
     rounding: int | None = None,
     weights: Place | None = None,
 ) -> None:
-    """Write all files that the waiting ranks need, `ready` last.
+    """Write all files that the waiting ranks need, with `ready` as the last.
 
-    checkpoint: the checkpoint that the ranks go on from; None for a new run.
-    delinks: whether layers that share their weights in the checkpoint part.
-    data_anew: whether the ranks begin with the first sample.
-    samples: number of samples that the run has taken, of data that does not begin anew.
-    rounding: the seed of the noise by which weights are rounded; None rounds as usual.
-    weights: the folder of the weights of a run's end, which ranks evaluate; None where they are
-        those of the checkpoint.
+    checkpoint: the checkpoint that the ranks continue from; None for a new run.
+    delinks: whether layers that share weights in the checkpoint get weights of their own.
+    data_anew: whether the ranks start again with the first sample.
+    samples: number of samples that the run has taken, unless the data starts again.
+    rounding: the seed of the noise by which initial weights are rounded; None rounds as usual.
+    weights: the folder of a run's final weights to evaluate; None for the checkpoint's weights.
     """
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
     launch = {
@@ -130,7 +131,7 @@ def start_ranks(
 
 
 class _WithoutAliases(yaml.SafeDumper):
-    """A YAML dumper that writes out equal values each time, such as equal stages."""
+    """A YAML dumper that writes repeated values in full, such as equal stages, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

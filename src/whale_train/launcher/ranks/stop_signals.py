@@ -1,9 +1,8 @@
 """Handle the signals that end a job: Ctrl-C, SIGTERM, and SIGUSR1, which Slurm sends before it
-takes a node.
+takes a node away.
 
-Until a job can save, the first signal ends it. From then on, the first signal asks its ranks to
-save a checkpoint and to end. The next signal, or the end of the time they have for that, ends the
-job.
+If a job cannot save yet, the first signal ends it. Once it can save, the first signal asks the
+ranks to save a checkpoint and end. A second signal, or the end of the grace period, ends the job.
 """
 
 import signal
@@ -17,10 +16,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """The signals that have arrived, and what they cause.
+    """The signals that have arrived, and their effect on the job.
 
-    KeyboardInterrupt ends a job. It is raised where a signal is handled, and again by `poll`, since
-    an exception raised inside a weak reference's callback or a finaliser is swallowed there.
+    KeyboardInterrupt ends a job. It is raised by the signal handler and again by `poll`, since
+    Python discards an exception that is raised inside a finaliser or a weak reference's callback.
     """
 
     def __init__(self) -> None:
@@ -30,15 +29,16 @@ class StopSignals:
         self._deadline: float | None = None
 
     def asks(self, ask: Callable[[], None], grace_s: float) -> None:
-        """Call `ask` at the first signal from here on, and end the job `grace_s` seconds after it.
+        """Let the next first signal ask the ranks to save and end.
 
-        `ask` has the ranks save and end.
+        ask: called at the first signal; asks the ranks.
+        grace_s: seconds after that signal at which `poll` ends the job.
         """
         self._ask, self._grace_s = ask, grace_s
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. Raises KeyboardInterrupt, unless it is the first and the ranks can be
-        asked to save."""
+        """Handle a signal. Raises KeyboardInterrupt, unless this is the first signal and the ranks
+        can be asked to save."""
         self.count += 1
         if self._ask is not None and self.count == 1:
             self._deadline = time.monotonic() + self._grace_s
@@ -47,11 +47,11 @@ class StopSignals:
         raise KeyboardInterrupt
 
     def end(self) -> None:
-        """End the job as a first signal does, without one."""
+        """End the job as if a signal had arrived."""
         self.handle(signal.SIGTERM, None)
 
     def poll(self) -> None:
-        """Raise KeyboardInterrupt where the job is to end."""
+        """Raise KeyboardInterrupt if the job is to end."""
         if self._deadline is None:
             ends = self.count > 0
         else:
@@ -62,9 +62,10 @@ class StopSignals:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Handle SIGNALS within the context, and yield the signals that arrive.
+    """Handle SIGNALS within the context, and yield the record of arrived signals.
 
-    Python runs handlers in the main thread alone. In any other nothing is handled, and none arrive.
+    In any thread but the main one, no signal is handled and the record stays empty, since Python
+    runs handlers in the main thread alone.
     """
     signals = StopSignals()
     if threading.current_thread() is not threading.main_thread():
@@ -75,5 +76,5 @@ def stop_signals() -> Iterator[StopSignals]:
         yield signals
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) == signals.handle:  # another handler stays, such as SIG_IGN
+            if signal.getsignal(number) == signals.handle:  # a handler set meanwhile stays
                 signal.signal(number, handler)

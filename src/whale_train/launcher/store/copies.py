@@ -1,7 +1,7 @@
-"""Copy a run's checkpoints into a store, one after another, beside the run.
+"""Copy a run's checkpoints into a store, one after another, while the run trains.
 
-The launcher of rank 0's host copies: rank 0 has the files of all ranks, and its own steps are not
-kept waiting. A thread copies; the main thread tells it what is there, and prints what it has done.
+The launcher on rank 0's host copies, since the files of all ranks are there and no step has to
+wait. A thread copies. The main thread gives it the new checkpoints, and prints each finished copy.
 """
 
 import shutil
@@ -40,18 +40,18 @@ from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes, in_seconds
 
 _LOOK_S = 0.5  # between looks for new checkpoints
-_SAY_S = 10.0  # between lines of progress while the end of a copy is waited for
+_SAY_S = 10.0  # between lines of progress, once the run has ended
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A checkpoint, or the trained weights, that was to be copied.
+    """The outcome of one copy, of a checkpoint or of the trained weights.
 
     name: `step_N` or `model`.
-    bytes: bytes of its files.
-    seconds: the time that the copy took, in seconds.
-    error: why it is not in the store, or ''.
+    bytes: size of the copied files, in bytes.
+    seconds: duration of the copy, in seconds.
+    error: the reason of a failed copy; '' for a copy that is in the store.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Copied:
 
 
 class StoreCopies:
-    """The copies of one run, in all its attempts.
+    """The copies of one run's checkpoints, over all attempts of the run.
 
     to: the folder of the store.
-    keep: number of the newest checkpoints that stay there; None keeps all.
-    console: where it is printed what was copied.
+    keep: number of the newest checkpoints that stay in the store; None keeps all.
+    console: prints a line for each copy.
     """
 
     def __init__(self, to: UrlPath, keep: int | None, console: Console) -> None:
@@ -73,7 +73,7 @@ class StoreCopies:
         self._run_dir = Path()
         self._thread: threading.Thread | None = None
         self._wanted: SimpleQueue[Path | None] = SimpleQueue()
-        self._done: SimpleQueue[Copied | None] = SimpleQueue()  # None: it was passed over
+        self._done: SimpleQueue[Copied | None] = SimpleQueue()  # None: removed before its turn
         self._asked: set[tuple[str, int]] = set()
         self._left = self._bytes = 0  # copies that are not done; bytes copied so far
         self._looked_s = 0.0
@@ -82,8 +82,13 @@ class StoreCopies:
         self._steps: list[int] = []  # of the checkpoints in the store
 
     def begin(self, run_dir: Path, step: int) -> None:
-        """Begin to copy the checkpoints of `run_dir`, whose run goes on after `step` steps. Further
-        calls do nothing. Raises ConfigError where the store cannot be written to."""
+        """Start the thread that copies the checkpoints of `run_dir`. Further calls do nothing.
+
+        run_dir: the run directory.
+        step: the step after which the run starts or continues.
+
+        Raises ConfigError where the store cannot be written to.
+        """
         if self._thread is not None:
             return
         self._run_dir = run_dir
@@ -92,9 +97,9 @@ class StoreCopies:
         self._thread.start()
 
     def poll(self, *, at_once: bool = True) -> None:
-        """Have the checkpoints copied that are new, and print what is done. Call it often.
+        """Queue new checkpoints for copying, and print finished copies. To be called often.
 
-        at_once: whether to look for new ones even if that was done a moment ago.
+        at_once: whether to look for new checkpoints even if the last look was a moment ago.
         """
         if self._thread is None:
             return
@@ -118,12 +123,12 @@ class StoreCopies:
             return
 
     def finished(self, end: JobEnd, poll: Callable[[], None]) -> JobEnd:
-        """Wait until all is copied that a job has left, and return the job's end.
+        """Wait for all copies of a job that has ended, and return the job's final end.
 
-        poll: raises KeyboardInterrupt where the job is not to wait any longer.
+        poll: called while waiting; raises KeyboardInterrupt where the job must not wait longer.
 
-        A job fails where its last checkpoint or its trained weights are not in the store at its
-        end. Its summary gets what is, and what is not.
+        A job fails if the last checkpoint or the trained weights are not in the store. The summary
+        gets the steps of the checkpoints in the store, and the errors of the others.
         """
         if self._thread is None:
             return end
@@ -148,7 +153,7 @@ class StoreCopies:
         self._wanted.put(path)
 
     def _judged(self, end: JobEnd) -> JobEnd:
-        """Return the end of a job as it is once nothing more is copied."""
+        """Add the outcome of all copies to the summary, and return the job's final end."""
         results = self._results.values()
         content: dict[str, Any] = {"to": str(self._to), "steps": self._steps}
         if MODEL in self._results:
@@ -170,7 +175,8 @@ class StoreCopies:
         return replace(end, status="failed", said=said, reason=said, summary={})
 
     def _say(self, copied: Copied) -> None:
-        """Print what became of a copy. A store's words are printed when they are new."""
+        """Print the outcome of a copy. An error of the store is printed once, until another error
+        follows."""
         self._results[copied.name] = copied
         place = self._to / copied.name
         if not copied.error:
@@ -183,9 +189,10 @@ class StoreCopies:
             self._console.print(Text(said, style="yellow"), soft_wrap=True)
 
     def _work(self, step: int) -> None:
-        """Copy what is asked for, until nothing more is, in the thread.
+        """Run the thread: copy each queued path until the queue gives None.
 
-        step: the one that the run goes on after; what the store has of later ones is of no use.
+        step: the step after which the run starts or continues. Later checkpoints in the store are
+            removed.
         """
         shutil.rmtree(self._run_dir / CHECKPOINTS / HELD, ignore_errors=True)
         begun = False
@@ -206,8 +213,8 @@ class StoreCopies:
                 self._done.put(None if size is None else Copied(path.name, size, seconds))
 
     def _copied(self, path: Path) -> int | None:
-        """Copy a checkpoint or the trained weights, and return the bytes; None where the run has
-        removed it before its turn."""
+        """Copy a checkpoint or the trained weights, and return the size in bytes; None where the
+        run has removed the checkpoint before its turn."""
         if path.name == MODEL:
             return copy_model(self._run_dir, self._to, self._count)
         held = hold(path)

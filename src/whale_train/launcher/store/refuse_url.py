@@ -1,4 +1,4 @@
-"""Refuse URLs that cannot be read or written here, and a store of another run, before anything
+"""Refuse URLs that cannot be read or written here, and stores of another run, before any rank
 starts."""
 
 import json
@@ -14,8 +14,8 @@ from whale_train.config import AUTO, READING, Request
 from whale_train.errors import ConfigError, Fault, closest
 
 KEY = "checkpoint.to"
-RUN = "run.json"  # in a store and in the run directory: which run's the checkpoints are
-# The packages of well-known protocols; fsspec's own words name those of others.
+RUN = "run.json"  # in a store and in the run directory: the id of the run that owns the checkpoints
+# The packages of well-known protocols; fsspec's messages name the packages of others.
 _PACKAGES = {
     **{"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"},
     **{"abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "sftp": "paramiko", "ssh": "paramiko"},
@@ -24,10 +24,9 @@ _PACKAGES = {
 
 
 def refuse_urls(request: Request, *, is_elsewhere: bool) -> None:
-    """Raise ConfigError with the faults of all URLs of a request.
+    """Raise ConfigError with the faults of all URLs in a request.
 
-    is_elsewhere: whether the ranks run on other hosts. What these read and write is looked at
-        there.
+    is_elsewhere: whether the ranks run on other hosts, which check the URLs of training themselves.
     """
     asked: dict[str, str | None] = {}
     if request.mode in READING:
@@ -43,8 +42,13 @@ def refuse_urls(request: Request, *, is_elsewhere: bool) -> None:
 
 
 def url_faults(key: str, url: str) -> list[Fault]:
-    """Return the faults of a URL: a protocol that fsspec does not know, one that nothing installed
-    serves, a password, and whatever else keeps fsspec from making a file system of it."""
+    """Return the fault of a URL that fsspec cannot open, in a list; empty where it can.
+
+    A fault is a password, a protocol that fsspec does not know, a protocol without an installed
+    implementation, or an error of the implementation.
+
+    key: the config key whose value the URL is, for messages.
+    """
     from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
 
     if any(urlsplit(part).password for part in url.split("::")):
@@ -74,32 +78,33 @@ def url_faults(key: str, url: str) -> list[Fault]:
 
 
 def _without_password(part: str) -> str:
-    """Return a part of a URL without its user and password."""
+    """Return one part of a chained URL without the user and the password."""
     protocol, mark, rest = part.partition("://")
     return f"{protocol}{mark}{rest.rpartition('@')[2]}"
 
 
 def refuse_store(to: UrlPath, run_dir: Path, resume: str | None) -> None:
-    """Raise ConfigError where a run may not copy its checkpoints to `to`.
+    """Raise ConfigError where a run may not copy its checkpoints to the store `to`.
 
-    That is a store in which a small file cannot be written, read and removed, or one with
-    checkpoints or weights of another run. Under `train.resume=auto` a run without a checkpoint of
-    its own goes on with the run that is there.
+    Refused is a store in which a small file cannot be written, read and removed, and a store with
+    the checkpoints or weights of another run. Under `train.resume=auto`, a run without checkpoints
+    of its own continues the run in the store instead.
 
+    to: the folder of the store.
     run_dir: the run directory.
     resume: the value of `train.resume`.
     """
     if said := _unwritable(to):
         remedy = "name a folder in which this machine may write, read and remove files"
         raise ConfigError([Fault(KEY, str(to), f"cannot be used ({said})", remedy)])
-    there, own = run_of(to), run_of(run_dir)
+    owner, own = run_of(to), run_of(run_dir)
     try:
         has_files = any(map(_is_whole, checkpoints_in(to))) or (to / MODEL).exists()
     except StoreError as error:
         rule, remedy = f"cannot be read ({error})", "see that it can, or name another folder"
         raise ConfigError([Fault(KEY, str(to), rule, remedy)]) from None
     begins = not own and not checkpoints_in(run_dir / CHECKPOINTS)
-    if not has_files or (there and there == own) or (resume == AUTO and begins):
+    if not has_files or (owner and owner == own) or (resume == AUTO and begins):
         return
     remedy = "name another folder"
     if begins:
@@ -112,8 +117,10 @@ def _is_whole(checkpoint: UrlPath) -> bool:
 
 
 def _unwritable(to: UrlPath) -> str:
-    """Return why a small file cannot be written to a store, read and removed, or ''. Nothing is
-    tried again: a right that is missing stays so."""
+    """Return why a small file cannot be written to a store, read and removed; '' where it can.
+
+    No operation is retried, since a missing permission stays missing.
+    """
     token = secrets.token_hex(8).encode()
     probe = to / f".probe_{token.decode()}"
     doing = "writing"
@@ -130,8 +137,8 @@ def _unwritable(to: UrlPath) -> str:
 
 
 def run_of(folder: Path | UrlPath) -> str:
-    """Return the id of the run that a run directory or a store is of; '' where it has none. Raises
-    ConfigError where the file of it is none."""
+    """Return the id of the run that owns a run directory or a store; '' where none is recorded.
+    Raises ConfigError where the record cannot be read."""
     path = folder / RUN
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -144,8 +151,11 @@ def run_of(folder: Path | UrlPath) -> str:
 
 
 def claim(to: UrlPath, run_dir: Path) -> None:
-    """Write into a store and a run directory that both are of one run: the run directory's, or
-    else the store's where it has checkpoints, or else a new one. Raises ConfigError."""
+    """Write the id of one run into a store and a run directory.
+
+    The id is the run directory's; without one, the id of a store with checkpoints; else a new id.
+    Raises ConfigError where the store cannot be used.
+    """
     run = run_of(run_dir) or (checkpoints_in(to) and run_of(to)) or secrets.token_hex(16)
     text = json.dumps({"run": run}) + "\n"
     try:

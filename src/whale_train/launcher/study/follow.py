@@ -1,4 +1,4 @@
-"""Report the values of a running trial to Optuna, and say when the trial is pruned."""
+"""Report the metrics of a running trial to Optuna, and stop a pruned trial."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -8,17 +8,17 @@ from whale_train.launcher.study.objectives import OF_STEPS
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-_REPORTS = 100  # at most, of a value that every step has
+_REPORTS = 100  # the largest number of reports on a metric that every step has
 
 
 class TrialFollower:
     """The follower of a trial's job (`launcher/followed.py`).
 
-    Values of evaluations are reported each. Of a value that every step has, means are: over a
-    hundredth of the steps each time, so that trials are compared at the same steps.
+    Every result of an evaluation is reported. A metric that every step has is reported as a mean
+    over each hundredth of the steps, so that trials are compared at the same steps.
 
     trial: Optuna's trial.
-    series: the name in `metrics.jsonl` of the values; None reports nothing, and prunes nothing.
+    series: the name of the metric in `metrics.jsonl`; None reports and prunes nothing.
     reported: the optimizer step of the last report.
     """
 
@@ -30,16 +30,17 @@ class TrialFollower:
         self.ends = False
 
     def begin(self, steps: int) -> None:
-        """Take the number of optimizer steps of the job."""
+        """Receive the job's number of optimizer steps."""
         self._steps = steps
         self._every = -(-steps // _REPORTS) if self._series in OF_STEPS else 1
 
     def hear(self, record: Mapping[str, Any]) -> None:
-        """Take a new line of `metrics.jsonl`. A value that is no number is NaN, which is pruned."""
+        """Receive one new line of `metrics.jsonl`, parsed, and report its value if one is due. Null
+        is reported as NaN, which prunes the trial."""
         if self._series is None or self.ends or self._series not in record:
             return
         value, step = record[self._series], int(record["step"])
-        if step <= self.reported:  # an attempt that goes on from an earlier step
+        if step <= self.reported:  # a new attempt repeats steps
             return
         self._values[step] = float("nan") if value is None else float(value)
         if step % self._every:

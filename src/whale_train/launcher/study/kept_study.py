@@ -1,8 +1,8 @@
-"""Open a study, new or kept, and tell it what became of its trials.
+"""Open a study, new or stored, and record the outcomes of its trials.
 
-A trial has four attributes: `status`, how its job ended; `reason`, why, where that is not `done`;
-`run_dir`; and `process`, which runs it. A trial whose process has ended without a word is lost: it
-is marked failed, and its values are tried again.
+A trial has four attributes: `status`, the status of its job; `reason`, the reason for any status
+but `done`; `run_dir`; and `process`, the process that runs the trial. A trial whose process has
+ended without recording an outcome is lost. It is marked as failed, and its values are tried again.
 """
 
 import os
@@ -25,21 +25,23 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial, TrialState
 
-_NAME = "whale-train"  # of a study without a name
-_ASKED = "whale-train"  # the attribute of a study that says what it was begun with
+_NAME = "whale-train"  # the name of a study for which none is given
+_ASKED = "whale-train"  # the attribute of a study with its overrides and objectives
 LOST = ("interrupted", "lost")  # statuses of trials that are tried again
 
 
 def open_study(
     asked: StudyRequest, space: Mapping[str, SweptKey], fixed: Sequence[str], goals: Goals
 ) -> "Study":
-    """Return the study, new or with the trials that it has already.
+    """Return the study: a new one, or a stored one with its trials.
 
-    space: the parameters.
+    asked: the request for the study.
+    space: the parameters by key.
     fixed: the overrides that all trials share.
+    goals: the objectives.
 
-    Raises ConfigError where it cannot be kept or opened, and where it was begun with something
-    else.
+    Raises ConfigError where the storage cannot be opened, and where a stored study has other
+    parameters, overrides or objectives.
     """
     import optuna
     from optuna.storages import journal
@@ -61,7 +63,7 @@ def open_study(
             load_if_exists=True,
         )
         trials = study.get_trials(deepcopy=False)
-    except Exception as error:  # of databases and their drivers, of any kind
+    except Exception as error:  # databases and their drivers raise errors of any kind
         remedy = "name a file in a folder that exists, or a database that answers"
         rule = f"cannot be opened ({said(error)[:200]})"
         raise ConfigError([Fault(key, shown_url(str(url)), rule, remedy)]) from error
@@ -71,7 +73,10 @@ def open_study(
 
 
 def ask(study: "Study", space: Mapping[str, SweptKey]) -> "Trial":
-    """Return a new trial, with a value for every parameter, whose process is this one."""
+    """Return a new trial of this process, with a value for every parameter.
+
+    space: the parameters by key.
+    """
     trial = study.ask({key: parameter.distribution() for key, parameter in space.items()})
     trial.set_user_attr("process", _process(os.getpid()))
     return trial
@@ -80,22 +85,27 @@ def ask(study: "Study", space: Mapping[str, SweptKey]) -> "Trial":
 def tell(
     study: "Study", number: int, state: "TrialState", values: Sequence[float] | None = None
 ) -> None:
-    """Tell the study how the trial of this number ended."""
+    """Record the end of a trial in the study.
+
+    number: the number of the trial.
+    state: the final state.
+    values: the value of each objective; None without a result.
+    """
     try:
         study.tell(number, values, state)
     except (RuntimeError, KeyError):
-        # A grid's sampler ends `Study.optimize` after the last point, where there is none. It has
-        # recorded the trial then.
+        # After the last point, a grid's sampler stops `Study.optimize`, which is not in use here.
+        # The trial has then been recorded.
         recorded = study.get_trials(deepcopy=False)[number].state.is_finished()
         if not (recorded and type(study.sampler).__name__ == "GridSampler"):
             raise
 
 
 def retry_lost(study: "Study") -> list[int]:
-    """Mark the trials as failed whose process has ended without a word, and try their values again.
+    """Mark lost trials as failed, and queue their values again.
 
-    Returns the numbers of trials that run on other hosts, as far as it is known. They are left
-    alone.
+    Returns the numbers of running trials whose process is on another host or unknown. These are
+    left alone.
     """
     import optuna
 
@@ -115,7 +125,7 @@ def retry_lost(study: "Study") -> list[int]:
 
 
 def retry(study: "Study", trial: "FrozenTrial") -> None:
-    """Have the study ask for the values of a trial again."""
+    """Queue the values of a trial, so that a later trial of the study gets them."""
     import optuna
 
     study.add_trial(
@@ -123,7 +133,7 @@ def retry(study: "Study", trial: "FrozenTrial") -> None:
             state=optuna.trial.TrialState.WAITING,
             params=trial.params,
             distributions=trial.distributions,
-            # A grid's sampler knows a point by its number there.
+            # A grid's sampler identifies a point by these attributes.
             system_attrs={
                 **{k: v for k, v in trial.system_attrs.items() if k in ("grid_id", "search_space")},
                 "fixed_params": trial.params,
@@ -133,8 +143,8 @@ def retry(study: "Study", trial: "FrozenTrial") -> None:
 
 
 def num_wanted(asked: StudyRequest, space: Mapping[str, SweptKey]) -> int:
-    """Return the number of trials of the study in all: `n_trials`, or the points of its grid where
-    those are fewer."""
+    """Return the number of trials of the whole study: `n_trials`, or the number of points of the
+    grid if that is smaller."""
     wanted = asked.settings.n_trials
     if asked.sampler.name != GRID:
         return wanted
@@ -142,9 +152,9 @@ def num_wanted(asked: StudyRequest, space: Mapping[str, SweptKey]) -> int:
 
 
 def num_missing(study: "Study", wanted: int) -> int:
-    """Return the number of trials that the study is short of the `wanted` number.
+    """Return the number of trials that the study lacks to have `wanted` trials.
 
-    Trials that are lost or were interrupted do not count, nor those that nobody has asked for.
+    Lost, interrupted and waiting trials do not count.
     """
     return wanted - sum(
         trial.state.name != "WAITING" and trial.user_attrs.get("status") not in LOST
@@ -153,7 +163,7 @@ def num_missing(study: "Study", wanted: int) -> int:
 
 
 def _grid(asked: StudyRequest, space: Mapping[str, SweptKey]) -> dict[str, Sequence[Any]]:
-    """Return all values of every parameter, for a grid; nothing for other samplers."""
+    """Return all values of every parameter for the grid sampler; an empty mapping for any other."""
     if asked.sampler.name != GRID:
         return {}
     return {key: parameter.values() or () for key, parameter in space.items()}
@@ -166,7 +176,8 @@ def _refuse_unlike(
     fixed: Sequence[str],
     goals: Goals,
 ) -> None:
-    """Raise ConfigError where a study was begun with other overrides, goals or kinds of values."""
+    """Raise ConfigError where a stored study has other overrides, objectives, parameters or kinds
+    of values. Record the overrides and objectives of a new study."""
     from optuna.distributions import check_distribution_compatibility
 
     began = study.user_attrs.get(_ASKED)
@@ -203,8 +214,8 @@ def _refuse_unlike(
 
 
 def _process(pid: int) -> str:
-    """Return the name of a process of this host: the host, its id, and when it began, which a later
-    process of that id does not share."""
+    """Return text that identifies a process of this host: the host, the process id, the start time
+    and the id of the boot. A later process with the same id has another start time."""
     began = ""
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():
@@ -215,7 +226,10 @@ def _process(pid: int) -> str:
 
 
 def _is_running(process: str | None) -> bool | None:
-    """Return whether a process runs, by its name; None where it is on another host, or unknown."""
+    """Return whether a process runs; None where it is on another host or unknown.
+
+    process: the text of `_process`; None where it was not recorded.
+    """
     match = re.fullmatch(r"(\S+) (\d+) .*", process or "")
     if match is None or match[1] != socket.gethostname():
         return None

@@ -1,4 +1,4 @@
-"""Decide what a study optimises, and read it from the run directory of a trial."""
+"""Choose the objectives of a study, and read their values from the run directory of a trial."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ OF_STEPS = (
     *("loss", "grad_norm", "step_time_s", "samples_per_s", "tokens_per_s", "model_flops_s"),
     *("model_flops_utilisation", "peak_memory_bytes"),
 )
-_HELD_BACK = "evaluation"  # the set of held-back data; others have names of their own
+_HELD_BACK = "evaluation"  # the name of the set of held-back samples
 _PEAK = "peak_memory_bytes"
 _OF_PLANS = frozenset((_PEAK, "world_size", *(f"predicted.{x.name}" for x in fields(Prediction))))
 _FIELDS = frozenset(field.name for field in fields(Plan))
@@ -33,11 +33,11 @@ _COSTS = ("loss", "_s", "_median", "_bytes", "grad_norm", "skipped_steps")
 
 @dataclass(frozen=True)
 class Goals:
-    """What a study optimises.
+    """The objectives of a study.
 
-    names: the names of the values of a trial.
-    directions: `minimize` or `maximize`, for each of them.
-    series: the name in `metrics.jsonl` by which trials are pruned; None where none is.
+    names: the names of the objectives.
+    directions: `minimize` or `maximize` for each objective.
+    series: the metric in `metrics.jsonl` by which trials are pruned; None without a pruner.
     """
 
     names: tuple[str, ...]
@@ -48,8 +48,9 @@ class Goals:
 def goals_of(
     asked: StudyRequest, config: Mapping[str, Any], space: Collection[str], faults: list[Fault]
 ) -> Goals | None:
-    """Return the goals of a study, or None after adding the faults of the request.
+    """Return the goals of a study, or None after adding faults.
 
+    asked: the request for the study.
     config: the config that trials share, as plain data.
     space: the keys whose values the study chooses.
     """
@@ -61,15 +62,15 @@ def goals_of(
     if not sets or data.get("evaluation_fraction") != 0:
         sets.insert(0, _HELD_BACK)
     measured = ("loss", "accuracy", *_section(config, "metrics"))
-    evaluated = [f"{name}_{what}" for name in sets for what in measured]
+    evaluated = [f"{name}_{metric}" for name in sets for metric in measured]
     default = evaluated[0] if evaluates else "final_loss"
     names = settings.objective or ("predicted.step_time_s" if plans else default,)
     key = f"{SECTION}.objective"
     known = _OF_PLANS if plans else {*_OF_SUMMARY, *OF_STEPS, *evaluated}
     for name in names:
         if name not in known and not (plans and _is_of_plan(name)):
-            what = "a plan" if plans else "a run"
-            faults.append(Fault(key, name, f"is no number of {what}", nearest(name, known)))
+            source = "a plan" if plans else "a run"
+            faults.append(Fault(key, name, f"is no number of {source}", nearest(name, known)))
         elif name in evaluated and not evaluates:
             rule = "is measured by evaluations, and there is none"
             faults.append(Fault(key, name, rule, "set train.evaluate_every"))
@@ -86,14 +87,15 @@ def goals_of(
 
 
 def objective_value(name: str, run_dir: Path, plans: bool) -> float | str:
-    """Return a value of a trial that is done, or a sentence that says why there is none.
+    """Return the value of an objective for a finished trial, or a sentence on why the trial has
+    none.
 
-    name: the name of the value.
+    name: the name of the objective.
     run_dir: the run directory of the trial.
-    plans: whether the trial was planned, and not trained.
+    plans: whether the trial was planned and not trained.
 
-    A list has the value of its largest element: peak memory is that of the heaviest rank. Where
-    `summary.json` and `metrics.jsonl` both have the name, the summary's is returned.
+    The largest element of a list is its value, so that peak memory is the heaviest rank's. If both
+    `summary.json` and `metrics.jsonl` have the name, the summary's value is returned.
     """
     if plans:
         path = "ranks.memory_bytes.total" if name == _PEAK else name
@@ -108,21 +110,25 @@ def objective_value(name: str, run_dir: Path, plans: bool) -> float | str:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of the config, an empty one for what its reader will refuse."""
+    """Return a section of the config; an empty mapping for a value that is no section, which a
+    later reader refuses."""
     section = config.get(name)
     return section if isinstance(section, Mapping) else {}
 
 
 def _is_of_plan(name: str) -> bool:
-    """Return whether a plan may have a number of this name, which is not one of _OF_PLANS: below
-    its other fields, any may be."""
+    """Return whether a plan may have a number of a name that is not in _OF_PLANS. Any name below a
+    field of the plan, except `predicted`, may be a number."""
     section, _, below = name.partition(".")
     return bool(below) and section != "predicted" and section in _FIELDS
 
 
 def _direction(name: str, is_evaluated: bool, faults: list[Fault]) -> Direction:
-    """Return the direction in which a value is better. Results of evaluations are better as
-    `checkpoint.best` says: lower ones of a loss, else higher ones."""
+    """Return the direction of an objective.
+
+    A result of evaluations is minimised if it is a loss, else maximised, as by `checkpoint.best`.
+    Other names are looked up by their endings; an unknown ending adds a fault.
+    """
     if name.endswith(_RATES) or (is_evaluated and not name.endswith("_loss")):
         return "maximize"
     if not name.endswith(_COSTS) and ".memory_bytes." not in name:
@@ -133,7 +139,13 @@ def _direction(name: str, is_evaluated: bool, faults: list[Fault]) -> Direction:
 
 
 def _series(pruner: str, names: tuple[str, ...], plans: bool, faults: list[Fault]) -> str | None:
-    """Return the name in `metrics.jsonl` by which trials are pruned."""
+    """Return the metric in `metrics.jsonl` by which trials are pruned; None without a pruner. Adds
+    a fault for a pruner that cannot work with the objectives.
+
+    pruner: the name of the pruner.
+    names: the names of the objectives.
+    plans: whether trials are planned and not trained.
+    """
     if pruner == NO_PRUNER:
         return None
     key, remedy = f"{SECTION}.pruner", f"use hydra/sweeper/pruner={NO_PRUNER}"
@@ -149,7 +161,7 @@ def _series(pruner: str, names: tuple[str, ...], plans: bool, faults: list[Fault
 
 
 def _json(path: Path) -> Any:
-    """Return the content of a JSON file, or None where there is none."""
+    """Return the content of a JSON file; None where the file cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -157,8 +169,8 @@ def _json(path: Path) -> Any:
 
 
 def _at(value: Any, path: list[str]) -> float | None:
-    """Return the number at a path of keys, the largest one where lists are on the way; None where
-    there is none."""
+    """Return the number at a path of keys in nested mappings; None without one. A list on the path
+    gives the largest number of its elements."""
     if isinstance(value, list):
         numbers = [number for item in value if (number := _at(item, path)) is not None]
         return max(numbers, default=None)
@@ -169,7 +181,8 @@ def _at(value: Any, path: list[str]) -> float | None:
 
 
 def _last(path: Path, name: str) -> float | None:
-    """Return the last number of this name in a file of JSON lines; NaN for null."""
+    """Return the last number of the key `name` in a file of JSON lines; NaN for null, and None
+    without one."""
     number = None
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Say what came of a study: rows of its table, its best trials, and the file of its results."""
+"""Present the results of a study: the best trials, the rows of the table, and the results file."""
 
 import shlex
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ RESULTS = "optimization_results.yaml"
 
 
 def best_of(study: "Study") -> list["FrozenTrial"]:
-    """Return the best trial, the Pareto front of several objectives, or nothing where no trial has
-    a value."""
+    """Return the best trial, or the trials on the Pareto front of several objectives; an empty list
+    where no trial has a result."""
     if not any(t.state.name == "COMPLETE" for t in study.get_trials(deepcopy=False)):
         return []
     return [study.best_trial] if len(study.directions) == 1 else study.best_trials
 
 
 def rows_of(trials: Sequence["FrozenTrial"], best: Sequence["FrozenTrial"]) -> list[TrialRow]:
-    """Return the rows of the table. Trials that nobody has asked for yet are left out."""
+    """Return the rows of the table, without waiting trials."""
     bests = {trial.number for trial in best}
     rows = []
     for trial in trials:
@@ -51,7 +51,8 @@ def rows_of(trials: Sequence["FrozenTrial"], best: Sequence["FrozenTrial"]) -> l
 
 
 def write_results(study: "Study", best: Sequence["FrozenTrial"], folder: Path) -> Path:
-    """Write the best trials into `folder`, as hydra-optuna-sweeper does, and return the file."""
+    """Write the best trials into a file in `folder`, in the format of hydra-optuna-sweeper, and
+    return the file's path."""
     results: dict[str, Any] = {"name": "optuna"}
     if len(study.directions) == 1:
         results |= {"best_params": dict(best[0].params), "best_value": best[0].value}
@@ -64,5 +65,5 @@ def write_results(study: "Study", best: Sequence["FrozenTrial"], folder: Path) -
 
 
 def pasted(overrides: Sequence[str], number: int) -> str:
-    """Return the command of a trial by itself, as one line to paste."""
+    """Return one line with the command that repeats a trial outside the study."""
     return f"trial {number} by itself: {shlex.join(['whale-train', *overrides])}"

@@ -1,6 +1,6 @@
-"""Run a study: ask Optuna for values, run their job, tell what came of it, until all is tried.
+"""Run a study: ask Optuna for values, run a job with them, and report the result, trial by trial.
 
-This file owns the loop. The jobs are run as those of any sweep (`launcher/job.py`).
+This file owns the loop. Each trial's job is run like any job of a sweep (`launcher/job.py`).
 """
 
 import sys
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Sweep:
-    """A study and what its jobs are run with.
+    """A study, with all that running a trial needs.
 
-    context, task, config: Hydra's, of the sweep.
+    context, task, config: Hydra's context, task function and config of the sweep.
     study: Optuna's study.
-    asked: the settings.
+    asked: the request for the study.
     space: the parameters by key.
     fixed: the overrides that all trials share.
-    goals: what is optimised.
-    console: where the sweep says what it does.
+    goals: the objectives.
+    console: prints the progress of the sweep.
     """
 
     context: HydraContext
@@ -76,12 +76,12 @@ def run_study(
 ) -> int:
     """Run the study of a sweep, print its table, and return the exit status.
 
-    context, config: Hydra's, of the sweep.
-    task: runs a job, and takes a `follower` of it beside its config.
+    context, config: Hydra's context and config of the sweep.
+    task: runs a job; takes the job's config and a `follower`.
     arguments: the overrides of the command line.
 
-    The exit status is 0 when a trial has a value or was pruned, 1 when too many failed or all did,
-    2 when the study, or every trial, was refused, and 130 when the command was interrupted.
+    The exit status is 0 when a trial has a result or was pruned, 1 when too many or all trials
+    failed, 2 when the study or every trial was refused, and 130 when the command was interrupted.
     """
     console = open_console(sys.stdout)
     ends: list[JobEnd] = []
@@ -111,7 +111,7 @@ def _begin(
     arguments: Sequence[str],
     console: Console,
 ) -> _Sweep:
-    """Open the study of a sweep. Raises ConfigError for what is wrong with it."""
+    """Open the study of a sweep. Raises ConfigError where the study or its directory is refused."""
     parser = OverridesParser.create(config_loader=context.config_loader)
     parsed = [*params_of(config, parser), *parser.parse_overrides(list(arguments))]
     asked, space, fixed, goals = read_study(config, parsed)
@@ -128,10 +128,10 @@ def _begin(
 
 
 def _run_trials(sweep: _Sweep, ends: list[JobEnd]) -> int | None:
-    """Run the trials that are missing, and add the ends of their jobs to `ends`.
+    """Run the missing trials, and add the ends of their jobs to `ends`.
 
-    Returns the exit status where the sweep ended before its last trial, else None. Raises
-    KeyboardInterrupt where it was interrupted.
+    Returns the exit status of a sweep that ended before the last trial, else None. Raises
+    KeyboardInterrupt where the sweep is interrupted.
     """
     settings = sweep.asked.settings
     wanted = num_wanted(sweep.asked, sweep.space)
@@ -153,8 +153,11 @@ def _run_trials(sweep: _Sweep, ends: list[JobEnd]) -> int | None:
 
 @contextmanager
 def _trials(sweep: _Sweep, number: int) -> Iterator[list["Trial"]]:
-    """Ask for trials, within the context. Those that have not ended by then are marked as
-    interrupted, and tried again by the next command."""
+    """Ask the study for `number` trials, and yield them.
+
+    At the end of the context, trials without an outcome are marked as interrupted. The next command
+    tries their values again.
+    """
     trials: list[Trial] = []
     try:
         for _ in range(number):
@@ -168,7 +171,7 @@ def _trials(sweep: _Sweep, number: int) -> Iterator[list["Trial"]]:
 
 
 def _start(sweep: _Sweep, trial: "Trial") -> JobEnd:
-    """Run the job of a trial to its end, or to its submission."""
+    """Run the job of a trial and return its end, or the submission of the job to a queue."""
     values = [sweep.space[key].override(value) for key, value in trial.params.items()]
     total = num_wanted(sweep.asked, sweep.space)
     _say(sweep.console, f"trial {trial.number} ({total} in all): {' '.join(values)}")
@@ -196,8 +199,10 @@ def _start(sweep: _Sweep, trial: "Trial") -> JobEnd:
 
 
 def _finish(sweep: _Sweep, trial: "Trial", end: JobEnd) -> JobEnd:
-    """Tell the study how the job of a trial ended. Returns the end, as `failed` where a job that is
-    done has no value."""
+    """Record the end of a trial's job in the study, and return the end.
+
+    The status becomes `failed` where a finished job has no value for an objective.
+    """
     from optuna.trial import TrialState
 
     states = {"failed": TrialState.FAIL, "interrupted": TrialState.FAIL}
@@ -217,7 +222,7 @@ def _finish(sweep: _Sweep, trial: "Trial", end: JobEnd) -> JobEnd:
         trial.set_user_attr("reason", end.reason)
     if end.run_dir != Path():
         trial.set_user_attr("run_dir", str(end.run_dir.absolute()))
-    # A refused trial is a pruned one to Optuna: samplers keep away from its values.
+    # Optuna gets a refused trial as a pruned one, so that samplers avoid its values.
     pruned = end.is_pruned or end.status == "refused"
     state = TrialState.PRUNED if pruned else states.get(end.status, TrialState.COMPLETE)
     tell(sweep.study, trial.number, state, values)
@@ -227,7 +232,7 @@ def _finish(sweep: _Sweep, trial: "Trial", end: JobEnd) -> JobEnd:
 
 
 def _show(sweep: _Sweep) -> None:
-    """Print the study's table and the best overrides, and write `optimization_results.yaml`."""
+    """Print the study's table and the overrides of the best trials, and write the results file."""
     trials = sweep.study.get_trials(deepcopy=False)
     if not trials:
         return

@@ -1,6 +1,6 @@
-"""Define the samplers and pruners that a study can name, their options, and make them.
+"""Define and create the samplers and pruners that a study can name, with their options.
 
-A name stands for one class of Optuna's. No config names a class here (docs/adr/057).
+Each name stands for one class of Optuna, so that no config names a class (docs/adr/057).
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,11 +85,11 @@ def make_sampler(
 ) -> "BaseSampler":
     """Return Optuna's sampler.
 
-    name: a name of SAMPLERS.
-    options: its options.
-    grid: the values of every parameter, for `grid`.
-    num_trials: number of trials that the study has already. A seed draws the same values in every
-        process that begins with it: a study that goes on draws by a seed of its own.
+    name: a name in SAMPLERS.
+    options: the options of the sampler.
+    grid: the values of every parameter, for the grid sampler.
+    num_trials: number of trials that the study has already. A continued study draws with a seed
+        derived from this number, since the same seed would draw the earlier values again.
     """
     from optuna import samplers
 
@@ -110,7 +110,11 @@ def make_sampler(
 
 
 def make_pruner(name: str, options: Options) -> "BasePruner":
-    """Return Optuna's pruner of this name of PRUNERS, with its options."""
+    """Return Optuna's pruner.
+
+    name: a name in PRUNERS.
+    options: the options of the pruner.
+    """
     from optuna import pruners
 
     given = options.model_dump()

@@ -1,7 +1,7 @@
-"""Read the values that a sweep's overrides leave open, as the search space of a study.
+"""Read the search space of a study from the overrides of a sweep.
 
-Hydra's grammar says which values there are: a range does not include its stop, as in every other
-sweep (hydra-optuna-sweeper includes it).
+Hydra's grammar determines the values: a range excludes its stop, as in every other sweep
+(hydra-optuna-sweeper includes it).
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,14 +28,14 @@ Choice = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class SweptKey:
-    """A key whose values a study chooses.
+    """A parameter of a study: a key, and the values that the study may choose.
 
     key: the key, or the config group.
     prefix: Hydra's `+` or `++` before the key.
-    choices: the values, where they are choices; empty for numbers of an interval or range.
-    low, high: the smallest and the largest number.
-    step: distance between numbers; None for all numbers in between.
-    log: whether the logarithms of numbers are what is drawn from.
+    choices: the values of a choice; empty for an interval or range.
+    low, high: the smallest and the largest number of an interval or range.
+    step: distance between the numbers of a range; None for an interval.
+    log: whether numbers are drawn on a logarithmic scale.
     """
 
     key: str
@@ -58,7 +58,7 @@ class SweptKey:
         return distributions.FloatDistribution(self.low, self.high, self.log, self.step)
 
     def values(self) -> Sequence[Choice] | None:
-        """Return all values, or None for an interval, which a grid cannot go through."""
+        """Return all values; None for an interval, whose values cannot be enumerated."""
         if self.choices:
             return self.choices
         if self.step is None:
@@ -70,7 +70,7 @@ class SweptKey:
         return [float(low + i * step) for i in range(number)]
 
     def override(self, value: Choice) -> str:
-        """Return the override that gives the key a value."""
+        """Return the override that sets the key to `value`."""
         return f"{self.prefix}{self.key}={_text(value)}"
 
 
@@ -79,11 +79,12 @@ def read_space(
 ) -> tuple[dict[str, SweptKey], list[str]]:
     """Return the parameters by key, and the overrides that all trials share.
 
-    Adds a fault for values that no study can choose.
+    faults: receives a fault for each override whose values a study cannot choose from, and for a
+        sweep without parameters.
     """
     space: dict[str, SweptKey] = {}
     fixed: dict[str, str] = {}
-    for override in overrides:  # a later one replaces an earlier one of its key
+    for override in overrides:  # a later override replaces an earlier one of the same key
         key = override.key_or_group + (f"@{override.package}" if override.package else "")
         space.pop(key, None)
         fixed.pop(key, None)
@@ -105,11 +106,12 @@ def read_space(
 
 
 class _Unfit(Exception):
-    """The rule and the remedy of values that no study can choose."""
+    """The rule and the remedy of an override whose values a study cannot choose from."""
 
 
 def _parameter(key: str, prefix: str, override: Override) -> SweptKey:
-    """Return the parameter of an override with several values. Raises _Unfit."""
+    """Return the parameter of an override with several values. Raises _Unfit where a study cannot
+    choose from them."""
     value: Any = override.value()
     if getattr(value, "shuffle", False):
         raise _Unfit("is shuffled, and the sampler determines the order", "leave shuffle() out")
@@ -132,7 +134,7 @@ def _parameter(key: str, prefix: str, override: Override) -> SweptKey:
 
 
 def _interval(key: str, prefix: str, value: IntervalSweep) -> SweptKey:
-    """Return the parameter of an interval. Both of its ends are included."""
+    """Return the parameter of an interval, both ends included. Raises _Unfit."""
     low, high, log = value.start, value.end, "log" in value.tags
     assert low is not None
     assert high is not None
@@ -144,7 +146,7 @@ def _interval(key: str, prefix: str, value: IntervalSweep) -> SweptKey:
 
 
 def _range(key: str, prefix: str, value: RangeSweep) -> SweptKey:
-    """Return the parameter of a range."""
+    """Return the parameter of a range, the stop excluded. Raises _Unfit."""
     start, stop, step = (Decimal(str(x)) for x in (value.start, value.stop, value.step))
     if not (start.is_finite() and stop.is_finite() and step.is_finite() and step):
         raise _Unfit("is no range of numbers", "use range(START, STOP, STEP), its step not 0")
@@ -152,22 +154,22 @@ def _range(key: str, prefix: str, value: RangeSweep) -> SweptKey:
     if number < 1:
         raise _Unfit("has no value", "use range(START, STOP, STEP)")
     last = start + (number - 1) * step
-    whole = all(isinstance(x, int) for x in (value.start, value.stop, value.step))
-    cast = int if whole else float
+    is_integer = all(isinstance(x, int) for x in (value.start, value.stop, value.step))
+    cast = int if is_integer else float
     low, high = cast(min(start, last)), cast(max(start, last))
     return SweptKey(key, prefix, low=low, high=high, step=cast(abs(step)))
 
 
 def _choice(item: Any) -> Choice:
-    """Return a choice as Optuna keeps it: a number, a truth value, None, or the text of an
-    override's value."""
+    """Return a choice in a type that Optuna can store: a number, a boolean, None, or the text of
+    an override's value."""
     if item is None or isinstance(item, bool | int | float):
         return item
     return str(Transformer.str(item))
 
 
 def _text(value: Choice) -> str:
-    """Return a value in the grammar of overrides."""
+    """Return the text of a value in the grammar of overrides."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Read `hydra.sweeper` of a sweep by Optuna: what is asked of the study, checked."""
+"""Read and check `hydra.sweeper`, the settings of a sweep by Optuna."""
 
 import re
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ SECTION = "hydra.sweeper"
 JOURNAL = "journal:///"
 _STORAGES = re.compile(r"(sqlite|postgresql|mysql)(\+\w+)?://.+|journal:///.+")
 _PASSWORD = re.compile(r"(?<=:)[^:/@]+(?=@)")
-_OLDEST = 5  # version of Optuna, the first number
+_OLDEST = 5  # the oldest major version of Optuna that works
 
 Direction = Literal["minimize", "maximize"]
 
 
 def _as_list(value: object) -> object:
-    """Return a single value as a list of it, and null as an empty one."""
+    """Return a single text as a tuple of one, and None as an empty tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else value
@@ -40,13 +40,13 @@ def _as_list(value: object) -> object:
 class StudySettings(BaseModel):
     """The settings of a study.
 
-    objective: the names of what is optimised; empty: what the mode of the jobs says.
-    direction: for each of them; empty: as the names say.
+    objective: the names of the objectives; empty for the default of the jobs' mode.
+    direction: the direction of each objective; empty to derive directions from the names.
     storage: the URL of the database or journal; None keeps the study in memory.
-    study_name: its name there.
-    n_trials: number of trials of the study in all.
-    n_jobs: how many trials run at once.
-    max_failure_rate: the share of `n_trials` that may fail.
+    study_name: the name of the study in the storage.
+    n_trials: number of trials of the whole study.
+    n_jobs: number of trials that run at once.
+    max_failure_rate: the fraction of `n_trials` that may fail.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -61,14 +61,14 @@ class StudySettings(BaseModel):
 
 
 class Named(NamedTuple):
-    """A sampler or pruner: its name and its options."""
+    """The name and the options of a sampler or pruner."""
 
     name: str
     options: Options
 
 
 class StudyRequest(NamedTuple):
-    """All that `hydra.sweeper` asks for."""
+    """The request for a study: the settings, the sampler and the pruner."""
 
     settings: StudySettings
     sampler: Named
@@ -76,15 +76,15 @@ class StudyRequest(NamedTuple):
 
 
 def read_settings(section: Mapping[str, Any], faults: list[Fault]) -> StudyRequest | None:
-    """Return the request of `hydra.sweeper`, or None after adding its faults.
+    """Return the request in `hydra.sweeper`, or None after adding faults.
 
-    section: the plain values of the section. `params` are not looked at.
+    section: the plain values of the section, whose `params` are ignored.
     """
     before = len(faults)
     given = {key: value for key, value in section.items() if key not in ("_target_", "params")}
     sampler = _named("sampler", given.pop("sampler", "tpe"), SAMPLERS, faults)
     pruner = _named("pruner", given.pop("pruner", NO_PRUNER), PRUNERS, faults)
-    for key in ("custom_search_space", "search_space"):  # of hydra-optuna-sweeper
+    for key in ("custom_search_space", "search_space"):  # keys of hydra-optuna-sweeper
         if key in given:
             rule = "would be called" if key == "custom_search_space" else "is not a key here"
             remedy = f"write the values on the command line, or as {SECTION}.params"
@@ -99,14 +99,19 @@ def read_settings(section: Mapping[str, Any], faults: list[Fault]) -> StudyReque
 
 
 def shown_url(url: str) -> str:
-    """Return the URL of a storage as messages show it, without a password."""
+    """Return the URL of a storage with any password masked, for messages."""
     return _PASSWORD.sub("***", url)
 
 
 def _named(
     key: str, value: Any, kinds: Mapping[str, type[Options]], faults: list[Fault]
 ) -> Named | None:
-    """Return a sampler or pruner, given as its name or as a mapping with the `name` and options."""
+    """Return a sampler or pruner, or None after adding a fault.
+
+    key: `sampler` or `pruner`.
+    value: the name, or a mapping with the `name` and options.
+    kinds: the options of each sampler or pruner, by name.
+    """
     path = f"{SECTION}.{key}"
     options = dict(value) if isinstance(value, dict) else {"name": value}
     name = options.pop("name", None)
@@ -117,7 +122,7 @@ def _named(
         return None
     foreign = {*options} - {*kinds[name].model_fields}
     if foreign and any(foreign <= {*kind.model_fields} for kind in kinds.values()):
-        # Hydra merges a mapping into the one of the chosen file.
+        # Hydra has merged the mapping with the options of the chosen file.
         rule = f"has options of another {key} ({', '.join(sorted(foreign))})"
         faults.append(Fault(path, name, rule, f"choose it by hydra/sweeper/{key}={name}"))
         return None
@@ -126,7 +131,7 @@ def _named(
 
 
 def _check_storage(settings: StudySettings, sampler: Named | None, faults: list[Fault]) -> None:
-    """Add the faults of where the study is kept."""
+    """Add the faults of the study's storage."""
     key, url = f"{SECTION}.storage", settings.storage
     if url is None:
         if settings.study_name is not None:
@@ -144,11 +149,11 @@ def _check_storage(settings: StudySettings, sampler: Named | None, faults: list[
 
 
 def _check_packages(sampler: Named | None, faults: list[Fault]) -> None:
-    """Add the faults of packages that the study needs."""
+    """Add a fault for a package that the study needs and that is missing or too old."""
     installed = installed_version("optuna")
     if installed is None or int(installed.partition(".")[0]) < _OLDEST:
-        there = "which is not installed" if installed is None else f"and {installed} is installed"
-        rule = f"needs Optuna {_OLDEST}, {there}"
+        state = "which is not installed" if installed is None else f"and {installed} is installed"
+        rule = f"needs Optuna {_OLDEST}, {state}"
         faults.append(Fault("hydra/sweeper", "optuna", rule, how_to_install("optuna")))
     elif sampler is not None and sampler.name == CMAES and find_spec("cmaes") is None:
         rule, remedy = "needs cmaes, which is not installed", how_to_install("cmaes")

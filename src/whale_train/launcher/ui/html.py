@@ -1,4 +1,4 @@
-"""Show what a terminal shows as HTML, in a notebook of light or dark colours."""
+"""Convert a view for the terminal to HTML that is legible in light and dark notebooks."""
 
 from io import StringIO
 
@@ -6,8 +6,8 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
 _COLUMNS = 110
-# Text has the colour of the page around it. These have a contrast of 4 to 1 or so on both white and
-# black; dim text is halfway between the first two.
+# Plain text takes the colour of the surrounding page. The listed colours have a contrast of about
+# 4 to 1 on both white and black. Dim text is halfway between the first two colours.
 _THEME = TerminalTheme(
     (255, 255, 255),
     (0, 0, 0),
@@ -24,7 +24,7 @@ _PAGE = (
 
 
 def as_html(view: RenderableType) -> str:
-    """Return a view as an HTML element that needs no other file."""
+    """Return a view as a self-contained HTML element."""
     console = Console(
         file=StringIO(),
         record=True,

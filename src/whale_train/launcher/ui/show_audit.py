@@ -1,4 +1,4 @@
-"""Show the audit of a run: its attempts, how often samples were taken, and those of a step."""
+"""Show the audit of a run: the attempts, the epochs, and the samples of one step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,8 +16,11 @@ _SHOWN = 16  # samples of a rank
 
 
 def audit_view(audit: Audit, name: str) -> RenderableType:
-    """Return the view of an audit: a line for each attempt that counts, for each epoch, and the
-    verdict where the proof holds."""
+    """Return the view of an audit: a row for each attempt, lines on the epochs, and the verdict if
+    the proof holds.
+
+    name: the run directory as the user gave it.
+    """
     table = _table("steps", "samples a step", "places of the order", "of attempt")
     for segment in audit.history.segments:
         again = f" ({segment.repeated:,} of its steps were done again)" if segment.repeated else ""
@@ -38,7 +41,7 @@ def audit_view(audit: Audit, name: str) -> RenderableType:
 
 
 def step_view(segment: StepRange, step: int, taken: Sequence[TakenSamples]) -> RenderableType:
-    """Return the view of the samples that each device took in a step."""
+    """Return the view of one step: a row for each group of ranks that took the same samples."""
     start, stop = segment.places(step)
     title = f"step {step:,}: places {start:,}-{stop - 1:,} of the order"
     table = _table("ranks", "device", "node", "samples")
@@ -62,8 +65,7 @@ def _table(*columns: str) -> Table:
 
 
 def _epochs(epochs: Epochs, named: bool) -> Iterator[str]:
-    """Yield the lines on the epochs of a source, with the steps that took them where they are
-    `named`."""
+    """Yield the lines on the epochs of a source, each with the range of steps if `named`."""
     of = f"steps {epochs.steps[0]:,}-{epochs.steps[1]:,}, " if named else ""
     of += "" if epochs.source is None else f"source {epochs.source}, "
     if epochs.num_samples == ENDLESS:

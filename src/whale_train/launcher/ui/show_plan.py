@@ -1,7 +1,7 @@
-"""Show a Plan: the devices of each part, how full and how fast they are, and what was decided.
+"""Show a Plan: the TaskGraphs, the devices with their load of memory, and the decisions.
 
-This file owns the view of `mode=plan` and of the start of a run, which fits the width it is given.
-Nothing is computed here but sums and folds.
+This file owns the view of `mode=plan` and of the start of a run, which adapts to the console's
+width. Nothing is computed here except sums and folds.
 """
 
 import re
@@ -35,22 +35,21 @@ from whale_train.strategies.plan.plan import Decision, Plan, RankPlan, TaskGraph
 
 # Below this many columns a row of the device table takes two lines.
 _WIDE = 92
-# Beyond this many rows of consecutive ranks, equal rows are joined wherever their ranks are.
+# Beyond this many rows of consecutive ranks, all equal rows are joined, adjacent or not.
 _FEW_ROWS = 24
-# Beyond this many kinds of rank a table is no longer read; plan.json has them all.
+# Beyond this many kinds of rank nobody reads the table; plan.json has them all.
 _MOST_ROWS = 64
 # A key with the number of a block or of a stage: `split h.3.attn`, `stages[3].stage.recompute`.
 _NUMBERED = re.compile(r"(.*[.\[])(\d+)((?:[.\]].*)?)")
 
 
 def plan_view(plan: Plan, cluster: Cluster, profile: ModelProfile, title: str) -> RenderableType:
-    """Return the view of a whole plan, for `mode=plan` and the start of a run. It fits 50 columns
-    and more.
+    """Return the view of a whole plan, for `mode=plan` and the start of a run. The view needs 50
+    columns.
 
     plan: the plan.
-    cluster: the devices that it uses.
-    profile: the profile of the model, for the sizes of parameters, which the plan names but does
-        not have.
+    cluster: the devices of the plan.
+    profile: the profile of the model, which has the sizes of the parameters that the plan names.
     title: the names of model, strategy and hardware.
     """
     return Portable(_PlanView(plan, cluster, profile, title))
@@ -63,27 +62,26 @@ def banner_emulated(
     paces: Sequence[float] | None = None,
     slow_links: bool = False,
 ) -> RenderableType:
-    """Return the notice about speeds before a run on CPU processes: a panel on a terminal, else a
-    line.
+    """Return the notice about speeds before a run that emulates devices by CPU processes: a panel
+    on a terminal, one line elsewhere.
 
-    count: number of devices that the processes stand for.
+    count: number of emulated devices.
     inventory: the name of the inventory.
     hosts: number of hosts that the processes run on.
-    paces: the seconds that each process takes for a second of computing; None where all are as fast
-        as they can be.
-    slow_links: whether links keep the proportions of the inventory's links.
+    paces: the slowdown of each process, at least 1; None where all run at full speed.
+    slow_links: whether links are slowed to the proportions of the inventory's links.
     """
     where = "this machine" if hosts == 1 else f"{hosts:,} hosts"
     processes = f"{count:,} CPU {'process' if count == 1 else 'processes'} over gloo on {where}"
     devices = f"{count:,} {'device' if count == 1 else 'devices'} of {inventory or 'the inventory'}"
-    kept = []
+    clauses = []
     if paces is not None:
         fastest = f"1/{min(paces):.1f} of a processor" if min(paces) > 1 else "a processor"
-        kept.append(f"but keep their proportions (the fastest has {fastest})")
+        clauses.append(f"but keep their proportions (the fastest has {fastest})")
     if slow_links:
-        kept.append("and so do links" if kept else "but links keep their proportions")
-        kept[-1] += " (the fastest has all that gloo moves here)"
-    ratios = "".join(f", {clause}" for clause in kept)
+        clauses.append("and so do links" if clauses else "but links keep their proportions")
+        clauses[-1] += " (the fastest has all that gloo moves here)"
+    ratios = "".join(f", {clause}" for clause in clauses)
     speeds = {
         (False, False): "not their speeds",
         (True, False): "only relative speeds",
@@ -102,7 +100,7 @@ def banner_emulated(
 
 @dataclass(frozen=True)
 class _PlanView:
-    """A view of a plan that fits the width of the console. The fields are the arguments of
+    """A view of a plan that adapts to the console's width. The fields are the arguments of
     `plan_view`."""
 
     plan: Plan
@@ -163,7 +161,7 @@ class _PlanView:
 
 @dataclass(frozen=True)
 class _Banner:
-    """A notice that is a panel on a terminal, and a line elsewhere.
+    """A notice: a panel on a terminal, one line elsewhere.
 
     name: the title of the panel, and the first word of the line.
     facts: the text of the panel.
@@ -184,17 +182,19 @@ class _Banner:
 
 
 def _task_graph(task_graph: TaskGraph, profile: ModelProfile) -> RenderableType:
-    """Return the view of one task graph: modules, parameters, copies, ranks and shards."""
+    """Return the view of one TaskGraph: modules, parameters, replicas, ranks and shards."""
     head = Text(task_graph.primitive, style="cyan")
     head.append(f" {task_graph.name}", style="bold")
     head.append(f"  {task_graph.path}", style="dim")
-    # A tied parameter is held once, whatever name it is listed under.
+    # A tied parameter has several names, and is held once.
     known = profile.parameter_by_path
     held = {known[path].path: known[path] for path in task_graph.parameters}
     size = sum(parameter.elements * parameter.bytes_per_element for parameter in held.values())
     elements = in_count(sum(parameter.elements for parameter in held.values()))
     keeps = [f"ZeRO {task_graph.zero}"]
-    keeps += [f"{what} on {where}" for what, where in task_graph.offload.items() if where != "none"]
+    keeps += [
+        f"{state} on {where}" for state, where in task_graph.offload.items() if where != "none"
+    ]
     ranks = [rank for replica in task_graph.replicas for rank in replica]
     facts = [
         ("modules", fold_modules(task_graph.modules)),
@@ -207,8 +207,8 @@ def _task_graph(task_graph: TaskGraph, profile: ModelProfile) -> RenderableType:
 
 
 def _copies(task_graph: TaskGraph) -> str:
-    """Return the samples of each copy as text, such as `8 x 24 + 8 x 8 samples`, with the number of
-    ranks that each copy is sharded over."""
+    """Return the number of samples of each replica as text, such as `8 x 24 + 8 x 8 samples`, with
+    the number of ranks that a replica is sharded over."""
     shares_of: dict[int, list[int]] = {}
     for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
         shares_of.setdefault(len(replica), []).append(share)
@@ -219,8 +219,8 @@ def _copies(task_graph: TaskGraph) -> str:
 
 
 def _spread(sizes: Iterable[int], most: int = 4) -> str:
-    """Return sizes as text, such as `8 x 24 + 8 x 8`. More than `most` sizes are given by their
-    number and range, as `60 x 3-9`."""
+    """Return sizes as text, such as `8 x 24 + 8 x 8`. More than `most` different sizes become a
+    count and a range, such as `60 x 3-9`."""
     counts = Counter(sizes)
     if len(counts) > most:
         return f"{counts.total():,} x {min(counts):,}-{max(counts):,}"
@@ -228,10 +228,10 @@ def _spread(sizes: Iterable[int], most: int = 4) -> str:
 
 
 def _shards(task_graph: TaskGraph, most: int = 4) -> list[str]:
-    """Return one line for all parameters that are cut alike: the size of each rank's shard, and the
-    dimension.
+    """Return one line for each way in which parameters are sharded: the size of each rank's shard,
+    the dimension, and the parameters.
 
-    Beyond `most` lines, the last one counts the other parameters.
+    Beyond `most` lines, a last line counts the other parameters.
     """
     alike: dict[tuple[int, tuple[tuple[int, int], ...]], list[str]] = {}
     for path, bounds in task_graph.shards.items():
@@ -252,11 +252,11 @@ class _Row:
     """The cells of one kind of rank in the table of devices, without the ranks themselves.
 
     device: the name of the device.
-    samples: samples of a step.
+    samples: number of samples in a step.
     micro_batch: number and size of the micro-batches.
-    memory: bytes needed, of those that the device has.
-    percent: the same in percent.
-    largest: the largest part of the memory, and its percentage.
+    memory: needed memory and memory of the device, as text.
+    percent: needed memory in percent of the device's memory.
+    largest: the largest part of the needed memory, and its percentage.
     """
 
     device: str
@@ -268,7 +268,7 @@ class _Row:
 
 
 def _device_table(plan: Plan, cluster: Cluster, wide: bool) -> RenderableType:
-    """Return the table of devices; each row takes two lines unless it is `wide`."""
+    """Return the table of devices, with one line for each row if `wide`, else two."""
     rows = _device_rows(plan, cluster)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     if wide:
@@ -288,7 +288,7 @@ def _device_table(plan: Plan, cluster: Cluster, wide: bool) -> RenderableType:
         where = fold_numbers(rank.rank for rank in ranks)
         nodes = fold_numbers({rank.node for rank in ranks})
         bar = _bar(row.percent, cells=16 if wide else 9)
-        # As Text: square brackets in a name are no markup.
+        # Text objects keep rich from reading square brackets in a name as markup.
         if wide:
             words = (where, nodes, row.device, row.samples, row.micro_batch, row.memory)
             table.add_row(*map(Text, words), bar, Text(row.largest))
@@ -305,10 +305,10 @@ def _device_table(plan: Plan, cluster: Cluster, wide: bool) -> RenderableType:
 
 
 def _device_rows(plan: Plan, cluster: Cluster) -> list[tuple[_Row, list[RankPlan]]]:
-    """Return the rows of the table of devices, with the ranks of each.
+    """Return the rows of the table of devices, with the ranks of each row.
 
-    Consecutive ranks of a node with equal cells share a row. Where that gives more than _FEW_ROWS
-    rows, equal rows are joined wherever their ranks are.
+    Consecutive ranks of a node with equal cells share a row. If more than _FEW_ROWS rows result,
+    all equal rows are joined, adjacent or not.
     """
     samples = samples_by_rank(plan)
     capacity = [device.room_bytes for device in cluster.devices]
@@ -324,8 +324,11 @@ def _device_rows(plan: Plan, cluster: Cluster) -> list[tuple[_Row, list[RankPlan
 
 
 def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
-    """Return the cells of one rank, which has `samples` samples a step and `capacity` bytes of
-    memory."""
+    """Return the cells of one rank.
+
+    samples: number of the rank's samples in a step.
+    capacity: usable memory of the rank's device, in bytes.
+    """
     parts = asdict(rank.memory_bytes)
     total = rank.memory_bytes.total
     name = max(parts, key=lambda part: parts[part])
@@ -340,7 +343,7 @@ def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
 
 
 def _bar(percent: int, cells: int) -> Text:
-    """Return a bar of `cells` cells, `percent` of which are filled, with the number behind it."""
+    """Return a bar of `cells` cells, filled to `percent`, followed by the number."""
     filled = min(cells, max(1, round(cells * percent / 100))) if percent else 0
     style = "red" if percent > 100 else "yellow" if percent > 90 else "green"
     bar = Text("█" * filled, style=style)
@@ -349,9 +352,9 @@ def _bar(percent: int, cells: int) -> Text:
 
 
 def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
-    """Yield the decisions, with those that are equal for several blocks or stages joined into one.
+    """Yield the decisions, with equal decisions on several blocks or stages joined into one.
 
-    A joined decision is where the first of its decisions was.
+    A joined decision has the place of the first decision that it joins.
     """
     alike: dict[tuple[str, str, Decision], list[str]] = {}
     for decision in decisions:

@@ -1,5 +1,5 @@
-"""Show a rehearsal: a row for each kind of rank, then the traffic between ranks, then what is
-wrong."""
+"""Show a rehearsal: a row for each kind of rank, then the traffic between ranks, then the
+faults."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ _MOST_FAULTS = 12
 
 
 def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
-    """Return the view of a whole rehearsal. It fits 60 columns and more."""
+    """Return the view of a whole rehearsal, which needs 60 columns."""
     memory = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     memory.add_column("ranks")
     memory.add_column("hold")
@@ -46,8 +46,8 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
 
 
 def _traffic(rehearsal: Rehearsal) -> RenderableType:
-    """Return a table with a row for each kind of operation and group: the most operations and bytes
-    that any rank asks for in one step."""
+    """Return a table of the communication in one step, with a row for each kind of operation and
+    group: the largest number of operations and of bytes on any rank."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("in a step, most of any rank", "of"):
         table.add_column(name)
@@ -59,13 +59,13 @@ def _traffic(rehearsal: Rehearsal) -> RenderableType:
             key = (traffic.group, traffic.kind)
             count, size = most.get(key, (0, 0))
             most[key] = (max(count, traffic.count), max(size, traffic.num_bytes))
-    for (group, what), (count, size) in sorted(most.items()):
-        table.add_row(what, group, f"{count:,}", in_bytes(size))
+    for (group, operation), (count, size) in sorted(most.items()):
+        table.add_row(operation, group, f"{count:,}", in_bytes(size))
     return table
 
 
 def wrong(rehearsal: Rehearsal) -> list[RenderableType]:
-    """Return the failures of ranks with their places, then the disagreements between ranks."""
+    """Return lines on the failures of ranks, then lines on the disagreements between ranks."""
     lines = [line for kind in rehearsal.kinds if kind.error for line in _failed(kind)]
     lines += [Text(fault, style="red") for fault in rehearsal.faults[:_MOST_FAULTS]]
     if len(rehearsal.faults) > _MOST_FAULTS:
@@ -75,13 +75,14 @@ def wrong(rehearsal: Rehearsal) -> list[RenderableType]:
 
 
 def _failed(kind: KindOfRank) -> list[Text]:
-    """Return the error of a kind of rank, and its place."""
+    """Return two lines on a kind of rank that fails: the error, and the line of code that raised
+    it."""
     ranks = f"rank{'s' if len(kind.ranks) > 1 else ''} {fold_numbers(kind.ranks)}"
     return [Text(f"{ranks}: {kind.error}", style="red"), Text(f"  {kind.place}")]
 
 
 def verdict(rehearsal: Rehearsal) -> str:
-    """Return the line that says whether a run would go through."""
+    """Return one line that says whether a run would succeed."""
     ranks = sum(len(kind.ranks) for kind in rehearsal.kinds)
     kinds = len(rehearsal.kinds)
     of = f"{ranks:,} rank{'s' if ranks > 1 else ''} of {kinds} kind{'s' if kinds > 1 else ''}"

@@ -1,5 +1,5 @@
-"""Show a request before its ranks start: what CPU processes stand for, the plan, and what is
-compiled."""
+"""Show a request before its ranks start: a notice of emulation, the plan, and a notice of
+compilation."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,8 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def show_resolved(resolved: Resolved, request: Request, console: Console) -> None:
-    """Print the plan of a request, after a notice where devices are emulated."""
+    """Print the plan of a request, with a notice on emulated devices and one on kernels to
+    compile."""
     names = request.names
     if resolved.emulated and request.mode != "plan":
         console.print(
@@ -34,15 +35,18 @@ def show_resolved(resolved: Resolved, request: Request, console: Console) -> Non
 
 
 def resolved_view(resolved: Resolved, names: Mapping[str, str]) -> RenderableType:
-    """Return the view of a plan. `names` are the options chosen in the config groups, by group."""
+    """Return the view of a plan.
+
+    names: the chosen option of each config group, by group.
+    """
     title = " ".join(f"{key}={names.get(key)}" for key in ("model", "strategy", "hardware"))
     return plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
 
 
 def said_of_kernels(request: Request, plan: Plan) -> str:
-    """Return the line that announces DeepSpeed's compilation of its CPU optimizer, or ''.
+    """Return the line that announces the compilation of DeepSpeed's CPU optimizer, or ''.
 
-    It is compiled before the first step of this machine's first run that offloads its optimizer.
+    The first run on a machine that offloads an optimizer compiles it, before the first step.
     """
     offloads = any(task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs)
     if not offloads or request.optimizer.name == "sgd" or is_compiled(CPU_ADAM):

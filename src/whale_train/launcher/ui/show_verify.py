@@ -16,14 +16,13 @@ _ROWS = 8  # for parameters; verify.json has all of them
 
 
 def verification_view(verified: Verification) -> RenderableType:
-    """Return the table of the largest differences, notes about them, and the verdict where all is
-    equal.
+    """Return the table of the largest differences, notes, and the verdict `equal`.
 
-    Where it is not, `verdict_line` is the error of the run.
+    The verdict `different` is left out, since the job reports it as its error (`verdict_line`).
     """
     shown = [_largest(verified, "loss"), _largest(verified, "gradient norm")]
     of_parameters = [x for x in verified.differences if x.path]
-    # Initial values that are rounded to half precision need not be shown.
+    # An allowed difference of initial values is not worth a row.
     shown += [x for x in of_parameters if x.what != "initial value" or not x.within][:_ROWS]
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("compared", overflow="fold")
@@ -48,11 +47,11 @@ def rounded_line(verified: Verification) -> str:
 
 
 def verdict_line(verified: Verification) -> str:
-    """Return the verdict: `equal: ...`, or `different: ...` with the worst parameter and the step
-    at which losses part."""
-    what = f"{_counted(verified.steps, 'step')} on {_counted(verified.ranks, 'rank')}"
+    """Return the verdict in one line: `equal: ...`, or `different: ...` with the reasons, such as
+    the worst parameter and the first step with different losses."""
+    run = f"{_counted(verified.steps, 'step')} on {_counted(verified.ranks, 'rank')}"
     if verified.equal:
-        said = f"equal: {what} computed what one process does, within {verified.tolerance:g} "
+        said = f"equal: {run} computed what one process does, within {verified.tolerance:g} "
         if verified.stretched <= 1:
             return f"{said}({verified.precision})"
         return (
@@ -60,12 +59,12 @@ def verdict_line(verified: Verification) -> str:
             f"{verified.tolerance * verified.stretched:.1e} at most"
         )
     return (
-        f"different: {what} did not compute what one process does: {'; '.join(_reasons(verified))}"
+        f"different: {run} did not compute what one process does: {'; '.join(_reasons(verified))}"
     )
 
 
 def _reasons(verified: Verification) -> Iterator[str]:
-    """Yield the reasons of a verification that failed, the cause first."""
+    """Yield the reasons for the verdict `different`, starting with the one nearest to the cause."""
     if verified.skipped[0] != verified.skipped[1]:
         plan, alone = (", ".join(map(str, steps)) or "none" for steps in verified.skipped)
         yield f"fp16 overflowed in other steps ({plan}; on one process {alone})"
@@ -90,13 +89,14 @@ def _reasons(verified: Verification) -> Iterator[str]:
         yield f"the gradient norms part at step {first.step} (by {_share(first)})"
 
 
-def _largest(verified: Verification, what: str) -> Difference:
-    """Return the largest difference of the kind `what`: differences are ordered worst first."""
-    return next(x for x in verified.differences if x.what == what)
+def _largest(verified: Verification, name: str) -> Difference:
+    """Return the worst difference of the quantity `name`, such as `loss`. `verified.differences` is
+    ordered worst first."""
+    return next(x for x in verified.differences if x.what == name)
 
 
 def _cells(row: Difference) -> tuple[str, ...]:
-    """Return the cells of a difference in the table."""
+    """Return the cells of a difference's row in the table."""
     return (
         f"{row.path} {row.what}".strip(),
         "" if row.step is None else str(row.step),
@@ -109,7 +109,7 @@ def _cells(row: Difference) -> tuple[str, ...]:
 def _notes(verified: Verification) -> Iterator[str]:
     """Yield the notes below the table of differences."""
     kinds = {x.path: x.what for x in verified.differences if x.path}
-    constants = sum(what in ("buffer", "frozen parameter") for what in kinds.values())
+    constants = sum(kind in ("buffer", "frozen parameter") for kind in kinds.values())
     updates = "first and last update" if verified.steps > 1 else "update"
     said = f"{_counted(len(kinds) - constants, 'parameter')} by initial value, first gradient and "
     said += updates
@@ -140,17 +140,18 @@ def _notes(verified: Verification) -> Iterator[str]:
 
 
 def _share(difference: Difference) -> str:
-    """Return a difference and the allowance there as text, both relative to the tensor's largest
-    element."""
+    """Return text on a difference and its allowance, both relative to the largest element of the
+    reference."""
     allowed = difference.relative / difference.of_allowed if difference.of_allowed else 0.0
     return f"{difference.relative:.1e} of its size, {allowed:.1e} being allowed"
 
 
 def _percent(of_allowed: float) -> str:
-    """Return a quotient as a percentage, or as a multiple from 100 on."""
+    """Return a ratio as text: a percentage below 100, such as `35%`, else a multiple, such as
+    `120x`."""
     return f"{of_allowed:.0%}" if of_allowed < 100 else f"{of_allowed:.0f}x"
 
 
 def _counted(number: int, noun: str) -> str:
-    """Return a count with its noun, in the plural where it is not 1."""
+    """Return a count with a noun, in the plural unless the count is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Show the trials of a study: their values, what came of them, and why of those that have none."""
+"""Show the trials of a study: parameters, outcomes, and the reasons of trials without a result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from whale_train.launcher.ui.terminal import Portable
 class TrialRow:
     """One trial of a study.
 
-    number: its number in the study.
+    number: the number of the trial in the study.
     values: the value of every parameter, by key.
-    status: how its job ended, such as `done`, `pruned at step 20` or `refused`.
-    results: the values of its objectives; empty where it has none.
-    reason: why it has none, or ''.
-    run_dir: its run directory, or None where it has none.
-    is_best: whether no trial is better.
+    status: the end of the trial's job, such as `done`, `pruned at step 20` or `refused`.
+    results: the value of each objective; empty for a trial without a result.
+    reason: why the trial has no result; '' for a trial with one.
+    run_dir: the run directory; None for a trial without one.
+    is_best: whether no other trial is better.
     """
 
     number: int
@@ -38,12 +38,13 @@ class TrialRow:
 def study_table(
     rows: Sequence[TrialRow], keys: Sequence[str], names: Sequence[str], width: int = 120
 ) -> RenderableType:
-    """Return the table at the end of a study, with the best trial marked, or those of the Pareto
-    front.
+    """Return the table at the end of a study, with the best trial marked, or all trials of the
+    Pareto front.
 
-    keys: the keys of the parameters.
+    keys: the config keys of the parameters.
     names: the names of the objectives.
-    width: columns of the console. Where keys do not fit, only their last names are shown.
+    width: columns of the console. If the keys do not fit, each is shortened to the part after the
+        last dot.
     """
     short = [key.rpartition(".")[2] for key in keys]
     wide = sum(map(len, keys)) + sum(map(len, names)) + 14 * (len(names) + 1) > width
@@ -71,5 +72,5 @@ def study_table(
 
 
 def _text(value: Any) -> str:
-    """Return a value of a parameter as the table shows it, numbers with five digits."""
+    """Return a parameter's value as text for the table, a float with five digits."""
     return f"{value:.5g}" if isinstance(value, float) else str(value)

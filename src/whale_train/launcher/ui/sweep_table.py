@@ -1,4 +1,4 @@
-"""Show the runs of a sweep side by side: their settings that differ, and their outcomes."""
+"""Show the runs of a sweep side by side: the settings that differ, and the outcomes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ class SweepRow:
     """One job of a sweep.
 
     overrides: the overrides of the job, as Hydra lists them (`strategy=dp`).
-    status: `done`, or what ended the job.
+    status: the status of the job, such as `done` or `failed`.
     final_loss, samples_per_s, step_time_s, predicted_step_time_s: figures of the job, times in
-        seconds; None for what a failed job did not reach.
-    peak_memory_bytes: bytes of the heaviest rank; None likewise.
+        seconds; None for a figure that a failed job did not reach.
+    peak_memory_bytes: largest peak memory of any rank, in bytes; None where a failed job did not
+        reach it.
     run_dir: the run directory.
     """
 
@@ -37,7 +38,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class _Job:
-    """The cells of one job. A cell is empty where the job has no such number.
+    """The cells of one job. A cell is '' for a figure that the job does not have.
 
     run: the run directory.
     settings: the settings that differ between jobs, by key.
@@ -65,7 +66,7 @@ class _Layout:
 
     names: the names of the columns.
     cells: for each job, one cell for each column.
-    numbers: how many of the last columns hold numbers.
+    numbers: number of columns, at the end, that hold numbers.
     """
 
     names: Sequence[str]
@@ -74,18 +75,17 @@ class _Layout:
 
     @property
     def width(self) -> int:
-        """Return the number of console columns that the table takes where no cell is broken."""
+        """Return the width of the table, in columns of the console, if no cell is wrapped."""
         columns = zip(self.names, *self.cells, strict=True)
         lines = [[line for cell in column for line in str(cell).split("\n")] for column in columns]
         return sum(max(map(cell_len, column)) for column in lines) + 2 * (len(lines) - 1)
 
 
 def sweep_table(rows: Sequence[SweepRow], width: int = 120) -> RenderableType:
-    """Return the table at the end of a sweep. The fastest of the jobs that are done is marked.
+    """Return the table at the end of a sweep, with the fastest finished job marked.
 
-    rows: the jobs, in the order of the table. Overrides that all jobs share are left out.
-    width: columns of the console. Where a line for each job does not fit, numbers are put below
-        each other.
+    rows: the jobs, in the order of the table. Overrides that all jobs share are not shown.
+    width: columns of the console. If one line for each job does not fit, several lines are used.
     """
     settings = [_settings(row.overrides) for row in rows]
     keys = list(dict.fromkeys(key for setting in settings for key in setting))
@@ -179,13 +179,18 @@ def _table(layout: _Layout) -> Table:
     for name in layout.names[words:]:
         table.add_column(name, justify="right", no_wrap=True)
     for cells in layout.cells:
-        # As Text: square brackets in an override are no markup.
+        # Text objects keep rich from reading square brackets in an override as markup.
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
     return table
 
 
 def _job(row: SweepRow, settings: Mapping[str, str], run: str, is_fastest: bool) -> _Job:
-    """Return the cells of a job, with the settings that are shown of it."""
+    """Return the cells of a job.
+
+    settings: the settings of the job that the table shows, by key.
+    run: the run directory as text.
+    is_fastest: whether the job is marked as the fastest.
+    """
     step, predicted, memory = row.step_time_s, row.predicted_step_time_s, row.peak_memory_bytes
     return _Job(
         run=run,
@@ -203,15 +208,14 @@ def _job(row: SweepRow, settings: Mapping[str, str], run: str, is_fastest: bool)
 
 
 def _rate(row: SweepRow) -> float:
-    """Return the rate by which the fastest job is chosen, in samples/s. It is 0 for a job that
-    ended early."""
+    """Return the job's training rate in samples/s, or 0 for a job that is not done."""
     return (row.samples_per_s or 0.0) if row.status == "done" else 0.0
 
 
 def _settings(overrides: Sequence[str]) -> dict[str, str]:
     """Return the value of each key that a job's overrides set.
 
-    Hydra's `+key=value` and `++key=value` set the key; `~key` removes it.
+    Hydra's `+key=value` and `++key=value` count as `key=value`. For `~key` the value is `removed`.
     """
     settings = {}
     for override in overrides:

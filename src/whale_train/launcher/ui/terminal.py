@@ -1,4 +1,4 @@
-"""Open the console that views are printed to, and make views fit for any console."""
+"""Open the console that views are printed to, and adapt views to the console's encoding."""
 
 from dataclasses import dataclass
 from typing import TextIO
@@ -11,18 +11,20 @@ _ASCII = str.maketrans("█░━╌…", "#.=.~")
 
 
 def open_console(stream: TextIO) -> Console:
-    """Return a console on `stream`, with the terminal's own width, or 120 columns where there is
-    none."""
+    """Return a console on `stream`, as wide as the terminal, or 120 columns where `stream` is no
+    terminal."""
     if stream.isatty():
         return Console(file=stream, highlight=False)
-    # The environment may force colours on a log, but no lines that are rewritten in place.
+    # The environment may force colours on a log, but must not force lines rewritten in place.
     return Console(file=stream, width=120, force_interactive=False, highlight=False)
 
 
 @dataclass(frozen=True)
 class Portable:
-    """A view without blanks at the ends of lines. Characters that the console's encoding cannot
-    carry are replaced, one cell for one."""
+    """A view without trailing blanks, for a console of any encoding.
+
+    Characters that an ASCII console cannot print are replaced by characters of the same width.
+    """
 
     body: RenderableType
 

@@ -1,4 +1,4 @@
-"""Show how far the tokenising of a corpus is."""
+"""Show the progress of tokenising a corpus."""
 
 import time
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from rich.progress import (
 from whale_train.data.tokens.make_store import Watch
 from whale_train.quantities import in_bytes
 
-_PATIENCE_S = 10.0  # between lines where no terminal is
+_PATIENCE_S = 10.0  # between lines of progress, where the console is no terminal
 
 
 @contextmanager
 def tokenising_shown(console: Console) -> Iterator[Watch]:
-    """Yield a function that is told the bytes of a corpus that are tokenised, and of how many.
+    """Yield a function that shows the progress of tokenising a corpus.
 
-    On a `console` that is a terminal there is a bar, elsewhere a line every ten seconds. Nothing is
-    shown where the function is not called.
+    The function takes the number of bytes done and the number of all bytes. A terminal shows a bar,
+    any other console a line every ten seconds. Nothing is shown before the first call.
     """
     if not console.is_terminal:
         yield _lines(console)

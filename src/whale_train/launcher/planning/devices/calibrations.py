@@ -1,6 +1,6 @@
-"""Own the calibrations that this machine keeps, a file for each kind of device.
+"""Own the saved calibrations of this machine, a file for each kind of device.
 
-`mode=calibrate` writes them. Every plan for such devices reads them without being asked.
+`mode=calibrate` writes them. Every plan for a calibrated kind of device reads them.
 """
 
 import os
@@ -18,7 +18,7 @@ VARIABLE = "WHALE_TRAIN_CALIBRATIONS"
 
 
 def calibrations_folder() -> Path:
-    """Return the folder of calibrations: $WHALE_TRAIN_CALIBRATIONS, or in the user's
+    """Return the folder of calibrations: $WHALE_TRAIN_CALIBRATIONS, or a folder in the user's
     configuration."""
     given = os.environ.get(VARIABLE)
     if given:
@@ -28,7 +28,8 @@ def calibrations_folder() -> Path:
 
 
 def with_kept_calibrations() -> list[Calibration]:
-    """Return all calibrations, by name. Raises ConfigError for a file that is none."""
+    """Return all saved calibrations, ordered by file name. Raises ConfigError for a file that is no
+    calibration."""
     calibrations, faults = [], []
     for path in sorted(calibrations_folder().glob("*.yaml")):
         try:
@@ -44,10 +45,11 @@ def with_kept_calibrations() -> list[Calibration]:
 
 
 def keep_calibration(calibration: Calibration) -> Path:
-    """Write a calibration, and return its file.
+    """Save a calibration, and return the path of the file.
 
-    It replaces that of the same device. The old figures of other precisions stay, and those of
-    links where they were not measured again. Raises ConfigError where the file cannot be written.
+    An earlier calibration of the same device is updated: it keeps the performance in precisions
+    that were not measured again, and links if links were not measured. Raises ConfigError where
+    the file cannot be written.
     """
     path = calibrations_folder() / f"{calibration.name}.yaml"
     try:
@@ -55,7 +57,7 @@ def keep_calibration(calibration: Calibration) -> Path:
         if path.exists():
             old = Calibration.from_mapping(load_yaml(path))
             calibration = replace(calibration, kernels={**old.kernels, **calibration.kernels})
-            if calibration.link is None:  # which one rank alone on its host cannot measure
+            if calibration.link is None:  # a single rank on its host cannot measure a link
                 link, memory = old.link, old.shared_memory
                 calibration = replace(calibration, link=link, shared_memory=memory)
         text = yaml.safe_dump(calibration.to_mapping(), sort_keys=False)

@@ -1,4 +1,4 @@
-"""Find the devices of an inventory on the hosts: the host of each node, and the card of each
+"""Match the devices of an inventory with the hosts: a host for each node, and a card for each
 rank."""
 
 from collections import Counter
@@ -16,7 +16,7 @@ from whale_train.strategies.hardware.gpu_facts import GpuFacts, device_of, is_ca
 from whale_train.strategies.plan.plan import Decision, Plan
 
 _REMEDY = "use launcher=emulate, or hardware=local"
-# The network of hosts for which none is given: the slowest that clusters of GPUs are sold with.
+# The network of hosts if none is given: the slowest that clusters of GPUs are sold with.
 _UNKNOWN_NETWORK = LINKS["ethernet_10g"]
 
 
@@ -24,9 +24,9 @@ _UNKNOWN_NETWORK = LINKS["ethernet_10g"]
 class HostPlacement:
     """The devices that a plan's ranks run on.
 
-    cluster: the devices of the plan. The nodes are in the order of the hosts.
+    cluster: the devices of the plan, with the nodes in the order of the hosts.
     device: the kind of device that the ranks run on.
-    emulated: whether that stands for another device.
+    emulated: whether CPU processes emulate the devices of `cluster`.
     """
 
     cluster: Cluster
@@ -35,8 +35,8 @@ class HostPlacement:
 
 
 def joined_cluster(name: str, hosts: Sequence[Host]) -> Cluster:
-    """Return the cluster of the hosts' GPUs, as many of each host as it has ranks. Raises
-    ConfigError where a host has fewer."""
+    """Return the cluster of the hosts' GPUs, one for each rank. Raises ConfigError where a host has
+    fewer GPUs than ranks."""
     faults, nodes = [], []
     for host in hosts:
         cards = host.cards[: len(host.ranks)]
@@ -53,10 +53,11 @@ def joined_cluster(name: str, hosts: Sequence[Host]) -> Cluster:
 
 
 def processes_joined(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
-    """Return the CPU processes of `cluster`, placed on the hosts that have their ranks.
+    """Return `cluster`, one node of CPU processes, with the processes placed on the hosts of their
+    ranks.
 
-    Each process has an equal share of its host's memory. The cluster is returned unchanged for one
-    host, and where the ranks are not as many as the processes.
+    Each process has an equal share of its host's memory. The cluster is returned unchanged for a
+    single host, and where the number of ranks is not the number of processes.
     """
     (node,) = cluster.nodes
     if len(hosts) < 2 or len(node.devices) != sum(len(host.ranks) for host in hosts):
@@ -76,8 +77,8 @@ def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> HostPlac
     cluster: the devices of the inventory.
     hosts: the hosts that ranks run on.
 
-    Raises ConfigError in `mode=train` where the devices are not on the hosts, or where GPUs are
-    there that are not the inventory's: training on CPUs beside them has to be asked for.
+    Raises ConfigError in `mode=train` where the launcher is `local` and the hosts have no GPU, and
+    where the hosts have other GPUs than the inventory: emulation on CPUs must then be asked for.
     """
     kind, in_earnest = request.launcher.kind, request.mode == "train"
     if cluster.on_cpu:
@@ -98,16 +99,20 @@ def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> HostPlac
 
 
 def assign_devices(plan: Plan, used: Cluster, hosts: Sequence[Host]) -> Plan:
-    """Return the plan with the UUID of the card that each rank opens. The devices `used` have to be
-    on the hosts."""
+    """Return the plan with the UUID of each rank's card.
+
+    used: the devices of the plan, each of which must be on the hosts.
+    """
     cards = cards_of(used, hosts)
     ranks = (replace(rank, uuid=card.uuid) for rank, card in zip(plan.ranks, cards, strict=True))
     return replace(plan, ranks=tuple(ranks))
 
 
 def cards_of(used: Cluster, hosts: Sequence[Host]) -> list[GpuFacts]:
-    """Return the cards of the devices `used`, which have to be on the hosts, in the order of the
-    ranks."""
+    """Return the card of each rank, in the order of ranks.
+
+    used: the devices of the plan, each of which must be on the hosts.
+    """
     by_node = {host.node: host for host in hosts}
     cards = []
     for node in used.nodes:
@@ -118,8 +123,8 @@ def cards_of(used: Cluster, hosts: Sequence[Host]) -> list[GpuFacts]:
 
 
 def refuse_other_order(used: Cluster, hosts: Sequence[Host], faults: list[Fault]) -> None:
-    """Add a fault where the plan numbers the ranks in another order than they were started on the
-    hosts."""
+    """Add a fault where the plan places a rank on another host than the one where it was
+    started."""
     if not any(node.at for node in used.nodes):
         return
     planned = [node.at for node in used.nodes for _ in node.devices]
@@ -131,8 +136,8 @@ def refuse_other_order(used: Cluster, hosts: Sequence[Host], faults: list[Fault]
 
 
 def explain_device_figures(used: Cluster) -> list[Decision]:
-    """Return a note for each kind of card whose figures come from its properties, since neither the
-    catalogue nor a calibration has it."""
+    """Return a note for the plan on each kind of card whose performance is derived from the card's
+    properties, since neither the catalogue nor a calibration has it."""
     unknown = {device.name for device in used.devices if not device.kernels} - DEVICES.keys()
     return [
         Decision(
@@ -146,10 +151,10 @@ def explain_device_figures(used: Cluster) -> list[Decision]:
 
 
 def _on_hosts(cluster: Cluster, hosts: Sequence[Host]) -> Cluster | list[Fault]:
-    """Return the inventory, with its nodes in the order of the hosts that have their devices.
+    """Return the inventory, with the nodes in the order of the hosts that have their devices.
 
-    Where a host is no node, or a node no host, faults are returned instead. They name each such
-    node, and the devices of each such host.
+    If a host matches no node, or a node no host, faults are returned instead. They name the
+    unmatched nodes and the devices of the unmatched hosts.
     """
     left = list(cluster.nodes)
     nodes: list[Node] = []
@@ -181,11 +186,10 @@ def _on_hosts(cluster: Cluster, hosts: Sequence[Host]) -> Cluster | list[Fault]:
 
 
 def _on_hosts_emulated(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
-    """Return the inventory, with its nodes in the order of the hosts whose ranks emulate their
-    devices.
+    """Return the inventory, with the nodes in the order of the hosts that emulate them.
 
-    A host stands for a node with as many devices as the host has ranks. A single host stands for
-    all nodes. Raises ConfigError where some do not fit.
+    A host emulates a node with as many devices as the host has ranks. A single host emulates all
+    nodes. Raises ConfigError where the hosts and the nodes do not match.
     """
     if len(hosts) < 2:
         return cluster
@@ -217,8 +221,8 @@ def _number(cluster: Cluster, node: Node) -> int:
 
 
 def _is_on(node: Node, host: Host, hosts: int) -> bool:
-    """Return whether a host has the devices of a node and, where there are several `hosts`, as many
-    ranks."""
+    """Return whether a host has the devices of a node and, if the number of `hosts` is more than 1,
+    as many ranks."""
     fits = None not in _numbers_of(node.devices, host)
     return fits and (hosts == 1 or len(node.devices) == len(host.ranks))
 
@@ -226,8 +230,8 @@ def _is_on(node: Node, host: Host, hosts: int) -> bool:
 def _numbers_of(wanted: Sequence[Device], host: Host) -> list[int | None]:
     """Return the index of a card of the host for each wanted device, each card at most once.
 
-    An index is None where no card is left. Where each rank of the host sees its own cards alone,
-    the card of a rank is one of these.
+    An index is None where no card is left. If each rank of the host sees certain cards alone, a
+    rank's card is one that the rank sees.
     """
     have = list(enumerate(map(device_of, host.cards)))
     visible = host.visible if len(host.visible) == len(wanted) else ()
@@ -249,10 +253,10 @@ def _numbers_of(wanted: Sequence[Device], host: Host) -> list[int | None]:
 
 
 def _is(wanted: Device, have: Device) -> bool:
-    """Return whether a card is the wanted device.
+    """Return whether a card fits the wanted device.
 
-    It is where the names are the same. A card that the catalogue does not have is also a device of
-    the inventory's own figures, where it has at least as much memory.
+    A card fits a device of the same name. If the catalogue has neither, a card with at least the
+    wanted memory fits as well.
     """
     if wanted.name == have.name:
         return True
@@ -261,7 +265,7 @@ def _is(wanted: Device, have: Device) -> bool:
 
 
 def _not_here(cluster: Cluster, host: Host) -> Fault:
-    """Return the fault of the only host, which lacks a device of the inventory's only node."""
+    """Return the fault of a single host that lacks a device of the inventory's single node."""
     (node,) = cluster.nodes
     numbers = _numbers_of(node.devices, host)
     missing = next(x for x, number in zip(node.devices, numbers, strict=True) if number is None)
@@ -269,14 +273,14 @@ def _not_here(cluster: Cluster, host: Host) -> Fault:
     own = (device_of(card) for card in host.cards) if missing.name not in DEVICES else ()
     small = next((device for device in own if not is_catalogued(device)), None)
     if small is not None:
-        need, there = in_bytes(missing.memory_bytes), in_bytes(small.memory_bytes)
-        rule = f"has {missing.name} of {need}, and this host's {small.name} has {there}"
+        need, memory = in_bytes(missing.memory_bytes), in_bytes(small.memory_bytes)
+        rule = f"has {missing.name} of {need}, and this host's {small.name} has {memory}"
     return Fault("hardware", cluster.name, rule, _REMEDY)
 
 
 def _has(host: Host) -> str:
-    """Return the devices of a host as text, such as `8 x t4_16gb`, with the number of its ranks
-    where it has several."""
+    """Return the devices of a host as text, such as `8 x t4_16gb`, with the number of ranks if it
+    is more than 1."""
     ranks = f" and {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
     return f"{_listed(map(device_of, host.cards)) or 'no GPU'}{ranks}"
 

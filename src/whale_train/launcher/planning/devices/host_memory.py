@@ -1,4 +1,4 @@
-"""Check that hosts have the memory that a plan's ranks need, before any rank takes it."""
+"""Check that hosts have the memory that a plan's ranks need, before any rank starts."""
 
 from collections.abc import Sequence
 
@@ -18,32 +18,32 @@ def refuse_small_hosts(
     on_cpu: bool,
     faults: list[Fault],
 ) -> None:
-    """Add a fault for each host without room for its ranks.
+    """Add a fault for each host with too little memory for its ranks.
 
-    is_whole: whether initial weights are built whole. They are built once for ranks that the
-        launcher starts, and by each rank that others started.
-    on_cpu: whether ranks compute in the host's memory, so that it has to hold all they need.
+    is_whole: whether initial weights are built whole before they are sharded: once on a host whose
+        ranks this launcher starts, and by every rank where another launcher started the ranks.
+    on_cpu: whether ranks compute in the host's memory, which then has to hold all memory of ranks.
     """
-    whole = weight_bytes(profile) if is_whole else 0
+    size = weight_bytes(profile) if is_whole else 0
     for host in hosts:
-        builders, there = len(host.ranks) or 1, in_bytes(host.memory_bytes)
-        if builders * whole > host.memory_bytes:
+        builders, memory = len(host.ranks) or 1, in_bytes(host.memory_bytes)
+        if builders * size > host.memory_bytes:
             by = f" by each of its {builders} ranks" if builders > 1 else ""
-            rule = f"has {in_bytes(whole)} of weights, built whole on {host.name}{by} before they "
-            rule += f"are cut, and there are {there}"
+            rule = f"has {in_bytes(size)} of weights, built whole on {host.name}{by} before they "
+            rule += f"are cut, and there are {memory}"
             remedy = "use model.init=sharded, which builds them tensor by tensor"
             faults.append(Fault("model", profile.name, rule, remedy))
             continue
         needed = needed_bytes(plan, host.ranks or range(plan.world_size))
         if on_cpu and needed > host.memory_bytes:
             rule = f"needs {in_bytes(needed)} of {host.name}, whose memory its processes share: "
-            rule += f"there are {there}"
+            rule += f"there are {memory}"
             remedy = "use fewer devices, or a strategy that partitions more"
             faults.append(Fault("hardware", plan.cluster, rule, remedy))
 
 
 def weight_bytes(profile: ModelProfile) -> int:
-    """Return the bytes of a model's parameters and buffers as they are built."""
+    """Return the size of a model's initial parameters and buffers, in bytes."""
     weights = (*profile.parameters, *profile.frozen)
     return (
         sum(parameter.elements * parameter.bytes_per_element for parameter in weights)

@@ -1,5 +1,4 @@
-"""Ask the system for this machine's cores, memory and GPUs, without starting CUDA in this
-process."""
+"""Describe a host to an inventory, and read the number of threads from the environment."""
 
 import os
 
@@ -9,13 +8,13 @@ from whale_train.strategies.hardware.inventory import MachineFacts
 
 
 def facts_of(host: Host) -> MachineFacts:
-    """Return the facts about a host that an inventory may refer to."""
+    """Return the cores, memory, devices and link of a host, to which an inventory may refer."""
     link = link_of(host.cards) if host.cards else None
     return MachineFacts(host.cores, host.memory_bytes, tuple(map(device_of, host.cards)), link)
 
 
 def threads_asked() -> int | None:
-    """Return the number of threads of a CPU process that OMP_NUM_THREADS sets, as ranks read it, or
-    None."""
+    """Return the number of threads that OMP_NUM_THREADS gives each CPU process; None where the
+    variable has no positive integer."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else None

@@ -1,4 +1,4 @@
-"""Find the devices that the plan of a Request is for, with their measured figures.
+"""Find the devices of a request's plan, with their measured performance.
 
 `devices_here.py` matches the hosts with the nodes of the inventory.
 """
@@ -26,7 +26,8 @@ from whale_train.strategies.hardware.inventory import read_inventory
 
 
 def this_host_of(request: Request) -> tuple[Host, ...]:
-    """Return this host. Its GPUs are looked for only where the request may use them."""
+    """Return a tuple with this host alone. GPUs are looked for only where the request may use
+    them."""
     looks = request.mode == "train" or "kind" in request.hardware
     return (this_host(visible_gpus() if looks else ()),)
 
@@ -34,7 +35,7 @@ def this_host_of(request: Request) -> tuple[Host, ...]:
 def place_of(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> HostPlacement | None:
     """Return the devices that the ranks run on, or None after adding to `faults`.
 
-    They are the inventory's devices, or, for `hardware=local`, those of the hosts.
+    The devices are the inventory's, or the hosts' own for `hardware=local`.
     """
     name = request.names.get("hardware", "hardware")
     machine = facts_of(hosts[0])
@@ -56,10 +57,10 @@ def place_of(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> Ho
 
 
 def _with_ranks(hardware: Mapping[str, Any], hosts: Sequence[Host]) -> Mapping[str, Any]:
-    """Return the inventory with as many CPU processes as ranks were started, where it leaves their
-    number open.
+    """Return the inventory with one CPU process for each started rank, if it leaves the number of
+    processes open.
 
-    Under torchrun that number may change each time the ranks are started.
+    Under torchrun, the number of ranks may differ from start to start.
     """
     ranks = sum(len(host.ranks) for host in hosts)
     if not ranks or hardware.get("kind") is None or hardware.get("devices", AUTO) != AUTO:
@@ -68,16 +69,16 @@ def _with_ranks(hardware: Mapping[str, Any], hosts: Sequence[Host]) -> Mapping[s
 
 
 def _has_ranks_on_gpus(hosts: Sequence[Host]) -> bool:
-    """Return whether ranks were started on hosts with GPUs."""
+    """Return whether another launcher started ranks, and some host has GPUs."""
     return any(host.ranks for host in hosts) and any(host.cards for host in hosts)
 
 
 def _as_measured(cluster: Cluster, request: Request, hosts: Sequence[Host]) -> Cluster:
-    """Return `cluster` with the measured figures of its devices.
+    """Return `cluster` with the calibrated performance of its devices.
 
-    CPU processes on one host also get the number of processes that the cores can compute at once,
-    and the same figures for fewer processes, where these have another number of threads each.
-    Raises ConfigError for a calibration that cannot be read.
+    For CPU processes on one host, the cluster also gets the number of processes that the cores can
+    run at once, and the performance of fewer processes with more threads each. Raises ConfigError
+    for a calibration that cannot be read.
     """
     cores = sum(host.cores for host in hosts)
     threads = partial(threads_of, request, cores)
@@ -89,9 +90,9 @@ def _as_measured(cluster: Cluster, request: Request, hosts: Sequence[Host]) -> C
 
 
 def threads_of(request: Request, cores: int, ranks: int) -> int:
-    """Return the number of threads of each of `ranks` CPU processes.
+    """Return the number of threads of each CPU process, if `ranks` processes share `cores` cores.
 
-    It is that of the request, else that of the environment (OMP_NUM_THREADS), else an equal share
-    of the cores.
+    The request gives the number; else the environment (OMP_NUM_THREADS); else each process has an
+    equal share of the cores, at least one thread.
     """
     return request.launcher.threads or threads_asked() or max(1, cores // ranks)
