@@ -207,6 +207,18 @@ def test_a_comparison_of_strategies_that_all_cannot_be_is_refused(tmp_path: Path
     ]
 
 
+def test_a_shell_completes_options_and_keys(tmp_path: Path) -> None:
+    """As bash asks, by the function that `--shell-completion install=bash` prints."""
+    for line, expected in (("strategy=zero3", "zero3_offload"), ("train.ev", "evaluate_every=")):
+        typed = f"whale-train {line}"
+        asked = {"COMP_LINE": typed, "COMP_POINT": str(len(typed))}
+        answer = whale_train_process(["--shell-completion", "query=bash"], tmp_path, asked)
+        assert (answer.status, answer.stderr) == (0, "")
+        assert any(word.endswith(expected) for word in answer.stdout.split())
+    install = whale_train_process(["--shell-completion", "install=bash"], tmp_path)
+    assert "complete -o nospace -o default -F hydra_bash_completion" in install.stdout
+
+
 def test_the_version_is_of_what_trains_and_imports_none_of_it(tmp_path: Path) -> None:
     answer = whale_train_process(["--version"], tmp_path, {"PYTHONPROFILEIMPORTTIME": "1"})
     versions = [version(name) for name in ("whale-train", "torch", "deepspeed")]

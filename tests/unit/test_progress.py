@@ -13,6 +13,7 @@ from rich.console import Console
 
 from whale_train.launcher.ui.progress import (
     Progress,
+    pasted_line,
     skipped_note,
     summary_line,
     unlike_predicted,
@@ -264,6 +265,32 @@ def test_the_last_line_stays_on_the_terminal(start: Start) -> None:
     run.steps(1, 100)
     run.progress.close()
     assert run.frames[-1] == "step 100/100  ━━━━━━━━  loss 2.900  812 samples/s\n"
+
+
+def test_the_part_of_a_step_that_waits_for_data_is_said(start: Start) -> None:
+    run = start(total=4)
+    for step, waited in enumerate((0.0, 0.05, 0.1, 0.05), 1):
+        line = json.loads(record(step, 0.5)) | {"data_wait_s": waited}
+        run.write(json.dumps(line) + "\n")
+        run.progress.poll()
+    said = [re.findall(r"(\d+%) waiting for data", line) for line in run.text.splitlines()]
+    assert said == [[], ["5%"], ["10%"], ["10%"]]
+
+
+def test_a_line_to_paste_says_what_ran_and_what_came_of_it() -> None:
+    summary = {
+        "final_loss": 0.01234,
+        "steps": 100,
+        "trained_s": 13.2,
+        "samples_per_s": 1939.4,
+        "peak_memory_bytes": [2e9, 3e9],
+    }
+    assert pasted_line(summary, 2.5, "model=gpt strategy=dp", 2) == (
+        "model=gpt strategy=dp, 2 ranks: 100 steps in 13.2 s, loss 2.500 to 0.0123, "
+        "1,939 samples/s, at most 3.00 GB a rank"
+    )
+    alone = pasted_line({**summary, "peak_memory_bytes": []}, None, "model=gpt", 1)
+    assert alone == "model=gpt, 1 rank: 100 steps in 13.2 s, loss 0.0123, 1,939 samples/s"
 
 
 def test_summary_line() -> None:

@@ -305,8 +305,7 @@ def _plan(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
         refuse_all(plans)
         written = [("the plan", path) for path in write_plans(run_dir, plans)]
         console.print(comparison_view(plans))
-        names = request.names
-        title = " ".join(f"{x}={names[x]}" for x in ("model", "hardware") if x in names)
+        title = _title(request, ("model", "hardware"))
         written.insert(0, ("the page", write_comparison(run_dir, plans, title)))
     else:
         resolved = resolve_request(request)
@@ -405,7 +404,13 @@ def _train_attempts(
         end = pruned(outcome, run_dir, console)
         if end is not None:
             return end
-    return replace(finish(outcome, resolved, run_dir, console), refusal=refusal)
+    return replace(finish(outcome, resolved, run_dir, console, _title(request)), refusal=refusal)
+
+
+def _title(request: Request, groups: Sequence[str] = ("model", "strategy", "hardware")) -> str:
+    """Return the options chosen in the config groups `groups`, as text."""
+    names = request.names
+    return " ".join(f"{group}={names[group]}" for group in groups if group in names)
 
 
 def next_attempt(request: Request) -> Request:

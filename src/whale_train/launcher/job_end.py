@@ -19,11 +19,12 @@ from whale_train.launcher.modes.verification import Verification
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.host_process import HostOutcome, HostProcess, describe_failure
 from whale_train.launcher.ranks.on_slurm import Submission
-from whale_train.launcher.ranks.run_dir import remove_unused
+from whale_train.launcher.ranks.run_dir import METRICS, remove_unused
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.report.report_files import REPORT, write_view
 from whale_train.launcher.ui.progress import (
     compiled_line,
+    pasted_line,
     skipped_note,
     summary_line,
     unlike_predicted,
@@ -91,8 +92,14 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
-    """Print how a run that is done ended, and return the end of the job."""
+def finish(
+    outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Console, title: str = ""
+) -> JobEnd:
+    """Print how a run that is done ended, and return the end of the job.
+
+    title: the names of model, strategy and hardware, for a line to paste into a message; '' prints
+        no such line.
+    """
     if outcome.status == "done":
         summary = summary_of(run_dir)
         for warning in summary.get("warnings", ()):
@@ -112,6 +119,9 @@ def finish(outcome: HostOutcome, resolved: Resolved, run_dir: Path, console: Con
             console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
         if skipped := skipped_note(summary, resolved.plan.precision):
             console.print(f"warning: {skipped}", style="yellow", soft_wrap=True)
+        if title:
+            pasted = pasted_line(summary, _first_loss(run_dir), title, resolved.plan.world_size)
+            console.print(Portable(Text(pasted)), soft_wrap=True)
         console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
         if summary.get("compiled_s"):
             console.print(Portable(Text(compiled_line(summary["compiled_s"]))), soft_wrap=True)
@@ -142,6 +152,16 @@ def report_run(end: JobEnd, console: Console) -> None:
         return
     if end.summary:
         console.print(Portable(Text(f"the report: {page}")), soft_wrap=True)
+
+
+def _first_loss(run_dir: Path) -> float | None:
+    """Return the loss of the first step in `metrics.jsonl`; None where there is none."""
+    try:
+        with (run_dir / METRICS).open(encoding="utf-8") as lines:
+            first: float | None = json.loads(next(lines))["loss"]
+            return first
+    except (OSError, ValueError, KeyError, StopIteration):
+        return None
 
 
 def pruned(outcome: HostOutcome, run_dir: Path, console: Console) -> JobEnd | None:

@@ -27,6 +27,8 @@ from whale_train.quantities import in_bytes, in_rate, in_seconds
 _PATIENCE_S = 10.0
 # Steps whose mean time predicts the rest: enough to be steady, few enough to follow a change.
 _RECENT_STEPS = 20
+# The smallest part of a step that is shown as spent waiting for data.
+_SHOWN_WAIT = 0.02
 
 
 class Progress:
@@ -63,6 +65,7 @@ class Progress:
         self._step: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._waited_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._said: Mapping[str, Any] = {}
         self._skipped = 0  # steps without an update, of this attempt
         self._shown = ""
@@ -83,6 +86,7 @@ class Progress:
             if "loss" in record:
                 self._step = record
                 self._recent_s.append(float(record["step_time_s"]))
+                self._waited_s.append(float(record.get("data_wait_s", 0.0)))
                 self._skipped += bool(record.get("skipped"))
                 if not self._live and self._is_milestone():
                     self._say_step()
@@ -134,6 +138,7 @@ class Progress:
         count = f"{self._step['step']}/{self._total}"
         left = self._left_s()
         parts = [f"step {count:<{width}}", f"loss {_loss(self._step['loss'])}", self._rate()]
+        parts += [waits] if (waits := self._waits()) else []
         if self._skipped:
             parts.append(f"{self._skipped} skipped")
         self._say("  ".join([*parts, f"ETA {_clock_time(left)}"] if left else parts))
@@ -157,7 +162,7 @@ class Progress:
         loss = f"loss {_loss(self._step['loss'])}"
         remaining = f"{_clock_time(left)} left" if left else ""
         skipped = f"{self._skipped} skipped" if self._skipped else ""
-        shown = (count, loss, skipped, self._rate(), remaining, evaluation)
+        shown = (count, loss, skipped, self._rate(), remaining, self._waits(), evaluation)
         parts = [Text(part) for part in shown if part]
         gap = Text("  ")
         while len(parts) > 1 and gap.join(parts).cell_len > width:
@@ -174,6 +179,12 @@ class Progress:
     def _rate(self) -> str:
         """Return the training rate of the last step read, in samples/s, as text."""
         return f"{in_rate(float(self._step['samples_per_s']))} samples/s"
+
+    def _waits(self) -> str:
+        """Return the part of the recent steps in which rank 0 waited for its samples, as text; ''
+        below `_SHOWN_WAIT`."""
+        part = sum(self._waited_s) / sum(self._recent_s) if self._recent_s else 0.0
+        return f"{part:.0%} waiting for data" if part >= _SHOWN_WAIT else ""
 
     def _left_s(self) -> float:
         """Return the seconds to the last step, at the mean pace of the recent steps; 0 when it is
@@ -205,6 +216,27 @@ def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = Fal
         str(run_dir),
     ]
     return "  ".join(parts)
+
+
+def pasted_line(
+    summary: Mapping[str, Any], first_loss: float | None, title: str, ranks: int
+) -> str:
+    """Return one line about a run for a message to others: what ran, its loss, speed and memory.
+
+    summary: the content of `summary.json`.
+    first_loss: the loss of the first step; None where it is not known.
+    title: the names of model, strategy and hardware.
+    ranks: number of ranks.
+    """
+    loss = _loss(summary["final_loss"])
+    fullest = max(summary.get("peak_memory_bytes") or [0])
+    parts = [
+        f"{summary['steps']} steps in {in_seconds(summary['trained_s'])}",
+        f"loss {loss}" if first_loss is None else f"loss {_loss(first_loss)} to {loss}",
+        f"{in_rate(summary['samples_per_s'])} samples/s",
+        *([f"at most {in_bytes(fullest)} a rank"] if fullest else []),
+    ]
+    return f"{title}, {ranks} {'rank' if ranks == 1 else 'ranks'}: {', '.join(parts)}"
 
 
 def skipped_note(summary: Mapping[str, Any], precision: str) -> str:

@@ -29,6 +29,7 @@ class StepMetrics:
     loss_scale: the scale of the loss in fp16, or None.
     skipped: True where the step changed nothing, because gradients were not finite.
     experts: the loads of the mixtures of experts.
+    data_wait_s: seconds of the step in which rank 0 waited for its samples.
     """
 
     number: int
@@ -40,6 +41,7 @@ class StepMetrics:
     loss_scale: float | None = None
     skipped: bool = False
     experts: Sequence[MixtureLoad] = ()
+    data_wait_s: float = 0.0
 
 
 class Metrics:
@@ -81,6 +83,7 @@ class Metrics:
             "samples": samples,
             "tokens": tokens,
             "step_time_s": step.seconds,
+            "data_wait_s": step.data_wait_s,
             "samples_per_s": samples / step.seconds,
             "tokens_per_s": tokens / step.seconds,
             **flops_reached(self._model_flops, samples / step.seconds, self._peak_flops_s),

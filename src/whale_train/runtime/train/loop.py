@@ -96,8 +96,10 @@ class Loop:
         lr = self.lr = self._rate(number)
         for engine in program.engines:
             engine.set_learning_rate(lr)
+        asked = time.perf_counter()
         with self._span("data"):
             batch = batches.training(number)
+        data_wait_s = time.perf_counter() - asked
         outcome = train_step(
             self._request, self._plan, program, batch, self.loss_scale, batches.device
         )
@@ -116,7 +118,9 @@ class Loop:
             if self.watch:
                 self.is_best = self.watch.add(number + 1, of_rank_0(evaluation))
         coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
-        self._pending = _Pending(number + 1, lr, seconds, evaluation, batch, coming, loads)
+        self._pending = _Pending(
+            *(number + 1, lr, seconds, evaluation, batch, coming, loads, data_wait_s)
+        )
         return seconds
 
     def _rate(self, number: int) -> float:
@@ -164,6 +168,7 @@ class Loop:
                 *(step.number, loss, norm, step.lr, step.seconds, step.evaluation, scale),
                 skipped=skipped,
                 experts=step.loads.read() if step.loads is not None else (),
+                data_wait_s=step.data_wait_s,
             )
             samples = self._plan.global_batch
             record = self._metrics.write(line, samples, self._batches.tokens(step.batch))
@@ -203,6 +208,7 @@ class _Pending:
     batch: this rank's micro-batches.
     coming: its loss, gradient norm and loss scale, on their way to the host.
     loads: the loads of its experts, or None in a model without experts.
+    data_wait_s: seconds of it in which this rank waited for its samples.
     """
 
     number: int
@@ -212,6 +218,7 @@ class _Pending:
     batch: Sequence[Batch]
     coming: ToHost
     loads: PendingLoads | None
+    data_wait_s: float
 
 
 @dataclass(frozen=True)
