@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-gpu test-all check lint install constraints clean
+.PHONY: train test test-gpu test-all check lint docs serve-docs check-links install constraints clean
 
 train: install
 	$(BIN)/whale-train strategy=hybrid_split_dp hardware=v100_p100_mix $(ARGS)
@@ -37,13 +37,24 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/lint_words.py
 
+# The site of docs/, in build/docs; a warning is an error: a broken link, a page that no list names.
+docs: install
+	$(BIN)/sphinx-build -W --keep-going -n -q docs build/docs
+
+serve-docs: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs 8000
+
+# Links to other sites. It needs a network, which CI has not: run it by hand.
+check-links: install
+	$(BIN)/sphinx-build -n -q -b linkcheck docs build/links
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whale-train needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,images,peft,slurm,metrics,trackers,optuna,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,images,peft,slurm,metrics,trackers,optuna,dev,docs]'
 	touch $(STAMP)
 
 # Pin what is installed: after changing the ranges, and running `make check`.
