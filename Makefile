@@ -36,6 +36,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/lint_words.py
+	$(BIN)/codespell README.md docs src conf tests scripts benchmarks findings
 
 # The site of docs/, in build/docs; a warning is an error: a broken link, a page that no list names.
 docs: install
