@@ -16,10 +16,14 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 def write_pages(app: Sphinx, config: Config) -> None:
     """Write the pages that have changed."""
+    from scripts.reference.errors_page import errors_page
     from scripts.reference.key_groups import key_groups
     from scripts.reference.keys_page import keys_page
+    from scripts.reference.refusals import refusals
 
-    for name, text in (("keys", keys_page(key_groups())),):
+    package = app.srcdir.parent / "src" / "whale_train"
+    pages = {"keys": keys_page(key_groups()), "errors": errors_page(refusals(package))}
+    for name, text in pages.items():
         path = app.srcdir / "reference" / f"{name}.md"
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -111,7 +111,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    powers = {2**32: "2^32", 2**63: "2^63"}
+    powers: dict[float, str] = {2**32: "2^32", 2**63: "2^63"}
     return powers.get(value, f"{value:,}" if isinstance(value, int) else f"{value:g}")
 
 

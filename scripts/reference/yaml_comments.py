@@ -55,5 +55,4 @@ def written_keys(text: str) -> tuple[str, list[WrittenKey]]:
         value = rest[: beside.start()].strip() if beside else rest.strip()
         keys.append(WrittenKey(".".join(name for _, name in parents), value, comment))
         above = []
-    words = [x for x in head if not x.startswith("@package")]
-    return " ".join(words), keys
+    return " ".join(x for x in head if not x.startswith("@package")), keys
