@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-gpu test-all check lint docs serve-docs check-links install constraints clean
+.PHONY: train test test-gpu test-all test-docs check lint docs serve-docs check-links install constraints clean
 
 train: install
 	$(BIN)/whale-train strategy=hybrid_split_dp hardware=v100_p100_mix $(ARGS)
@@ -27,6 +27,10 @@ test-gpu: install
 # Every case: all combinations, every real start, more examples of every property.
 test-all: install
 	WHALE_TRAIN_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every command of the documentation, as it stands; `make test` plans those that train.
+test-docs: install
+	WHALE_TRAIN_FULL=1 $(BIN)/python -m pytest tests/docs
 
 check: lint test
 
