@@ -18,6 +18,7 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 smartquotes = False  # what is shown is what is typed
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = "whale-train"
 html_copy_source = False
 html_show_sphinx = False

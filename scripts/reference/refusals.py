@@ -16,7 +16,7 @@ from scripts.reference.text_templates import Reader, Scope, Value
 
 _KINDS = ("Fault", "LaunchError")
 _DEEPEST = 3  # functions whose calls are looked for, one around the other
-_HOLE = re.compile(r"<[^<>]*>")
+HOLE = re.compile(r"<[^<>]*>")
 GROUPS = ("train", "data", "model", "strategy", "hardware", "launcher", "checkpoint", "other")
 _GROUPS_OF_FOLDERS = {
     "data": "data",
@@ -54,7 +54,7 @@ class Refusal:
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Return the pattern of its messages, whatever stands in the placeholders."""
-        parts = (re.escape(part) for part in _HOLE.split(self.message))
+        parts = (re.escape(part) for part in HOLE.split(self.message))
         return re.compile(".*?".join(parts), flags=re.S)
 
 
@@ -149,10 +149,8 @@ def _refusal(kind: str, values: tuple[Value, ...], module: Module) -> Refusal | 
     texts = [" ".join(x.split()) if isinstance(x, str) else "<value>" for x in values]
     if kind == "LaunchError":
         rule, _, remedy = texts[0].partition("; ") if texts else ("", "", "")
-        return (
-            None if not _HOLE.sub("", rule).strip(" .,:;") else Refusal("other", "", rule, remedy)
-        )
-    if len(texts) != 4 or not _HOLE.sub("", texts[2]).strip(" .,:;"):
+        return None if not HOLE.sub("", rule).strip(" .,:;") else Refusal("other", "", rule, remedy)
+    if len(texts) != 4 or not HOLE.sub("", texts[2]).strip(" .,:;"):
         return None
     key, value, rule, remedy = texts
     return Refusal(_group(key, module), f"{key}={value}" if value else key, rule, remedy)

@@ -1,11 +1,12 @@
 """The page of all refusals has what the command says: the messages that tests of `tests/cli` expect
 word for word are among its templates."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from scripts.reference.errors_page import errors_page
+from scripts.reference.errors_page import anchor_of, errors_page, refusals_script
 from scripts.reference.refusals import Refusal, refusals
 from tests.cli import test_bad_command_lines, test_bad_models, test_bad_requests
 
@@ -122,8 +123,20 @@ def test_the_page_has_a_rule_once_with_all_its_remedies() -> None:
         Refusal("train", "train.steps=<steps>", "is too *few*", "use <most>"),
         Refusal("other", "", "rank <rank> died", ""),
     ]
-    page = errors_page(known)
-    assert page.endswith(
-        "## train\n\n`train.steps=<steps>` is too \\*few\\*\n: Use 1.\n: Use \\<most\\>.\n\n"
-        "## other\n\nrank \\<rank\\> died\n: The message says no more.\n"
+    few = anchor_of("train", "train.steps=<steps>", "is too *few*")
+    died = anchor_of("other", "", "rank <rank> died")
+    assert errors_page(known).endswith(
+        f"## train\n\n[`train.steps=<steps>` is too \\*few\\*]{{#{few}}}\n: Use 1.\n"
+        f": Use \\<most\\>.\n\n## other\n\n[rank \\<rank\\> died]{{#{died}}}\n"
+        ": The message says no more.\n"
     )
+    script = refusals_script(known)
+    rows = json.loads(script.removeprefix("const REFUSALS = ").removesuffix(";\n"))
+    assert rows == [
+        {
+            "anchor": few,
+            "text": "train.steps=<steps> is too *few*",
+            "parts": ["train.steps=", " is too *few*"],
+        },
+        {"anchor": died, "text": "rank <rank> died", "parts": ["rank ", " died"]},
+    ]
