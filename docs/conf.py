@@ -22,6 +22,7 @@ html_static_path = ["_static"]
 html_title = "whale-train"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 # What is copied of a session is what was typed.
 copybutton_prompt_text = "$ "
 copybutton_line_continuation_character = "\\"

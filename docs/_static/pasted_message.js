@@ -23,6 +23,9 @@ document.addEventListener("DOMContentLoaded", () => {
   const results = document.getElementById("search-results");
   const matching = refusalsOf(message, REFUSALS);
   if (!results || !matching.length) return;
+  const title = document.createElement("h2");
+  title.textContent = matching.length > 1 ? "Refusals like this message" : "This refusal";
+  results.before(title);
   const list = document.createElement("ul");
   list.id = "refusals";
   for (const one of matching) {

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from scripts.reference.assignments import Value
 from scripts.reference.source_tree import Function, Module, Sources
-from scripts.reference.text_templates import Reader, Scope, Value
+from scripts.reference.text_templates import Reader, Scope
 
 _KINDS = ("Fault", "LaunchError")
 _DEEPEST = 3  # functions whose calls are looked for, one around the other
@@ -153,6 +154,8 @@ def _refusal(kind: str, values: tuple[Value, ...], module: Module) -> Refusal | 
     if len(texts) != 4 or not HOLE.sub("", texts[2]).strip(" .,:;"):
         return None
     key, value, rule, remedy = texts
+    if any(text.count("(") != text.count(")") for text in (rule, remedy)):
+        return None  # the beginning of a text, whose end another branch adds
     return Refusal(_group(key, module), f"{key}={value}" if value else key, rule, remedy)
 
 

@@ -12,6 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from scripts.reference.assignments import (
+    Value,
+    assigned_names,
+    end_of,
+    hole_of,
+    is_name,
+    is_number,
+    part_for,
+    says_something,
+    text_or_hole,
+)
 from scripts.reference.source_tree import Function, Module, Sources
 
 MOST = 60  # alternatives of one expression; of one with more the first are taken
@@ -21,7 +32,6 @@ _FORMATS = frozenset((
     "in_seconds", "in_rate", "fold_numbers", "fold_modules", "of_all", "said",
 ))  # fmt: skip
 _DEEPEST = 4  # calls that are followed inside each other
-Value = str | tuple["Value", ...]
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,8 @@ class Reader:
                 yield from self._joined(parts, scope)
             case ast.FormattedValue(value=value):
                 texts = self.texts(value, scope)
-                yield from (x if isinstance(x.value, str) else Text(_hole(value)) for x in texts)
-            case ast.BinOp(left=left, op=ast.Add(), right=right) if not _is_number(right):
+                yield from (x if isinstance(x.value, str) else Text(hole_of(value)) for x in texts)
+            case ast.BinOp(left=left, op=ast.Add(), right=right) if not is_number(right):
                 yield from self._joined([left, right], scope)
             case ast.IfExp(body=body, orelse=orelse):
                 yield from self.texts(body, scope)
@@ -106,23 +116,25 @@ class Reader:
             case ast.Subscript(value=ast.Name() as table) if self._table(table, scope):
                 yield from self._looked_up(node, table, scope)
             case ast.Call(func=ast.Name(id="str"), args=[value]):
-                yield from (Text(_text(x.value, value), x.chosen) for x in self.texts(value, scope))
+                yield from (
+                    Text(text_or_hole(x.value, value), x.chosen) for x in self.texts(value, scope)
+                )
             case ast.Call(func=ast.Name(id="next"), args=[ast.GeneratorExp(), _]):
                 yield from self._first_of(node, scope)
             case ast.Call(func=ast.Attribute(value=ast.Name() as base, attr="format")):
                 for made in self.texts(base, scope):
-                    said = re.sub(r"\{[^{}]*\}", "<value>", _text(made.value, base))
+                    said = re.sub(r"\{[^{}]*\}", "<value>", text_or_hole(made.value, base))
                     yield Text(said, made.chosen)
             case ast.Call() if (returned := self._called(node, scope)) is not None:
                 yield from returned
             case _:
-                yield Text(_hole(node))
+                yield Text(hole_of(node))
 
     def _joined(self, parts: Sequence[ast.expr], scope: Scope) -> Iterator[Text]:
         for text in self.together(parts, scope):
             assert isinstance(text.value, tuple)
             pairs = zip(text.value, parts, strict=True)
-            yield Text("".join(_text(value, part) for value, part in pairs), text.chosen)
+            yield Text("".join(text_or_hole(value, part) for value, part in pairs), text.chosen)
 
     def _named(self, node: ast.Name, name: str, scope: Scope) -> Iterator[Text]:
         """Yield the texts of a name: of a local by its assignments that reach the name."""
@@ -154,7 +166,7 @@ class Reader:
             x
             for x in module.statements.get(id(scope.function), [])
             if not isinstance(x, ast.Return)
-            and _end(x) < line
+            and end_of(x) < line
             and not module.exclude_each_other(x, at)
         ]
         for statement in sorted(statements, key=lambda x: -x.lineno):
@@ -176,19 +188,19 @@ class Reader:
                 before = ast.copy_location(ast.Name(name), statement)
                 scope.module.places[id(before)] = scope.module.places[id(statement)]
                 self._kept.append(before)
-                texts = list(self._joined([before, value], scope)) if _is(target, name) else []
+                texts = list(self._joined([before, value], scope)) if is_name(target, name) else []
             case ast.Assign(targets=[target], value=value):
-                texts = self.texts(value, scope) if name in _assigned_names(statement) else []
+                texts = self.texts(value, scope) if name in assigned_names(statement) else []
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                texts = self.texts(value, scope) if _is(target, name) else []
+                texts = self.texts(value, scope) if is_name(target, name) else []
             case ast.For(target=target, iter=items):
-                known = name in _assigned_names(statement)
+                known = name in assigned_names(statement)
                 texts = self._iterated(items, scope) if known else []
             case _:
                 return None
-        if name not in _assigned_names(statement) and not _is(target, name):
+        if name not in assigned_names(statement) and not is_name(target, name):
             return None
-        parts = [(x.value, _part(target, x.value, name), x.chosen) for x in texts]
+        parts = [(x.value, part_for(target, x.value, name), x.chosen) for x in texts]
         assigned = [(whole, Text(x, chosen)) for whole, x, chosen in parts if x is not None]
         return assigned or [("", Text(f"<{name}>"))]
 
@@ -214,7 +226,7 @@ class Reader:
             loop = generator.generators[0]
             for text in self._iterated(loop.iter, scope):
                 name = getattr(generator.elt, "id", "")
-                part = _part(loop.target, text.value, name)
+                part = part_for(loop.target, text.value, name)
                 if part is not None:
                     known = True
                     yield Text(part, text.chosen)
@@ -230,7 +242,7 @@ class Reader:
             if key in (None, name):
                 for text in self.texts(value, Scope(module, None, {}, scope.depth)):
                     is_name = isinstance(text.value, str) and " " not in text.value
-                    yield Text(_hole(node.slice)) if is_name and key is None else text
+                    yield Text(hole_of(node.slice)) if is_name and key is None else text
 
     def _table(self, node: ast.Name, scope: Scope) -> tuple[Module, dict[object, ast.expr]] | None:
         """Return the items of a table of the top level, and its module."""
@@ -255,7 +267,7 @@ class Reader:
             for node in module.statements.get(id(function), []):
                 if isinstance(node, ast.Return) and node.value is not None:
                     texts += self.texts(node.value, inside)
-        shown = [Text(x.value) for x in texts if _says_something(x.value)]
+        shown = [Text(x.value) for x in texts if says_something(x.value)]
         return shown or None
 
     def bindings(
@@ -292,65 +304,9 @@ class Reader:
             if module.exclude_each_other(early, late):
                 return None
             if early.lineno < late.lineno:
-                anew = first[1] in _assigned_names(late) and second not in one.chosen
+                anew = first[1] in assigned_names(late) and second not in one.chosen
             else:
-                anew = second[1] in _assigned_names(early) and first not in two.chosen
+                anew = second[1] in assigned_names(early) and first not in two.chosen
             if anew:
                 return None  # the later statement has assigned the local of the earlier one
         return {**one.chosen, **two.chosen}
-
-
-def _part(target: ast.expr, value: Value, name: str) -> Value | None:
-    """Return the part of a value that a local gets where the value is assigned to a target."""
-    if isinstance(target, ast.Name):
-        return value if target.id == name else None
-    items = getattr(target, "elts", [])
-    if not isinstance(value, tuple) or len(value) != len(items):
-        return None
-    parts = (_part(item, x, name) for item, x in zip(items, value, strict=True))
-    return next((part for part in parts if part is not None), None)
-
-
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not isinstance(node.value, str)
-
-
-def _is(target: ast.expr, name: str) -> bool:
-    return isinstance(target, ast.Name) and target.id == name
-
-
-def _end(statement: ast.stmt) -> int:
-    """Return the last line of what a statement reads: of a loop, of what it goes over."""
-    node = statement.iter if isinstance(statement, ast.For) else statement
-    return node.end_lineno or node.lineno
-
-
-def _assigned_names(statement: ast.stmt) -> set[str]:
-    """Return the names of the locals that a statement assigns."""
-    if isinstance(statement, ast.AugAssign):
-        return set()
-    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-    nodes = (node for target in targets if target is not None for node in ast.walk(target))
-    return {node.id for node in nodes if isinstance(node, ast.Name)}
-
-
-def _text(value: Value, node: ast.expr) -> str:
-    return value if isinstance(value, str) else _hole(node)
-
-
-def _hole(node: ast.expr) -> str:
-    """Return the placeholder of an expression: its last name, or `<value>`."""
-    while isinstance(node, ast.Call | ast.FormattedValue | ast.Subscript):
-        if isinstance(node, ast.Call):
-            node = node.args[0] if node.args else node.func
-        else:
-            node = node.value
-    name = getattr(node, "id", getattr(node, "attr", "value"))
-    return f"<{name.strip('_') or 'value'}>"
-
-
-def _says_something(value: Value) -> bool:
-    """Return whether a text, or a part of a tuple, is more than a placeholder."""
-    if isinstance(value, tuple):
-        return any(map(_says_something, value))
-    return bool(value) and not (value[0] == "<" and value[-1] == ">" and value.count("<") == 1)

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from scripts.reference.field_texts import inner_model, texts_of, values_of
 from scripts.reference.grammar_keys import HARDWARE, STRATEGY
 from scripts.reference.key_groups import CONF, key_groups
 from scripts.reference.keys import Key, KeyGroup
@@ -109,6 +110,41 @@ def test_the_page_has_the_keys_that_the_reader_of_inventories_names() -> None:
     assert read_inventory(mapping, "name", faults, MachineFacts(1, 1, (), None)) is None
     shown = {field.path.rpartition(".")[2] for field in HARDWARE}
     assert named_in(faults) == shown
+
+
+class Options(BaseModel):
+    """Options.
+
+    limit_s: seconds until it
+        ends; None is never.
+    first, last: a step.
+    """
+
+    limit_s: float | None = Field(None, gt=0, le=9.5)
+    first: int = Field(ge=1)
+    last: tuple[int, ...] = ()
+    kind: Literal["a", True] | dict[str, int] = "a"
+    inner: dict[str, tuple[config.AuditOptions, ...]] = Field(default_factory=dict)
+
+
+Options.__module__ = "whale_train.options"  # as those that are read
+
+
+def test_a_field_says_in_words_what_it_takes_and_means() -> None:
+    assert texts_of(Options) == {
+        "limit_s": "seconds until it ends; None is never.",
+        "first": "a step.",
+        "last": "a step.",
+    }
+    assert {name: values_of(field) for name, field in Options.model_fields.items()} == {
+        "limit_s": "a number above 0 and at most 9.5 or `null`",
+        "first": "a whole number of at least 1",
+        "last": "a list (a whole number each)",
+        "kind": "`a`, `true` or a mapping",
+        "inner": "a mapping",
+    }
+    inner = inner_model(Options.model_fields["inner"].annotation)
+    assert inner == (config.AuditOptions, ".NAME[].")
 
 
 def test_comments_go_on_and_belong_to_the_key_beside_them() -> None:
