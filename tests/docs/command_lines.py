@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,7 @@ _WITHOUT_PLAN = (
     "mode=", "train.resume", "checkpoint=", "run=", "path=", "hydra.run.dir", "hydra.sweep",
     "launcher.wait", "launcher.device_speed", "launcher.link_speed", "verify.", "audit.", "hydra/",
 )  # fmt: skip
+_OPERATOR = re.compile(r"[|&;<>]+")
 _SEARCHED = re.compile(r"=(tag|interval|choice|range|int)\(")
 _SEVERAL = re.compile(r"[\w.]+(,[\w.]+)+")
 
@@ -34,7 +36,12 @@ class CommandLine:
     @property
     def is_ours(self) -> bool:
         """Return whether it is `whale-train` and nothing else: no pipe, no redirection."""
-        return self.words[:1] == (OURS,) and not set(self.words) & {"|", ">", ">>", "&&", "||", ";"}
+        return self.words[:1] == (OURS,) and not any(map(_OPERATOR.fullmatch, self.words))
+
+    @property
+    def has_ours(self) -> bool:
+        """Return whether it starts `whale-train`, by itself or by another program."""
+        return OURS in self.words or bool(self.overrides())
 
     @property
     def mode(self) -> str:
@@ -56,23 +63,27 @@ class CommandLine:
         """Return what is given to whale-train, whoever starts it; `make train` has its own."""
         if self.program == "make":
             return _overrides_of_make(self.words)
-        text = re.sub(r'"?\$\(which whale-train\)"?', OURS, self.text)
-        words = shlex.split(text)
-        return words[words.index(OURS) + 1 :] if OURS in words else []
+        if OURS not in self.words:
+            return []
+        given = self.words[self.words.index(OURS) + 1 :]
+        kept = list(takewhile(lambda word: not _OPERATOR.fullmatch(word), given))
+        redirects = given[len(kept) : len(kept) + 1] and ">" in given[len(kept)]
+        return kept[:-1] if redirects and kept[-1:] in (["1"], ["2"]) else kept
 
 
-def command_lines(text: str) -> list[CommandLine]:
+def command_lines(block: str) -> list[CommandLine]:
     """Return the command lines of a block: lines are joined at backslashes and inside quotes, and
     comments are left out."""
     commands: list[CommandLine] = []
     begun = ""
-    for line in text.splitlines():
+    for line in block.splitlines():
         begun += line
         if line.endswith("\\"):
             begun = begun[:-1] + " "
             continue
         try:
-            lexer = shlex.shlex(begun, posix=True, punctuation_chars="|&;<>")
+            text = re.sub(r'"?\$\(which whale-train\)"?', OURS, begun)
+            lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>")
             lexer.whitespace_split = True
             words = tuple(lexer)
         except ValueError:  # a quote that ends in a later line

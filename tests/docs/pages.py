@@ -11,6 +11,8 @@ _FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<info>.*)$")
 _COMMENT = re.compile(r"^<!--\s*(run|files):\s*(.*?)\s*-->$")
 _DIRECTIVE = re.compile(r"^\{code-block\}\s*(\w*)$")
 _OPTION = re.compile(r"^:(\w+):\s*(.*)$")
+_WORDS = ("full", "no", "plan", "refused", "shows", "with")  # that comments begin with
+_RUNS = "full, no REASON, plan, refused, shows, with OVERRIDES"
 CHECKED = ("bash", "python", "yaml", "output")  # kinds of blocks that are more than text
 
 
@@ -67,6 +69,9 @@ def page_of(text: str) -> Page:
         if comment and comment[1] == "files":
             files += comment[2].split()
         elif comment:
+            word, _, rest = comment[2].partition(" ")
+            if word not in _WORDS or (word in ("no", "with") and not rest):
+                raise ValueError(f"line {number}: 'run: {comment[2]}' is none of {_RUNS}")
             said.append(comment[2])
         elif fence:
             inside: list[str] = []

@@ -54,8 +54,10 @@ class Lion(torch.optim.Optimizer):
 
 
 def write_files(folder: Path, groups: tuple[str, ...]) -> None:
-    """Write the files of the groups. Raises KeyError for a group that there is not."""
+    """Write the files of the groups. Raises ValueError for a group that there is not."""
     for group in groups:
+        if group not in GROUPS:
+            raise ValueError(f"'files: {group}' is none of {', '.join(GROUPS)}")
         GROUPS[group](folder)
 
 

@@ -89,11 +89,11 @@ class Scenario:
             ours = command.is_ours
             if block.asked("no") is not None:
                 self.said = None
-                if command.overrides():
+                if command.has_ours:
                     self._plan(command, added)
             elif command.words[:1] == ("export",):
                 self.environment |= dict(x.split("=", 1) for x in command.words[1:] if "=" in x)
-            elif ours and block.asked("plan") is not None:
+            elif command.has_ours and block.asked("plan") is not None:
                 self.said = None
                 self._plan(command, added)
             elif ours and (self.is_full or status or command.starts_nothing):
@@ -102,7 +102,7 @@ class Scenario:
                 self.said = None
                 self._plan(command, added)
             else:
-                self._other(command)
+                self._other(command, added)
 
     def _ours(self, command: CommandLine, words: list[str], status: int) -> None:
         """Run a command, which is to end with `status`."""
@@ -125,7 +125,7 @@ class Scenario:
             answer = whale_train(words, self.folder, self.environment)
             assert answer.status == 0, f"{command.text}: {answer.stderr}"
 
-    def _other(self, command: CommandLine) -> None:
+    def _other(self, command: CommandLine, added: list[str]) -> None:
         """Run a command of the shell in a full run; those of other hosts and installers are to be
         marked."""
         assert command.program not in ELSEWHERE, (
@@ -133,6 +133,8 @@ class Scenario:
         )
         if not self.is_full:
             self.said = None
+            if command.has_ours:
+                self._plan(command, added)
             return
         beside = os.path.dirname(sys.executable)
         environment = {**environment_for(self.folder), **self.environment}

@@ -50,6 +50,8 @@ def test_a_page_is_its_blocks_with_what_comments_say() -> None:
     [
         ("<!-- run: plan -->\n\nText.\n", "line 3: 'run: plan' stands before no block"),
         ("```bash\nls\n", "line 1: the block has no end"),
+        ("<!-- run: refuse -->\n```bash\nls\n```\n", "line 1: 'run: refuse' is none of full, no"),
+        ("<!-- run: no -->\n```bash\nls\n```\n", "line 1: 'run: no' is none of full, no"),
     ],
 )
 def test_a_page_without_a_block_where_one_must_be_is_wrong(text: str, said: str) -> None:
@@ -88,6 +90,7 @@ def only(text: str) -> CommandLine:
         ('make train ARGS="strategy=zero3"', [["strategy=hybrid_split_dp",
                                                "hardware=v100_p100_mix", "strategy=zero3"]]),
         ("make test", [[]]),
+        ("whale-train seed=1 2>&1 | tail -n 3", [["seed=1"]]),
     ],
 )  # fmt: skip
 def test_a_command_is_planned_by_its_overrides(text: str, jobs: list[list[str]]) -> None:
@@ -149,6 +152,7 @@ def test_a_comment_says_how_a_block_is_run(
         ("<!-- run: refused -->\n```bash\nwhale-train\n```\n", 0, "exit status 0"),
         ("```bash\npip install x\n```\n", 0, "run: no REASON"),
         ("```bash\nfalse\n```\n", 0, "exit status 1"),
+        ("<!-- run: plan -->\n```bash\nwhale-train | tail\n```\n", 1, "whale-train . tail: "),
         ("```python\na =\n```\n", 0, "invalid syntax"),
         ("```yaml\na: [\n```\n", 0, "expected"),
         (
