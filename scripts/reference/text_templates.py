@@ -189,6 +189,8 @@ class Reader:
                 scope.module.places[id(before)] = scope.module.places[id(statement)]
                 self._kept.append(before)
                 texts = list(self._joined([before, value], scope)) if is_name(target, name) else []
+                if is_number(value):  # a sum, and no longer text
+                    texts = [Text(f"<{name}>")] if is_name(target, name) else []
             case ast.Assign(targets=[target], value=value):
                 texts = self.texts(value, scope) if name in assigned_names(statement) else []
             case ast.AnnAssign(target=target, value=ast.expr() as value):
@@ -232,7 +234,9 @@ class Reader:
                     yield Text(part, text.chosen)
         if not known:
             yield Text("<value>")
-        yield from (x for default in call.args[1:] for x in self.texts(default, scope))
+        default = call.args[1]
+        if not (isinstance(default, ast.Constant) and default.value is None):
+            yield from self.texts(default, scope)
 
     def _looked_up(self, node: ast.Subscript, table: ast.Name, scope: Scope) -> Iterator[Text]:
         """Yield the texts of a table's item: of all items, where the key is not known."""
