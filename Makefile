@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-gpu test-all check lint install constraints clean
+.PHONY: train test test-gpu test-all test-docs check lint docs serve-docs check-links install constraints clean
 
 train: install
 	$(BIN)/whale-train strategy=hybrid_split_dp hardware=v100_p100_mix $(ARGS)
@@ -28,6 +28,10 @@ test-gpu: install
 test-all: install
 	WHALE_TRAIN_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Every command of the documentation, as it stands; `make test` plans those that train.
+test-docs: install
+	WHALE_TRAIN_FULL=1 $(BIN)/python -m pytest tests/docs
+
 check: lint test
 
 lint: install
@@ -36,6 +40,18 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/lint_words.py
+	$(BIN)/codespell README.md docs src conf tests scripts benchmarks findings
+
+# The site of docs/, in build/docs; a warning is an error: a broken link, a page that no list names.
+docs: install
+	$(BIN)/sphinx-build -W --keep-going -n -q docs build/docs
+
+serve-docs: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs 8000
+
+# Links to other sites. It needs a network, which CI has not: run it by hand.
+check-links: install
+	$(BIN)/sphinx-build -n -q -b linkcheck docs build/links
 
 install: $(STAMP)
 
@@ -43,7 +59,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whale-train needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,images,peft,slurm,metrics,trackers,optuna,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,images,peft,slurm,metrics,trackers,optuna,dev,docs]'
 	touch $(STAMP)
 
 # Pin what is installed: after changing the ranges, and running `make check`.

@@ -10,52 +10,15 @@ import re
 import shlex
 import subprocess
 import sys
-import tarfile
-from itertools import product
 from pathlib import Path
 
 import pytest
-import tokenizers
 import yaml
-from PIL import Image
 from tests.cli.command import ROOT, environment_for, whale_train
+from tests.docs.sample_files import GROUPS, write_files
 
 from whale_train.rehearsal import Rehearsal
 
-_CORPORA = ("corpus/a.jsonl", "train/a.jsonl", "valid.jsonl")
-
-
-def _words() -> tokenizers.Tokenizer:
-    """Return a tokenizer of a few words."""
-    names = ("<unk>", "the", "cat", "sat", "on", "mat")
-    vocabulary = {name: number for number, name in enumerate(names)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return words
-
-
-FILES = {
-    "my_models.py": "from torch import nn\n\n\nclass Net(nn.Sequential):\n"
-    "    def __init__(self, width=8):\n"
-    "        super().__init__(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4))\n\n"
-    "    def forward(self, features):\n        return super().forward(features)\n",
-    "my_data.py": "import numpy as np\n\n\nclass Crop:\n"
-    "    def __init__(self, size):\n        self.size = size\n\n"
-    "    def __call__(self, picture):\n        return picture[:, : self.size, : self.size]\n\n\n"
-    "class Photos:\n    def __init__(self, folder, transform):\n"
-    "        self.transform = transform\n\n    def __len__(self):\n        return 100\n\n"
-    "    def __getitem__(self, number):\n        picture = np.zeros((3, 80, 80), np.float32)\n"
-    "        return self.transform(picture), number % 4\n",
-    **dict.fromkeys(_CORPORA, '{"text": "the cat sat on the mat"}\n' * 200),
-    "my_tokenizer/tokenizer.json": _words().to_str(),
-    "my_tokenizer/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
-    "my_optimizers.py": "import torch\n\n\nclass Lion(torch.optim.Optimizer):\n"
-    "    def __init__(self, parameters, lr):\n        super().__init__(parameters, {'lr': lr})\n\n"
-    "    @torch.no_grad()\n    def step(self):\n"
-    "        for group in self.param_groups:\n            for x in group['params']:\n"
-    "                x.sub_(x.grad.sign(), alpha=group['lr'])\n",
-    "conf/hardware/my_cluster.yaml": (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text(),
-}
 _SLOW = ("m6_10b", "model=bert_large", "resnet50_100k", "v100_512", "strategy=auto", "auto]")
 _STUDY = "hydra/sweeper=optuna"
 _PLANNED = ("mode=plan", "mode=rehearse", "mode=verify", "mode=calibrate")
@@ -87,39 +50,8 @@ def overrides_of(command: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with what the commands name."""
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    features, labels = rng.normal(size=(256, 6)).astype("float32"), rng.integers(0, 4, 256)
-    np.savez(tmp_path / "samples.npz", features=features, labels=labels)
-    write_images(tmp_path)
+    write_files(tmp_path, tuple(group for group in GROUPS if group != "llama"))
     return tmp_path
-
-
-def write_images(folder: Path) -> None:
-    """Write images of two classes into folders, and into a shard."""
-    for part, name in product(("train", "val"), ("cat", "dog")):
-        (folder / "imagenet" / part / name).mkdir(parents=True)
-        for number in range(2):
-            image = Image.new("RGB", (32, 24), (number, 20, 30))
-            image.save(folder / "imagenet" / part / name / f"{number}.png")
-    (folder / "shards").mkdir()
-    with tarfile.open(folder / "shards/train-000.tar", "w") as tar:
-        (folder / "label").write_text("1")
-        for number in range(2):
-            tar.add(folder / f"imagenet/train/cat/{number}.png", f"{number}.png")
-            tar.add(folder / "label", f"{number}.cls")
-
-
-def write_llama(folder: Path) -> None:
-    import transformers
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, vocab_size=257)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def test_the_blocks_are_read() -> None:
@@ -138,7 +70,7 @@ TO_PLAN = [
 def test_a_command_of_the_readme_has_a_plan(command: str, folder: Path) -> None:
     given = overrides_of(command)
     if "model.pretrained=DIR" in given:
-        write_llama(folder / "DIR")
+        write_files(folder, ("llama",))
     modes = [word for word in given if word in _PLANNED]
     kept = [x for x in given if x not in modes and not x.startswith("train.resume")]
     kept = [x for x in kept if x not in ("-m", "launcher.wait=false")]
