@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from whale_train.launcher.planning.profile_cache import VARIABLE, keep_profile, kept_profile
+from whale_train.launcher.planning.profile_cache import keep_profile, kept_profile
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.cache_key import profile_key
 from whale_train.models.profile.measure import profile_model
@@ -33,6 +33,7 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import resolve
 from whale_train.strategies.search.search import search
 from whale_train.strategies.stages.analysis import ModelAnalysis
+from whale_train.user_cache import VARIABLE
 
 TOKENS, VOCABULARY = 64, 257
 SPLIT = {"split": {"degree": 8}}

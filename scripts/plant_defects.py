@@ -87,8 +87,8 @@ DEFECTS = {
     ),
     "rate_a_step_late": Defect(
         "runtime/optim/lr_schedule.py",
-        "return options.lr * (step + 1) / options.warmup_steps",
-        "return options.lr * step / options.warmup_steps",
+        "return options.lr * (step + 1) / warmup",
+        "return options.lr * step / warmup",
     ),
     "classes_without_a_sum": Defect(
         "runtime/kernels/vocab_parallel.py",
@@ -127,8 +127,8 @@ DEFECTS = {
     ),
     "moments_left_out": Defect(
         "runtime/state/restore.py",
-        'if block.folder == "optimizer" and not readers[block.folder].has_moments(name):',
-        'if block.folder == "optimizer":',
+        'if block.folder != "optimizer" or readers[block.folder].has_moments(name):',
+        'if block.folder != "optimizer":',
     ),
     "softmax_keeps_samples_apart": Defect(
         "strategies/independence/rules.py",

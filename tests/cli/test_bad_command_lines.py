@@ -86,8 +86,8 @@ COMMAND_LINE = (
         "+train.foo=1",
         "train.foo=1 is not a key here; use one of: accumulate, compile, delink_at, epochs, "
         "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
-        "on_nan, precision, profile, reduce_dtype, resume, resume_data, router_bias_rate, steps, "
-        "stop_after, tensorboard, tf32, trace",
+        "on_nan, precision, profile, reduce_dtype, report, resume, resume_data, router_bias_rate, "
+        "steps, stop_after, tensorboard, tf32, trace",
     ),
     Case(
         "added_existing_key",

@@ -179,7 +179,7 @@ def test_a_plan_shows_what_the_terminal_shows(folder: Path) -> None:
     with console.capture() as captured:
         console.print(shown)
     answer = whale_train(["mode=plan", *overrides, "hydra.run.dir=run"], folder)
-    assert captured.get() == answer.stdout.partition("the plan: ")[0]
+    assert captured.get() == answer.stdout.partition("the page: ")[0]
     assert shown.to_json() == (folder / "run" / "plan.json").read_text()
     html = Elements()
     html.feed(shown._repr_html_())
