@@ -43,8 +43,13 @@ lint: install
 	$(BIN)/codespell README.md docs src conf tests scripts benchmarks findings
 
 # The site of docs/, in build/docs; a warning is an error: a broken link, a page that no list names.
-docs: install
+docs: install docs/pages/.made
 	$(BIN)/sphinx-build -W --keep-going -n -q docs build/docs
+
+# The pages of plans and runs that the site shows: a minute of planning and training.
+docs/pages/.made: $(STAMP) scripts/example_pages.py $(wildcard src/whale_train/launcher/report/*)
+	$(BIN)/python scripts/example_pages.py
+	touch $@
 
 serve-docs: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs 8000

@@ -82,7 +82,8 @@ def _section(request: Request, explained: Explanation, arguments: Sequence[str])
     if refused:
         tables.append(Table("Changes that make no plan", ("change", "because"), refused))
     lines = verdict_lines(explained, arguments)
-    lines += [f"To be the fastest, {condition_line(x)}." for x in explained.conditions]
+    lines += [condition_line(x) for x in explained.conditions]
+    lines = [line[:1].upper() + line[1:] for line in lines]
     return Section("why-not", f"Why not strategy={request.explain}?", lines, tables=tables)
 
 

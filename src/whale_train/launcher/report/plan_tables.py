@@ -99,14 +99,14 @@ def devices_table(kinds: Sequence[RankKind]) -> Table:
                     kind.device,
                     f"{kind.samples:,}",
                     f"{kind.micro_batches:,} x {kind.micro_batch_size:,}",
-                    *(in_bytes(size) for size in parts.values()),
                     in_bytes(kind.memory.total),
                     share,
+                    *(in_bytes(size) for size in parts.values()),
                 )
             )
         )
-    sizes = ("parameters", "gradients", "optimizer", "activations", "communication", "all")
-    numbers = ("samples", "micro-batches", *sizes, "of its memory")
+    sizes = ("parameters", "gradients", "optimizer", "activations", "communication")
+    numbers = ("samples", "micro-batches", "memory", "of its device", *sizes)
     columns = ("ranks", "nodes", "device", *numbers)
     caption = "What each kind of rank takes of a step, and needs of its memory"
     return Table(caption, columns, rows, numbers)

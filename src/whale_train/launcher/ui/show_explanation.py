@@ -108,13 +108,15 @@ def trial_rows(explained: Explanation) -> list[tuple[str, ...]]:
 
 def condition_line(condition: Condition) -> str:
     """Return the line about what would make a strategy the fastest, or would not."""
-    of_samples = condition.what == "samples of a step"
-    amount = f"{condition.amount:,.0f}" if of_samples else in_bytes(condition.amount)
-    if condition.what.startswith("bandwidth"):
-        amount += "/s"
+    amounts = {
+        "samples": f"{condition.amount:,.0f} samples a step",
+        "memory": f"{in_bytes(condition.amount)} of memory on the smallest device",
+        "network": f"{in_bytes(condition.amount)}/s between nodes",
+    }
+    amount = amounts[condition.quantity]
     if condition.times is None:
-        return f"{condition.what}: not even {amount}"
-    return f"{condition.what}: {amount}, {condition.times:g} times as here"
+        return f"not even {amount} would make it the fastest"
+    return f"it would be the fastest with {amount}, {condition.times:g} times as here"
 
 
 def command_of(trial: TriedPlan, arguments: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.explain.reliefs import (
@@ -30,6 +30,7 @@ from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 from whale_train.strategies.stages.analysis import ModelAnalysis
 
+Quantity = Literal["samples", "memory", "network"]
 _MOST_CHANGES = 5  # changes that are tried together where no single one makes a plan
 _MOST_TIMES = 64  # largest factor of a device's memory, of a network or of a batch that is tried
 _CLOSE = 1.005  # steps at most this many times the fastest are as fast
@@ -88,13 +89,15 @@ class TriedPlan:
 class Condition:
     """What would have to be true for the strategy to be the fastest.
 
-    what: the quantity that was changed, in words.
+    quantity: what was changed: `samples` of a step, `memory` of every device, or the bandwidth of
+        the `network` between nodes.
     times: the least factor of it, of powers of two, at which the strategy is the fastest; None
         where it is at none that was tried.
-    amount: the quantity itself at that factor, in bytes, bytes/s or samples.
+    amount: the quantity at that factor, or at the last that was tried: samples, bytes of the
+        smallest device, or bytes/s.
     """
 
-    what: str
+    quantity: Quantity
     times: float | None
     amount: float
 
@@ -287,28 +290,27 @@ class _Explainer:
         cluster = setting.cluster
         memory = min(device.memory_bytes for device in cluster.devices)
         batch = setting.training.global_batch
-        changes: list[tuple[str, Callable[[float], Setting], float, Sequence[float]]] = [
-            ("samples of a step", lambda x: with_batch(setting, x), batch, _UP),
-            ("memory of the smallest device", lambda x: with_memory(setting, x), memory, _DOWN),
+        changes: list[tuple[Quantity, Callable[[float], Setting], float, Sequence[float]]] = [
+            ("samples", lambda x: with_batch(setting, x), batch, _UP),
+            ("memory", lambda x: with_memory(setting, x), memory, _DOWN),
         ]
         if len(cluster.nodes) > 1:
             network = cluster.network.bandwidth_bytes_s
-            faster = ("bandwidth between nodes", lambda x: with_network(setting, x), network)
-            changes.append((*faster, _UP))
+            changes.append(("network", lambda x: with_network(setting, x), network, _UP))
         conditions = []
-        for what, changed, amount, factors in changes:
-            times = self._least_factor(what, changed, factors)
-            conditions.append(Condition(what, times, amount * (times or factors[-1])))
+        for quantity, changed, amount, factors in changes:
+            times = self._least_factor(quantity, changed, factors)
+            conditions.append(Condition(quantity, times, amount * (times or factors[-1])))
         return conditions
 
     def _least_factor(
-        self, what: str, changed: Callable[[float], Setting], factors: Sequence[float]
+        self, quantity: Quantity, changed: Callable[[float], Setting], factors: Sequence[float]
     ) -> float | None:
         """Return the first of `factors` at which the strategy is the fastest, by bisection: it is
         taken to stay the fastest once it is."""
 
         def is_fastest(times: float) -> bool:
-            self._progress(f"{times:g} times the {what}")
+            self._progress(f"{times:g} times the {quantity}")
             setting = changed(times)
             trial = self._trial(Relief("hardware", "", setting), moving=True)
             return trial.is_legal and _wins(trial, self._fastest(setting))
