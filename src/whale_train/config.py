@@ -83,7 +83,7 @@ class StopAfterOptions(WatchedMetric):
 class TrainOptions(_Section):
     """Options of training, under `train`.
 
-    steps: number of optimizer steps. Where `epochs` is given, `in_steps` sets it.
+    steps: number of optimizer steps; follows from `epochs` where that is given.
     epochs: passes over the data, in place of a number of steps; may be a fraction.
     global_batch: samples of a step, of all devices together.
     accumulate: number of gradient accumulation steps: micro-batches of every device in a step.

@@ -80,7 +80,7 @@ class OptimizerOptions(_Options):
     """Options of the optimizer, and of the schedule of its learning rate, under `optimizer`.
 
     name: torch's optimizer of that name, or LAMB; `custom` for one that is given by its class.
-    lr: the learning rate after the warm-up.
+    lr: the learning rate after the warm-up, before the schedule.
     weight_decay, momentum, betas, eps, fused: arguments of the named optimizers, under torch's
         names.
     no_decay: the parameters that have no weight decay; None: all have it.

@@ -11,8 +11,8 @@ _FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<info>.*)$")
 _COMMENT = re.compile(r"^<!--\s*(run|files):\s*(.*?)\s*-->$")
 _DIRECTIVE = re.compile(r"^\{code-block\}\s*(\w*)$")
 _OPTION = re.compile(r"^:(\w+):\s*(.*)$")
-_WORDS = ("full", "no", "plan", "refused", "shows", "with")  # that comments begin with
-_RUNS = "full, no REASON, plan, refused, shows, with OVERRIDES"
+_WORDS = ("file", "full", "no", "plan", "refused", "shows", "with")  # that comments begin with
+_RUNS = "file NAME, full, no REASON, plan, refused, shows, with OVERRIDES"
 CHECKED = ("bash", "python", "yaml", "output")  # kinds of blocks that are more than text
 
 
@@ -70,7 +70,7 @@ def page_of(text: str) -> Page:
             files += comment[2].split()
         elif comment:
             word, _, rest = comment[2].partition(" ")
-            if word not in _WORDS or (word in ("no", "with") and not rest):
+            if word not in _WORDS or (word in ("file", "no", "with") and not rest):
                 raise ValueError(f"line {number}: 'run: {comment[2]}' is none of {_RUNS}")
             said.append(comment[2])
         elif fence:
@@ -95,4 +95,5 @@ def _block(info: str, lines: list[str], said: tuple[str, ...], number: int) -> B
         options[option[1]] = option[2]
         lines = lines[1:]
     text = "\n".join(lines[1:] if options and lines and not lines[0] else lines)
-    return Block(kind, f"{text}\n", options.get("caption", ""), said, number)
+    named = next((x.removeprefix("file ") for x in said if x.startswith("file ")), "")
+    return Block(kind, f"{text}\n", options.get("caption", named), said, number)

@@ -336,7 +336,7 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
             [
                 "hardware=v100_sxm2_32gb is of architecture sm_70, for which torch 2.13.0+cu130 "
                 "was not built (it was for sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120); "
-                "install a torch that was (README, Hardware)"
+                "install a torch that was (docs/mixed_cluster.md)"
             ],
         ),
         (
@@ -344,7 +344,7 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
             ["sm_100a"],
             [
                 "hardware=h100_sxm_80gb is of architecture sm_90, for which torch 2.13.0+cu130 was "
-                "not built (it was for sm_100a); install a torch that was (README, Hardware)"
+                "not built (it was for sm_100a); install a torch that was (docs/mixed_cluster.md)"
             ],
         ),
         (
@@ -352,7 +352,7 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
             [],
             [
                 "hardware=h100_sxm_80gb cannot be used by torch 2.13.0+cu130, which was built "
-                "without CUDA; install a torch that was (README, Hardware)"
+                "without CUDA; install a torch that was (docs/mixed_cluster.md)"
             ],
         ),
     ],

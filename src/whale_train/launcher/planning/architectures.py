@@ -7,7 +7,7 @@ from whale_train.errors import Fault
 from whale_train.strategies.hardware.gpu_facts import GpuFacts, device_of
 
 _FLAG = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
-_REMEDY = "install a torch that was (README, Hardware)"
+_REMEDY = "install a torch that was (docs/mixed_cluster.md)"
 
 
 def refused_architectures(cards: Sequence[GpuFacts]) -> list[Fault]:
