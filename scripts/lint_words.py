@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BANNED = frozenset(("found", "each", "listed", "mine", "least"))
+BANNED = frozenset(("found", "each", "listed", "mine", "least", "what", "whole", "kept", "written"))
 NO_VERB = frozenset((
     "A", "All", "An", "And", "As", "At", "Each", "For", "From", "How", "If", "In", "It", "Its",
     "No", "Nothing", "Of", "On", "One", "Only", "Or", "Same", "Some", "That", "The", "These",

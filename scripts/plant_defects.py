@@ -72,8 +72,8 @@ DEFECTS = {
     ),
     "clip_of_each_rank": Defect(
         "runtime/train/optimizer_step.py",
-        "whole = squared_norm if sum_over_job is None else sum_over_job(squared_norm)",
-        "whole = squared_norm",
+        "total_squared = squared_norm if sum_over_job is None else sum_over_job(squared_norm)",
+        "total_squared = squared_norm",
     ),
     "scaled_norm": Defect(
         "runtime/train/optimizer_step.py",

@@ -303,23 +303,23 @@ def _plan(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
     if request.compare:
         plans = resolve_each(request, compared_strategies(request.compare))
         refuse_all(plans)
-        written = [("the plan", path) for path in write_plans(run_dir, plans)]
+        files = [("the plan", path) for path in write_plans(run_dir, plans)]
         console.print(comparison_view(plans))
         title = _title(request, ("model", "hardware"))
-        written.insert(0, ("the page", write_comparison(run_dir, plans, title)))
+        files.insert(0, ("the page", write_comparison(run_dir, plans, title)))
     else:
         resolved = resolve_request(request)
         refuse_other_ranks(asked, resolved.plan)
         write_plan(run_dir, resolved, request)
         show_resolved(resolved, request, console)
         write_view(run_dir, None, run_dir / PLAN_PAGE)
-        written = [("the page", run_dir / PLAN_PAGE), ("the plan", run_dir / "plan.json")]
+        files = [("the page", run_dir / PLAN_PAGE), ("the plan", run_dir / "plan.json")]
         if request.train.trace:
-            written.append(("the predicted step's timeline", run_dir / "predicted_trace.json"))
+            files.append(("the predicted step's timeline", run_dir / "predicted_trace.json"))
         if resolved.found is not None:
-            written.append(("the strategy, as a file", run_dir / "strategy.yaml"))
-    for what, path in written:
-        console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
+            files.append(("the strategy, as a file", run_dir / "strategy.yaml"))
+    for label, path in files:
+        console.print(f"{label}: {path}", soft_wrap=True, markup=False, highlight=False)
     if asked.mode == "rehearse" or (asked.rehearse and not asked.compare):
         with stop_signals() as signals:
             return rehearse_job(asked, run_dir, console, signals)

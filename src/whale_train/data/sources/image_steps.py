@@ -133,20 +133,20 @@ class ImageReader:
     mean: NDArray[np.float32]
     std: NDArray[np.float32]
 
-    def read(self, encoded: bytes, what: Callable[[], str]) -> NDArray[Any]:
-        """Return an image as `[channels, height, width]`. `what` returns the image's name for
+    def read(self, encoded: bytes, image_name: Callable[[], str]) -> NDArray[Any]:
+        """Return an image as `[channels, height, width]`. `image_name` returns the image's name for
         messages.
 
         An image that still has 8 bits after the steps becomes float32 and is normalised. Any other
         result of the steps is returned unchanged. Raises ConfigError where the image cannot be
         decoded, or a step raises.
         """
-        value: Any = decoded(encoded, self.channels, what)
+        value: Any = decoded(encoded, self.channels, image_name)
         for key, step in self.steps:
             try:
                 value = step(value)
             except Exception as error:
-                rule = f"raised {said(error)} for {what()}"
+                rule = f"raised {said(error)} for {image_name()}"
                 raise ConfigError([Fault(key, "", rule, "correct it")]) from error
         if hasattr(value, "detach"):  # a tensor of torch
             value = value.detach().cpu().numpy()
@@ -178,11 +178,11 @@ def image_reader(options: ImageOptions, evaluates: bool) -> ImageReader:
     return ImageReader(steps, options.channels, *scale)
 
 
-def decoded(encoded: bytes, channels: int, what: Callable[[], str]) -> Any:
+def decoded(encoded: bytes, channels: int, image_name: Callable[[], str]) -> Any:
     """Return an encoded image as a PIL image, in RGB or grey. Raises ConfigError where PIL cannot
     read it, or it has more than 8 bits a channel.
 
-    what: function that returns the image's name for messages.
+    image_name: function that returns the image's name for messages.
     """
     image = _pil()
     try:
@@ -191,10 +191,10 @@ def decoded(encoded: bytes, channels: int, what: Callable[[], str]) -> Any:
             if not mode.startswith(_DEEP):
                 return read.convert("RGB" if channels == 3 else "L")
     except Exception as error:
-        rule = f"holds {what()}, which is no image that PIL reads ({said(error)})"
+        rule = f"holds {image_name()}, which is no image that PIL reads ({said(error)})"
         remedy = "write the file again, copy it whole, or leave it out"
         raise ConfigError([Fault("data.path", "", rule, remedy)]) from error
-    rule = f"holds {what()}, with pixels of more than 8 bits (PIL's mode {mode})"
+    rule = f"holds {image_name()}, with pixels of more than 8 bits (PIL's mode {mode})"
     raise ConfigError([Fault("data.path", "", rule, "save it with 8 bits a channel")])
 
 

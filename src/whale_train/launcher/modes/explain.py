@@ -32,21 +32,21 @@ EXPLANATION = "explanation.json"
 
 def explain_job(
     request: Request,
-    written: Mapping[str, Any],
+    content: Mapping[str, Any],
     run_dir: Path,
     console: Console,
     arguments: Sequence[str],
 ) -> JobEnd:
     """Show what would have to be true for a strategy, and write it into `run_dir`.
 
-    written: the content of the strategy's file.
+    content: the content of the strategy's file.
     arguments: command-line arguments of the request.
 
     Raises ConfigError where the request is wrong whatever the strategy.
     """
     assert request.explain is not None
     base = planning_base(request)
-    setting = Setting(written, base.cluster, base.training)
+    setting = Setting(content, base.cluster, base.training)
     with explaining_shown(console) as progress:
         explained = explain_strategy(
             *(setting, request.explain, base.profile),

@@ -167,9 +167,9 @@ class Verification:
             "gradient_norms": dict(zip(_SIDES, self.norms, strict=True)),
             "skipped_steps": dict(zip(_SIDES, self.skipped, strict=True)),
             "rounding": [
-                {"what": what, "step": step, "of_allowed": x, "allowed": stretch(self.rounding, k)}
+                {"what": kind, "step": step, "of_allowed": x, "allowed": stretch(self.rounding, k)}
                 for k, x in self.rounding.items()
-                for what, step in [k]
+                for kind, step in [k]
             ],
             "differences": [
                 {**asdict(x), "relative": x.relative, "within": x.within} for x in self.differences

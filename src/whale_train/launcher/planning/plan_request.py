@@ -355,9 +355,9 @@ def resolve_each(
     request, cluster, profile, training = base.request, base.cluster, base.profile, base.training
     findings = ModelAnalysis(profile, training.precision)
     plans: dict[str, Resolved | RequestError] = {}
-    for name, written in strategies.items():
+    for name, content in strategies.items():
         wrong: list[Fault] = []
-        strategy = read_strategy(written, name, wrong)
+        strategy = read_strategy(content, name, wrong)
         try:
             if strategy is None or wrong:
                 raise ConfigError(wrong)

@@ -54,15 +54,15 @@ def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
     write_text(run_dir / "plan.json", resolved.plan.to_json())
 
 
-def write_strategy(run_dir: Path, written: Mapping[str, Any], request: Request) -> None:
+def write_strategy(run_dir: Path, content: Mapping[str, Any], request: Request) -> None:
     """Write the file of a strategy that was made for a request.
 
-    written: the content of the file.
+    content: the content of the file.
     """
     names, batch = request.names, request.train.global_batch
     head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
     head += f"train.global_batch={batch}\n"
-    text = yaml.dump(dict(written), Dumper=_WithoutAliases, sort_keys=False)
+    text = yaml.dump(dict(content), Dumper=_WithoutAliases, sort_keys=False)
     write_text(run_dir / STRATEGY, head + text)
 
 

@@ -293,12 +293,12 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     if len(points) <= MOST_POINTS:
         return list(points)
     width = -(-2 * len(points) // MOST_POINTS)
-    kept = []
+    thin = []
     for start in range(0, len(points), width):
         part = points[start : start + width]
         ends = {min(part, key=lambda x: x[1]), max(part, key=lambda x: x[1])}
-        kept += sorted(ends)
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+        thin += sorted(ends)
+    return thin if thin[-1] == points[-1] else [*thin, points[-1]]
 
 
 def kind_label(kind: RankKind) -> str:

@@ -120,11 +120,11 @@ def parts_table(plan: Plan) -> Table:
         copies = f"{len(part.replicas):,}"
         if widths[-1] > 1:
             copies += f", each over {' or '.join(f'{x:,}' for x in widths)} ranks"
-        kept = [f"{what} on {at}" for what, at in part.offload.items() if at != "none"]
+        on_host = [f"{state} on {at}" for state, at in part.offload.items() if at != "none"]
         ranks = fold_numbers([rank for replica in part.replicas for rank in replica])
         held = f"{len(part.parameters):,}, {len(part.shards):,} of them split"
         cells = (part.name, part.primitive, fold_modules(part.modules), held, copies)
-        rows.append(Row((*cells, ranks, ", ".join([f"ZeRO {part.zero}", *kept]))))
+        rows.append(Row((*cells, ranks, ", ".join([f"ZeRO {part.zero}", *on_host]))))
     columns = ("part", "primitive", "modules", "parameters", "copies", "ranks", "state")
     return Table("TaskGraphs, in the order of the forward", columns, rows)
 

@@ -56,9 +56,11 @@ def step_spans(events: Iterable[Mapping[str, Any]], ranks: Sequence[int]) -> lis
     ends = [_ends(of_rank) for of_rank in by_rank.values()]
     if not ends:
         return []
-    whole = min(map(len, ends))
-    begin = max((x[whole - 2] for x in ends), default=0.0) if whole > 1 else 0.0
-    stop = max((x[whole - 1] for x in ends), default=float("inf")) if whole else float("inf")
+    num_steps = min(map(len, ends))
+    begin = max((x[num_steps - 2] for x in ends), default=0.0) if num_steps > 1 else 0.0
+    stop = (
+        max((x[num_steps - 1] for x in ends), default=float("inf")) if num_steps else float("inf")
+    )
     chosen = [
         event
         for of_rank in by_rank.values()

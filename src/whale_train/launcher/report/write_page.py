@@ -45,16 +45,16 @@ def _program() -> str:
     It takes seconds to make, and is kept in the user's cache.
     """
     key = hashlib.sha256(f"{version('vl-convert-python')}\n{_DRAW}".encode()).hexdigest()[:16]
-    kept = user_cache("report") / f"{key}.js"
+    cached = user_cache("report") / f"{key}.js"
     with suppress(OSError):
-        return kept.read_text(encoding="utf-8")
+        return cached.read_text(encoding="utf-8")
     import vl_convert
 
     program: str = vl_convert.javascript_bundle(_DRAW)
     program = program.replace("</script", "<\\/script")
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        made = kept.with_suffix(f".{os.getpid()}")
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        made = cached.with_suffix(f".{os.getpid()}")
         made.write_text(program, encoding="utf-8")
-        made.replace(kept)
+        made.replace(cached)
     return program

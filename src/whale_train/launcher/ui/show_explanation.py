@@ -124,12 +124,12 @@ def command_of(trial: TriedPlan, arguments: Sequence[str]) -> str:
 
     arguments: command-line arguments of the request.
     """
-    written = [
+    strategy = [
         f"strategy.{key}={in_flow(value)}"
         for key, value in trial.written.items()
         if (key, value) != ("balance", "hardware")
     ]
-    changes = [*written, *trial.overrides]
+    changes = [*strategy, *trial.overrides]
     replaced = {"mode", "explain", "strategy", "hydra.run.dir"}
     replaced |= {change.partition("=")[0] for change in changes}
     stays = [x for x in arguments if x.partition("=")[0].lstrip("+") not in replaced]

@@ -22,7 +22,7 @@ from whale_train.strategies.plan.program import PlannedSegment
 
 
 def own_tensors(
-    written: Sequence[PlannedSegment],
+    segments: Sequence[PlannedSegment],
     task_graphs: Sequence[TaskGraph],
     module: LossModule,
     graph: fx.GraphModule,
@@ -33,7 +33,7 @@ def own_tensors(
     """Return the canonical path of every parameter's name, and this rank's part of the tensors by
     canonical path.
 
-    The tensors are the parameters, buffers and constants that the segments `written` read.
+    The tensors are the parameters, buffers and constants that the `segments` read.
 
     module: the whole model; the parameters that are read are removed from it.
     index: this rank's place in the shard group.
@@ -60,7 +60,7 @@ def own_tensors(
         if node.op == "get_attr" and is_tensor(graph, node)
     }
     places = places_of(module)
-    read = dict.fromkeys(path for x in written for path in tensor_paths(x, graph, canonical))
+    read = dict.fromkeys(path for x in segments for path in tensor_paths(x, graph, canonical))
     named = {**constants, **buffers, **parameters}
     own: dict[str, Tensor] = {}
     # The largest tensor comes first: until it is sharded, the rank holds all of it beside its other
@@ -114,10 +114,10 @@ def narrow_of(task_graph: TaskGraph, tensors: Mapping[str, Tensor]) -> frozenset
 
 
 def tensor_paths(
-    written: PlannedSegment, graph: fx.GraphModule, canonical: dict[str, str]
+    segment: PlannedSegment, graph: fx.GraphModule, canonical: dict[str, str]
 ) -> list[str]:
     """Return the canonical paths of the tensors that a segment reads, each once."""
-    chosen = set(written.operations)
+    chosen = set(segment.operations)
     read_paths = (
         model_path(str(node.target))
         for node in graph.graph.nodes

@@ -26,16 +26,16 @@ class Trace:
         self.events: list[dict[str, Any]] = [named(rank, device)]
 
     @contextmanager
-    def span(self, what: Instruction | str) -> Iterator[None]:
-        """Record an event `what` that lasts as long as the body of the context."""
+    def span(self, label: Instruction | str) -> Iterator[None]:
+        """Record an event `label` that lasts as long as the body of the context."""
         started = time.time_ns()
         try:
             yield
         finally:
             duration_ns = time.time_ns() - started
-            self.events.append(event(self.rank, what, started / 1e3, duration_ns / 1e3))
+            self.events.append(event(self.rank, label, started / 1e3, duration_ns / 1e3))
 
 
-def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:
-    """Return a context that records `what` in `trace`, or a null context where `trace` is None."""
-    return nullcontext() if trace is None else trace.span(what)
+def span(trace: Trace | None, label: Instruction | str) -> AbstractContextManager[None]:
+    """Return a context that records `label` in `trace`, or a null context where `trace` is None."""
+    return nullcontext() if trace is None else trace.span(label)

@@ -109,9 +109,9 @@ class SharedMemoryGroup(NamedGroup):
 
         return self._begin(torch.cat([chunk.reshape(-1) for chunk in chunks]), take)
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any) -> dist.Work:
-        """Begin to reduce `whole`, [members * n]; this member gets its part, [n]."""
-        return self.reduce_scatter([output], [list(whole.view(self.size(), -1))], options)
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> dist.Work:
+        """Begin to reduce `tensor`, [members * n]; this member gets its part, [n]."""
+        return self.reduce_scatter([output], [list(tensor.view(self.size(), -1))], options)
 
     def alltoall_base(
         self,

@@ -52,24 +52,24 @@ from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
 def write_segment_graph(
     segment: SegmentModule,
-    written: PlannedSegment,
+    planned: PlannedSegment,
     source: fx.GraphModule,
     canonical: dict[str, str],
     place: ShardContext,
     counts: Counts | None,
     owner: WeightGradients,
 ) -> None:
-    """Write the graph of the plan's segment `written` into `segment`, from the export `source`.
+    """Write the graph of the plan's segment `planned` into `segment`, from the export `source`.
 
     `canonical` maps a tied parameter's names to the one name that the parameter is held under.
     `counts` is given for an evaluation graph, and filled when the graph runs; None writes the
     training graph. In the training graph, `owner` computes the weight gradients that operations
     take out of autograd.
     """
-    writer = _Writer(written, source, canonical, place, counts)
+    writer = _Writer(planned, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
     on_cpu = place.device.type == "cpu"
-    run_passes(*(graph, writer.nodes, written.rewrites, on_cpu), owner if counts is None else None)
+    run_passes(*(graph, writer.nodes, planned.rewrites, on_cpu), owner if counts is None else None)
     segment.set_graph(counts is None, graph, paths, inputs)
 
 

@@ -37,20 +37,20 @@ def special_ids(folder: Path) -> dict[str, int]:
     return ids
 
 
-def align_special_tokens(folder: Path, kept: Collection[str]) -> None:
+def align_special_tokens(folder: Path, token_ids: Collection[str]) -> None:
     """Write the special tokens of the tokenizer in a model's folder into the model's configs.
 
     A token that the tokenizer does not have, and whose id is beyond the vocabulary, becomes null.
     Tokens that a config does not name are not added. Raises OSError.
 
-    kept: keys that the user has set, such as `eos_token_id`, which are not changed.
+    token_ids: keys that the user has set, such as `eos_token_id`, which are not changed.
     """
     ids = special_ids(folder)
     size = _json(folder / "config.json").get("vocab_size")
     for name in _CONFIGS:
         config = _json(folder / name)
         aligned = dict(config)
-        for key in {f"{token}_id" for token in _TOKENS} & config.keys() - set(kept):
+        for key in {f"{token}_id" for token in _TOKENS} & config.keys() - set(token_ids):
             is_beyond = isinstance(size, int) and isinstance(config[key], int)
             lost = None if is_beyond and config[key] >= size else config[key]
             aligned[key] = ids.get(key, lost)

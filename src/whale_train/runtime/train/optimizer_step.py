@@ -59,8 +59,10 @@ def update(
         """
         if not waiting:
             squared_norm = torch.stack(squared).sum() if squared else torch.zeros((), device=device)
-            whole = squared_norm if sum_over_job is None else sum_over_job(squared_norm)
-            total.append(whole if poison is None else whole + poison.to(whole.device))
+            total_squared = squared_norm if sum_over_job is None else sum_over_job(squared_norm)
+            total.append(
+                total_squared if poison is None else total_squared + poison.to(total_squared.device)
+            )
             return total[0]
         engine, *others = waiting
 

@@ -57,21 +57,21 @@ def reliefs(setting: Setting) -> Iterator[Relief]:
 
 def strategy_reliefs(setting: Setting) -> Iterator[Relief]:
     """Yield the changes of the strategy itself, each of one node or of one key of the file."""
-    written = setting.written
-    seen = [dict(written)]
-    for change, graph in _graphs(written["graph"]):
-        changed = {**written, "graph": graph}
+    content = setting.written
+    seen = [dict(content)]
+    for change, graph in _graphs(content["graph"]):
+        changed = {**content, "graph": graph}
         if changed not in seen:
             seen.append(changed)
             yield Relief("strategy", change, replace(setting, written=changed))
     for balance in BALANCE:
-        if balance != written.get("balance", "hardware"):
-            changed = {**written, "balance": balance}
+        if balance != content.get("balance", "hardware"):
+            changed = {**content, "balance": balance}
             yield Relief("strategy", f"balance: {balance}", replace(setting, written=changed))
     kinds = setting.cluster.kinds
     if len(kinds) > 1:
         for kind, count in kinds.items():
-            changed = {**written, "devices": {kind: count}}
+            changed = {**content, "devices": {kind: count}}
             change = f"devices: {{{kind}: {count}}}"
             yield Relief("strategy", change, replace(setting, written=changed))
 
@@ -176,8 +176,8 @@ def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for on_host in ({"optimizer": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}):
         if on_host != offload:
             stage = max(zero, 3 if "parameters" in on_host else 2)
-            kept = " and ".join(on_host)
-            said = f"zero: {stage}, {kept} on the host"
+            state = " and ".join(on_host)
+            said = f"zero: {stage}, {state} on the host"
             yield said, {**body, "zero": stage, "offload": on_host}
 
 

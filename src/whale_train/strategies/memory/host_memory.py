@@ -40,15 +40,15 @@ def kept_on_hosts(
 
 
 def offload_decisions(
-    node: Replicate | None, kept: Sequence[float], cluster: Cluster
+    node: Replicate | None, bytes_by_host: Sequence[float], cluster: Cluster
 ) -> Iterator[Decision]:
-    """Yield the note of the bytes that hosts hold. `kept` is a result of `kept_on_hosts`."""
-    if node is None or not kept:
+    """Yield the note of the bytes that hosts hold, `bytes_by_host` as `kept_on_hosts` has them."""
+    if node is None or not bytes_by_host:
         return
-    reason = f"{' and '.join(offloaded(node))} on the hosts: {in_bytes(sum(kept))} in all"
-    if len(kept) > 1:
-        most = "at most " if max(kept) > min(kept) else ""
-        reason += f", {most}{in_bytes(max(kept))} on each of {len(kept)}"
+    reason = f"{' and '.join(offloaded(node))} on the hosts: {in_bytes(sum(bytes_by_host))} in all"
+    if len(bytes_by_host) > 1:
+        most = "at most " if max(bytes_by_host) > min(bytes_by_host) else ""
+        reason += f", {most}{in_bytes(max(bytes_by_host))} on each of {len(bytes_by_host)}"
     if any(host_node.host is None for host_node in cluster.nodes):
         reason += f", of whose memory hardware={cluster.name} says nothing"
     yield Decision(f"{node.path}.offload", "cpu", "", reason)

@@ -67,15 +67,15 @@ def refuse_shared_batch(
 
 
 def refuse_written_parameters(
-    profile: ModelProfile, zero: int, faults: list[Fault], written: str = ""
+    profile: ModelProfile, zero: int, faults: list[Fault], parameter: str = ""
 ) -> None:
     """Add a fault for a parameter that the forward changes, if ZeRO holds a copy of it and would
     undo the change.
 
-    `written` is the path of a parameter that a run has shown to change. With '', the parameters
+    `parameter` is the path of a parameter that a run has shown to change. With '', the parameters
     that the model's graph writes count.
     """
-    where = written
+    where = parameter
     for operation in profile.graph or ():
         for name in operation.writes:
             assert profile.graph is not None

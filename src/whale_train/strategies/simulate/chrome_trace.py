@@ -18,16 +18,16 @@ def named(rank: int, device: str) -> Event:
     return {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": name}
 
 
-def event(rank: int, what: Instruction | str, started_us: float, took_us: float) -> Event:
+def event(rank: int, label: Instruction | str, started_us: float, took_us: float) -> Event:
     """Return the event of an instruction, or of a named part of the step, on a rank. `started_us`
     and `took_us` are microseconds."""
     args: dict[str, Any] = {}
-    name, category = str(what), "step"
-    if isinstance(what, Instruction):
-        args = {"chunk": what.chunk, "micro_batch": what.micro_batch}
-        if what.peer >= 0:
-            args["peer"] = what.peer
-        name, category = f"{what.kind} {what.micro_batch}", what.kind
+    name, category = str(label), "step"
+    if isinstance(label, Instruction):
+        args = {"chunk": label.chunk, "micro_batch": label.micro_batch}
+        if label.peer >= 0:
+            args["peer"] = label.peer
+        name, category = f"{label.kind} {label.micro_batch}", label.kind
     return {
         "name": name, "cat": category, "ph": "X", "ts": started_us, "dur": took_us,
         "pid": rank, "tid": 0, "args": args,
