@@ -106,7 +106,7 @@ def test_a_page_that_cannot_be_written_does_not_fail_the_run(folder: Path) -> No
 
 PAGES = {
     "a run": ("path=run",),
-    "two": ("path=plan/plan.json", "against=run"),
+    "two": ("path=run/plan.json", "against=run"),
     "a comparison": (),
 }
 

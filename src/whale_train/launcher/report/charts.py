@@ -40,6 +40,7 @@ _STEP = {
     "idle": "#999999",
 }
 _RUNS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+_LEGEND = {"orient": "top", "title": None}
 _DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])  # of curves, beside their colours
 
 
@@ -212,7 +213,7 @@ def curve_chart(
         encoding["color"] = _colors("of", colors)
         dashes = [_DASHES[number % len(_DASHES)] for number in range(len(colors))]
         encoding["strokeDash"] = {
-            **{"field": "of", "type": "nominal", "legend": None, "sort": None},
+            **{"field": "of", "type": "nominal", "sort": None, "legend": _LEGEND},
             "scale": {"domain": list(colors), "range": dashes},
         }
     mark = {"type": "line", "tooltip": True, "color": _RUNS[0], "point": len(rows) <= 50}
@@ -311,8 +312,7 @@ def kind_label(kind: RankKind) -> str:
 
 def _colors(field: str, colors: Mapping[str, str]) -> dict[str, Any]:
     scale = {"domain": list(colors), "range": list(colors.values())}
-    legend = {"orient": "top", "title": None}
-    return {"field": field, "type": "nominal", "scale": scale, "legend": legend, "sort": None}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": _LEGEND, "sort": None}
 
 
 def _spec(body: Mapping[str, Any]) -> dict[str, Any]:
