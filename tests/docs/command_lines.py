@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -101,10 +102,11 @@ def _without_comment(line: str) -> str:
     return re.sub(r"(^|\s)#\s.*$", "", line).strip()
 
 
-def planned(command: CommandLine) -> list[list[str]]:
-    """Return the overrides by which a command is planned: those of each job of a sweep over one
-    key, without what a plan has no use for. None where it reads what others have made."""
-    given = command.overrides()
+def planned(command: CommandLine, added: Sequence[str] = ()) -> list[list[str]]:
+    """Return the overrides by which a command is planned, with those that are `added`: those of
+    each job of a sweep over one key, without what a plan has no use for. None where it reads what
+    others have made."""
+    given = [*command.overrides(), *added]
     kept: list[str] = []
     for word in given:
         if not word.startswith(_WITHOUT_PLAN) and not _SEARCHED.search(word):

@@ -117,11 +117,11 @@ class Scenario:
         """Plan the jobs of a command; of one that reads what others have made there is no plan."""
         if command.mode in READING:
             return
-        for job in planned(command):
+        for job in planned(command, added):
             self._plans += 1
             run_dir = f"hydra.run.dir={self.folder / 'planned' / str(self._plans)}"
             flags = ["--config-dir", self.config_dir] if self.config_dir else []
-            words = [*job, *added, *flags, "mode=plan", run_dir]
+            words = [*job, *flags, "mode=plan", run_dir]
             answer = whale_train(words, self.folder, self.environment)
             assert answer.status == 0, f"{command.text}: {answer.stderr}"
 
