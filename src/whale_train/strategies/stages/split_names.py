@@ -114,12 +114,12 @@ def _is_had(job: PlanningContext, chunk: StageChunk, glob: str, pattern: str) ->
 
 
 def why_whole(job: PlanningContext, chunk: StageChunk, module: str) -> str:
-    """Return why a chunk holds weights of `module` whole: as patterns or the splits' modules ask, or
-    because no pattern fits."""
+    """Return the reason for which a chunk holds weights of `module` whole: patterns or the splits'
+    modules ask for it, or no pattern fits."""
     splits = job.form.stages[chunk.stage].splits
     had = chunk.sharded.patterns if chunk.sharded else {}
-    whole = [path for path, pattern in had.items() if pattern == "replicate"]
-    weights = [path for path in whole if path.rpartition(".")[0] == module]
+    replicated = [path for path, pattern in had.items() if pattern == "replicate"]
+    weights = [path for path in replicated if path.rpartition(".")[0] == module]
     globs = [glob for x in splits for glob, pattern in x.patterns if pattern == "replicate"]
     if all(any(matches(names_of(job.profile, path), glob) for glob in globs) for path in weights):
         return "patterns say replicate"
