@@ -178,3 +178,17 @@ def test_stages_cut_their_tokens_by_their_own_numbers() -> None:
     stages = [split(degree=2, dim="sequence"), split(degree=3, dim="sequence")]
     plan = planned({"pipeline": {"stages": stages}}, gpt(), devices=5)
     assert [len(task.replicas[0]) for task in plan.task_graphs] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("node", "cause"),
+    [
+        (split(("block", "replicate"), ("*", "column")), "patterns say replicate"),
+        (split(modules="lm_head"), "no split names it"),
+        (split(dim="vocabulary"), "no pattern fits it"),
+    ],
+)
+def test_a_plan_says_why_a_weight_is_whole(node: Any, cause: str) -> None:
+    plan = planned(node, gpt(), devices=2)
+    (reason,) = (x.reason for x in plan.decisions if x.key.endswith(".split block"))
+    assert reason == f"{cause}: every device of the group holds it whole"

@@ -50,6 +50,7 @@ from whale_train.strategies.stages.micro_batches import (
 )
 from whale_train.strategies.stages.p2p import P2PCosts
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
+from whale_train.strategies.stages.split_names import why_whole
 
 _Edges = Mapping[tuple[int, int], bool]
 
@@ -383,7 +384,7 @@ def _explained(
             continue
         path = form.stages[chunk.stage].path
         for module in chunk.sharded.whole:
-            reason = "no pattern fits it: every device of the group holds it whole"
+            reason = f"{why_whole(job, chunk, module)}: every device of the group holds it whole"
             yield Decision(f"{path} {module}", "whole", "sharded", reason)
         for name in chunk.sharded.assignment.gathered:
             reason = "no rule for it: it is given whole tensors, which is slower"

@@ -113,6 +113,22 @@ def _is_had(job: PlanningContext, chunk: StageChunk, glob: str, pattern: str) ->
     return any(had.get(path, "replicate") in meant for path in _matched(job, chunk, glob))
 
 
+def why_whole(job: PlanningContext, chunk: StageChunk, module: str) -> str:
+    """Return why a chunk holds weights of `module` whole: because patterns or the splits' modules
+    ask for it, or because no pattern fits."""
+    splits = job.form.stages[chunk.stage].splits
+    had = chunk.sharded.patterns if chunk.sharded else {}
+    whole = [path for path, pattern in had.items() if pattern == "replicate"]
+    weights = [path for path in whole if path.rpartition(".")[0] == module]
+    globs = [glob for x in splits for glob, pattern in x.patterns if pattern == "replicate"]
+    if all(any(matches(names_of(job.profile, path), glob) for glob in globs) for path in weights):
+        return "patterns say replicate"
+    modules = [glob for split in splits for glob in split.modules]
+    if "head" in modules or any(is_named(job.profile, path, modules) for path in weights):
+        return "no pattern fits it"
+    return "no split names it"
+
+
 def _why_idle(
     job: PlanningContext,
     users: Sequence[tuple[Split, StageChunk]],
