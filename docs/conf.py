@@ -19,6 +19,7 @@ exclude_patterns = ["_build"]
 smartquotes = False  # what is shown is what is typed
 html_theme = "furo"
 html_static_path = ["_static"]
+html_search_scorer = str(DOCS / "_static" / "scorer.js")
 html_title = "whale-train"
 html_copy_source = False
 html_show_sphinx = False

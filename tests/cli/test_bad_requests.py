@@ -45,8 +45,8 @@ STRATEGY = (
     Case(
         "nonsense_nesting",
         "--config-dir my strategy=nested",
-        "strategy.graph.split.of.pipeline is a pipeline inside a shard, which holds no whole "
-        "pipeline to make; put the split inside: pipeline.stages: [{split: ...}]",
+        "strategy.graph.split.of.pipeline is a pipeline inside a split, and a shard has no "
+        "pipeline of its own; put the split inside: pipeline.stages: [{split: ...}]",
     ),
     Case(
         "balance",

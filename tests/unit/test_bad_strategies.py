@@ -225,13 +225,13 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"split": {"of": {"replicate": {}}}},
-            "strategy.graph.split.of.replicate is a replicate inside a shard, which holds no "
-            "whole replicate to make; put the split inside: replicate.of: {split: ...}",
+            "strategy.graph.split.of.replicate is a replicate inside a split, and a shard has no "
+            "replicate of its own; put the split inside: replicate.of: {split: ...}",
         ),
         (
             {"split": {"of": {"pipeline": {"stages": 2}}}},
-            "strategy.graph.split.of.pipeline is a pipeline inside a shard, which holds no whole "
-            "pipeline to make; put the split inside: pipeline.stages: [{split: ...}]",
+            "strategy.graph.split.of.pipeline is a pipeline inside a split, and a shard has no "
+            "pipeline of its own; put the split inside: pipeline.stages: [{split: ...}]",
         ),
     ],
 )  # fmt: skip

@@ -461,7 +461,7 @@ def _meaningless(primitive: str, inside: str | None) -> tuple[str, str] | None:
     if primitive == "pipeline" and inside in ("pipeline", "stage"):
         return "is a pipeline inside a stage", "list its stages in the outer pipeline instead"
     if inside == "split" and primitive in ("replicate", "pipeline"):
-        rule = f"is a {primitive} inside a shard, which holds no whole {primitive} to make"
+        rule = f"is a {primitive} inside a split, and a shard has no {primitive} of its own"
         return rule, f"put the split inside: {primitive}.{_child_key(primitive)}"
     return None
 
