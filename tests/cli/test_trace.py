@@ -49,12 +49,24 @@ def test_a_timeline_has_every_step_of_every_rank(
         assert ends == sorted(ends)
 
 
+LATE = """
+import time
+
+class Late:
+    def save(self, step, folder):
+        time.sleep(1)
+"""
+
+
 def test_a_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    """Beside a timeline. Rank 0 is late, and the other rank has left both when it looks."""
+    (tmp_path / "late.py").write_text(LATE)
     answer = whale_train(
         [
             *("model=gpt", "model.width=32", "model.depth=2", "model.heads=2", "strategy=zero1"),
             *("hardware=cpu", "hardware.devices=2", "train.global_batch=4", "hydra.run.dir=run"),
-            *("train.steps=5", "train.profile=[3,4]", "checkpoint.final=false"),
+            *("train.steps=5", "train.profile=[3,4]", "train.trace=true"),
+            *("checkpoint.final=false", "checkpoint.every=5", "callbacks.late._target_=late.Late"),
         ],
         tmp_path,
     )
@@ -66,3 +78,6 @@ def test_a_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
         # Each step has one loss, and so has what was recorded.
         losses = [e for e in events if e.get("name") == "aten::cross_entropy_loss"]
         assert len(losses) == 2
+    timeline = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
+    ranks = sorted(e["pid"] for e in timeline if e["name"] == "forward and backward")
+    assert ranks == [0] * 5 + [1] * 5

@@ -55,7 +55,7 @@ from whale_train.runtime.process.preload import preload_deepspeed
 from whale_train.runtime.record.callbacks import Callbacks, told_when_failing
 from whale_train.runtime.record.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.record.profile import StepProfiler
-from whale_train.runtime.record.timeline import merge, write_events
+from whale_train.runtime.record.timeline import is_timeline, merge, write_events
 from whale_train.runtime.record.trackers import open_trackers
 from whale_train.runtime.record.trackers_of_failed_runs import (
     close_when_ended,
@@ -296,15 +296,14 @@ def train_as_planned(
                 *(request, plan, program, batches, metrics, trace, saver, resumed, profiler),
                 callbacks=callbacks,
             )
-            if profiler is not None:
-                carrier.gather(run_dir, SavedPart(rank, tuple(profiler.files)))
             summary["resumed_s"] = None if resumed is None else resumed_s
-            if trace is not None:
-                timelines = carrier.gather(
-                    run_dir, SavedPart(rank, (write_events(trace, run_dir),))
-                )
-                if rank == 0:
-                    merge(run_dir, timelines)
+            if profiler is not None or trace is not None:
+                # One part a rank: a second one would take the place of a first that is not read.
+                own = [] if profiler is None else list(profiler.files)
+                own += [] if trace is None else [write_events(trace, run_dir)]
+                recorded = carrier.gather(run_dir, SavedPart(rank, tuple(own)))
+                if trace is not None and rank == 0:
+                    merge(run_dir, (file for file in recorded if is_timeline(file)))
             if request.checkpoint.final and summary["stopped_after"] is None:
                 last: Place | None = None if saver is None else saver.last
                 if request.checkpoint.final == "best":

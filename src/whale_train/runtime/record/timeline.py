@@ -16,6 +16,11 @@ def write_events(trace: Trace, run_dir: Path) -> FileRecord:
     return record_text(run_dir, f"trace/rank_{trace.rank}.json", text)
 
 
+def is_timeline(file: FileRecord) -> bool:
+    """Return whether a file of a run directory is the events of a rank, by `write_events`."""
+    return file.path.startswith("trace/")
+
+
 def merge(run_dir: Path, files: Iterable[FileRecord]) -> None:
     """Merge the ranks' event files `files`, one of each rank, into one timeline,
     `run_dir/trace.json`."""
