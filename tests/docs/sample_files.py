@@ -1,5 +1,6 @@
 """Write the files that pages of the documentation name, by the groups that a page asks for."""
 
+import json
 import tarfile
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -51,6 +52,10 @@ class Lion(torch.optim.Optimizer):
             for x in group['params']:
                 x.sub_(x.grad.sign(), alpha=group['lr'])
 """
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 
 
 def write_files(folder: Path, groups: tuple[str, ...]) -> None:
@@ -72,30 +77,60 @@ def _text(name: str, text: str) -> Callable[[Path], None]:
 
 def _write_corpus(folder: Path) -> None:
     """Write texts, a row each: to train on, and to evaluate."""
-    for name in ("corpus/a.jsonl", "train/a.jsonl", "valid.jsonl"):
-        _write(folder, name, '{"text": "the cat sat on the mat"}\n' * 200)
+    for name in ("corpus/a", "train/a", "code/a", "web/a", "valid", "test"):
+        _write(folder, f"{name}.jsonl", '{"text": "the cat sat on the mat"}\n' * 200)
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of a few words."""
+    """Write a tokenizer of a few words, with a template of chats."""
     import tokenizers
 
-    names = ("<unk>", "the", "cat", "sat", "on", "mat")
+    words_of_text = ("the", "cat", "sat", "on", "mat")
+    names = ("<unk>", "<end>", "<mask>", "<pad>", "user", "assistant", *words_of_text)
     vocabulary = {name: number for number, name in enumerate(names)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     _write(folder, "my_tokenizer/tokenizer.json", words.to_str())
-    config = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    _write(folder, "my_tokenizer/tokenizer_config.json", config)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "eos_token": "<end>",
+        "mask_token": "<mask>",
+        "pad_token": "<pad>",
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    _write(folder, "my_tokenizer/tokenizer_config.json", json.dumps(config))
+
+
+def _write_chats(folder: Path) -> None:
+    """Write chats, and questions with answers, a row each."""
+    asked, answered = "on the mat", "the cat sat on the mat"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    _write(folder, "chats.jsonl", f"{json.dumps({'messages': messages})}\n" * 200)
+    pair = {"question": asked, "answer": answered}
+    _write(folder, "questions.jsonl", f"{json.dumps(pair)}\n" * 200)
 
 
 def _write_arrays(folder: Path) -> None:
-    """Write 256 samples of six features with one of four labels."""
+    """Write samples of six features with one of four labels: 256 to train on, 64 to evaluate, and
+    20 without labels."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    features, labels = rng.normal(size=(256, 6)).astype("float32"), rng.integers(0, 4, 256)
-    np.savez(folder / "samples.npz", features=features, labels=labels)
+    for name, num_samples in (("samples", 256), ("valid", 64), ("test", 64)):
+        features = rng.normal(size=(num_samples, 6)).astype("float32")
+        labels = rng.integers(0, 4, num_samples)
+        np.savez(folder / f"{name}.npz", features=features, labels=labels)
+    np.savez(folder / "new.npz", features=rng.normal(size=(20, 6)).astype("float32"))
+
+
+def _write_rows(folder: Path) -> None:
+    """Write rows of six numbers and a class: whole ones, and some of which one has no class."""
+    rows = [json.dumps({"values": [n / 200] * 6, "class": n % 4}) for n in range(200)]
+    _write(folder, "rows/a.jsonl", "\n".join(rows))
+    _write(
+        folder, "rows_with_a_gap/a.jsonl", "\n".join([*rows[:3], rows[3].replace("3}", "null}")])
+    )
 
 
 def _write_images(folder: Path) -> None:
@@ -143,7 +178,9 @@ def _write_inventory(folder: Path) -> None:
 GROUPS: Mapping[str, Callable[[Path], None]] = {
     "corpus": _write_corpus,
     "tokenizer": _write_tokenizer,
+    "chats": _write_chats,
     "arrays": _write_arrays,
+    "rows": _write_rows,
     "images": _write_images,
     "shards": _write_shards,
     "llama": _write_llama,
