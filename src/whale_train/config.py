@@ -688,12 +688,12 @@ def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> N
         return
     first, last = train.profile
     value, rule = as_yaml([first, last]), ""
+    remedy = "use two steps in order, as train.profile=[10,13], or null"
     if first > last or last > train.steps:
         rule = f"is not a first and a last step of the run (train.steps={train.steps})"
     elif mode not in ("train", None):
-        rule = f"has no effect on mode={mode}"
+        rule, remedy = f"has no effect on mode={mode}", "use null, or leave it out"
     if rule:
-        remedy = "use two steps in order, as train.profile=[10,13], or null"
         faults.append(Fault("train.profile", value, rule, remedy))
 
 
