@@ -25,6 +25,7 @@ from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.data.tokens import make_store
 from whale_train.data.tokens.make_store import StoreRequest
 from whale_train.errors import ConfigError
+from whale_train.launcher.planning.check_data import explain_data
 from whale_train.runtime.state.special_tokens import align_special_tokens
 from whale_train.tokenising import main as tokenising
 
@@ -378,3 +379,12 @@ def test_rows_of_a_vocabulary_that_no_token_has_are_noted(folder: Path) -> None:
         request = compose(*model.split(), sized, *text, "data.sequence_length=16", hardware="cpu")
         decisions = plan(request).decisions
         assert [x.chosen for x in decisions if x.key == "model.config.vocab_size"] == noted
+
+
+def test_the_mask_of_a_source_is_not_held_against_longer_targets(folder: Path) -> None:
+    write_rows(folder / "longer.jsonl", [{"q": "the", "a": "cat sat on a mat"}])
+    of_tokenizer = [f"data.tokenizer={folder / 'tokenizer'}", f"data.cache={folder / 'cache'}"]
+    text = ["data=text_files", f"data.path={folder / 'longer.jsonl'}", *of_tokenizer]
+    pair = ["data.objective=seq2seq", "data.field={source: q, target: a}"]
+    request = compose(*text, *pair, "data.sequence_length=8", hardware="cpu")
+    assert "data.labels" not in [x.key for x in explain_data(request, open_dataset(request.data))]

@@ -13,6 +13,7 @@ from whale_train.data.dataset import Dataset, RowDataset, can_be_searched, first
 from whale_train.data.evaluation_sets import OpenedData
 from whale_train.data.mixture import MixedDataset
 from whale_train.data.sources.text import IGNORED_LABEL
+from whale_train.data.sources.text_files import TextFilesOptions
 from whale_train.data.stream import StreamDataset
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import (
@@ -77,7 +78,9 @@ def explain_data(request: Request, dataset: Dataset) -> tuple[Decision, ...]:
     it."""
     notes = dataset.notes if isinstance(dataset, RowDataset | MixedDataset) else ()
     decisions = [Decision(note.key, note.value, "", note.reason) for note in notes]
-    decisions += padded_labels(dataset)
+    # Text files have no labels at padding, and for seq2seq the mask is not the labels' own.
+    if not isinstance(request.data, TextFilesOptions):
+        decisions += padded_labels(dataset)
     if isinstance(dataset, StreamDataset):
         reason = "the data is a stream; every rank goes through all of it, for its own samples"
         decisions.append(Decision("data.shuffle", "as the stream comes", "", reason))
