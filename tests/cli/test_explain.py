@@ -45,6 +45,15 @@ def test_why_not_this_strategy(tmp_path: Path) -> None:
         (("explain=dqp",), "explain=dqp is not a strategy; did you mean dp"),
         (("explain=no.yaml",), "explain=no.yaml cannot be read ("),
         (("explain=dp", "compare=[dp]"), "explain=dp explains one strategy, and compare shows"),
+        (
+            ("explain=auto",),
+            "explain=auto has no graph of its own: strategy=auto is what",
+        ),
+        (
+            ("explain=dp", "strategy.devices=4"),
+            "strategy.devices=4 has no effect beside explain, which names strategies of its own",
+        ),
+        (("compare=[dp]", "strategy=zero1"), "strategy=zero1 has no effect beside compare, which"),
         (("explain=dp", "mode=train"), "explain=dp has no effect on mode=train; use mode=plan, or"),
     ],
 )

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.config import read_request
+from whale_train.config import Request, read_request
 from whale_train.data.sources.custom import DATA_KEYS
 from whale_train.errors import ConfigError, Fault, RequestError, nearest
 from whale_train.launcher.compose.config_files import read_within_bounds
@@ -473,7 +473,7 @@ def explained_strategy(name: str) -> dict[str, Any]:
     of that name. Hydra must be initialised. Raises ConfigError where there is none."""
     if not name.endswith((".yaml", ".yml")):
         (strategy,) = compared_strategies([name], "explain").values()
-        return strategy
+        return _given_graph(name, strategy)
     try:
         content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -483,7 +483,16 @@ def explained_strategy(name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         rule, remedy = "is no mapping", "name a file as those of conf/strategy are"
         raise ConfigError([Fault("explain", name, rule, remedy)])
-    return {str(key): value for key, value in content.items()}
+    return _given_graph(name, {str(key): value for key, value in content.items()})
+
+
+def _given_graph(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a strategy to explain. Raises ConfigError where it names no graph, or
+    leaves the graph to the planner."""
+    if content.get("graph") in (None, "auto"):
+        rule = "has no graph of its own: strategy=auto is what others are compared with"
+        raise ConfigError([Fault("explain", name, rule, "name another strategy, as explain=3d")])
+    return content
 
 
 def compared_strategies(names: Sequence[str], asked: str = "compare") -> dict[str, dict[str, Any]]:
@@ -537,10 +546,25 @@ def _request_faults(
         compared_strategies(request.compare)
         if request.explain is not None:
             explained_strategy(request.explain)
+        _refuse_two_strategies(request, parsed)
     except ConfigError as error:
         independent = [fault for fault in error.faults if fault.key.partition(".")[0] not in silent]
         return without_doubtful(independent, unset, given)
     return []
+
+
+def _refuse_two_strategies(request: Request, given: Sequence[Override]) -> None:
+    """Raise ConfigError for overrides of the strategy where `explain` or `compare` names others."""
+    key = "explain" if request.explain is not None else "compare" if request.compare else ""
+    if key:
+        rule = f"has no effect beside {key}, which names strategies of its own"
+        faults = [
+            Fault(o.key_or_group, value_of(o), rule, "leave it out, or write it into a file")
+            for o in given
+            if o.key_or_group.partition(".")[0] == "strategy"
+        ]
+        if faults:
+            raise ConfigError(faults)
 
 
 def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:

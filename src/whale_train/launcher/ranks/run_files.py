@@ -71,7 +71,9 @@ def in_flow(value: Any) -> str:
     text: str = yaml.dump(
         value, Dumper=_WithoutAliases, default_flow_style=True, width=10**6, sort_keys=False
     )
-    return text.removesuffix("\n").removesuffix("\n...")
+    text = text.removesuffix("\n").removesuffix("\n...")
+    # In a shell, the whole override stands in single quotes.
+    return text if '"' in text else text.replace("'", '"')
 
 
 def write_plans(run_dir: Path, resolved_by_name: Mapping[str, object]) -> list[Path]:

@@ -42,7 +42,8 @@ def explanation_view(
     )
     parts: list[RenderableType] = [Text(title, style="bold")]
     parts += [Padding(Text(line), (0, 0, 0, 2)) for line in verdict_lines(explained, arguments)]
-    parts += [Text(""), Text("what each change would give", style="bold"), _trials(explained)]
+    if trial_rows(explained):
+        parts += [Text(""), Text("what each change would give", style="bold"), _trials(explained)]
     refused = sum(not trial.is_legal for trial in explained.trials)
     if refused:
         said = f"{refused} other changes make no plan: explanation.json says why"

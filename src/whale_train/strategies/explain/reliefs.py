@@ -170,8 +170,9 @@ def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     if "degree" in body:
         yield "no degree", {key: value for key, value in body.items() if key != "degree"}
     zero = body.get("zero", 0)
-    for stage in range(zero + 1, 4):
-        yield f"zero: {stage}", {**body, "zero": stage}
+    for stage in range(4):
+        if stage != zero and (stage or "offload" not in body):
+            yield f"zero: {stage}", {**body, "zero": stage}
     offload = body.get("offload", {})
     for on_host in ({"optimizer": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}):
         if on_host != offload:
