@@ -31,8 +31,8 @@ def test_why_not_this_strategy(tmp_path: Path) -> None:
     assert "Why not strategy=three.yaml?" in page
     assert "Changes that make no plan" in page
     # The command that is shown makes the plan that is said.
-    start = said.index("whale-train mode=plan")
-    command = shlex.split(said[start : said.index(" what each change")])[1:]
+    (command,) = (x for x in lines if x.startswith("the nearest plan: whale-train "))
+    command = shlex.split(command.partition("whale-train ")[2])
     again = whale_train([*command, "hydra.run.dir=again"], tmp_path)
     assert (again.status, again.stderr) == (0, "")
     plan = json.loads((tmp_path / "again/plan.json").read_text())

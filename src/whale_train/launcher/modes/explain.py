@@ -18,6 +18,7 @@ from whale_train.launcher.ui.show_explanation import (
     condition_line,
     explaining_shown,
     explanation_view,
+    nearest_command,
     trial_rows,
     verdict_lines,
 )
@@ -58,19 +59,22 @@ def explain_job(
     if explained.nearest is not None and explained.nearest.plan is not None:
         write_text(run_dir / "plan.json", explained.nearest.plan.to_json())
         write_strategy(run_dir, explained.nearest.written, request)
-    answer = _section(request, explained, arguments)
+    command = nearest_command(explained, arguments)
+    answer = _section(request, explained, command)
     page = write_explanation(run_dir, answer, _plans(request, explained))
-    console.print(Portable(explanation_view(request, explained, arguments)))
-    files = [("the page", page), ("all of it", run_dir / EXPLANATION)]
+    console.print(Portable(explanation_view(request, explained)))
+    files: list[tuple[str, Path | str]] = [("the page", page), ("all of it", run_dir / EXPLANATION)]
     if explained.nearest is not None:
         files.append(("the nearest strategy, as a file", run_dir / STRATEGY))
-    for name, path in files:
-        console.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)
+    if command:
+        files.append(("the nearest plan", command))
+    for name, text in files:
+        console.print(f"{name}: {text}", soft_wrap=True, markup=False, highlight=False)
     return JobEnd("done", run_dir)
 
 
-def _section(request: Request, explained: Explanation, arguments: Sequence[str]) -> Section:
-    """Return the section of the page that answers the question."""
+def _section(request: Request, explained: Explanation, command: str) -> Section:
+    """Return the section of the page that answers the question, with the nearest plan's command."""
     rows = [Row(row) for row in trial_rows(explained)]
     refused = [
         Row((trial.change, fault))
@@ -81,9 +85,9 @@ def _section(request: Request, explained: Explanation, arguments: Sequence[str])
     tables = [Table("What each change would give", TRIAL_COLUMNS, rows, TRIAL_COLUMNS[1:])]
     if refused:
         tables.append(Table("Changes that make no plan", ("change", "because"), refused))
-    lines = verdict_lines(explained, arguments)
-    lines += [condition_line(x) for x in explained.conditions]
+    lines = [*verdict_lines(explained), *map(condition_line, explained.conditions)]
     lines = [line[:1].upper() + line[1:] for line in lines]
+    lines += [command] if command else []
     return Section("why-not", f"Why not strategy={request.explain}?", lines, tables=tables)
 
 

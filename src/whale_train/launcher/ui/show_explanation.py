@@ -29,19 +29,14 @@ def explaining_shown(console: Console) -> Iterator[Callable[[str], None]]:
         yield lambda said: status.update(f"trying: {said}")
 
 
-def explanation_view(
-    request: Request, explained: Explanation, arguments: Sequence[str] = ()
-) -> RenderableType:
-    """Return the view of an explanation, which fits 60 columns and more.
-
-    arguments: command-line arguments of the request.
-    """
+def explanation_view(request: Request, explained: Explanation) -> RenderableType:
+    """Return the view of an explanation, which fits 60 columns and more."""
     names = request.names
     title = f"why not strategy={request.explain}?  " + " ".join(
         f"{group}={names[group]}" for group in ("model", "hardware") if group in names
     )
     parts: list[RenderableType] = [Text(title, style="bold")]
-    parts += [Padding(Text(line), (0, 0, 0, 2)) for line in verdict_lines(explained, arguments)]
+    parts += [Padding(Text(line), (0, 0, 0, 2)) for line in verdict_lines(explained)]
     if trial_rows(explained):
         parts += [Text(""), Text("what each change would give", style="bold"), _trials(explained)]
     refused = sum(not trial.is_legal for trial in explained.trials)
@@ -54,12 +49,9 @@ def explanation_view(
     return Group(*parts)
 
 
-def verdict_lines(explained: Explanation, arguments: Sequence[str] = ()) -> list[str]:
+def verdict_lines(explained: Explanation) -> list[str]:
     """Return the lines that answer the question: the plan or why there is none, the fastest
-    strategy, and the nearest plan as a command.
-
-    arguments: command-line arguments of the request.
-    """
+    strategy, and the nearest plan."""
     asked, fastest, nearest = explained.asked, explained.fastest, explained.nearest
     lines = []
     if asked.is_legal:
@@ -79,9 +71,6 @@ def verdict_lines(explained: Explanation, arguments: Sequence[str] = ()) -> list
         lines.append("no change that was tried makes a plan of it")
     elif not asked.is_legal and nearest is not None:
         lines.append(f"the nearest plan: {nearest.change}: {_figures(nearest)}")
-        command = command_of(nearest, arguments)
-        if len(command) <= _LONGEST_COMMAND:
-            lines.append(command)
     return lines
 
 
@@ -118,6 +107,15 @@ def condition_line(condition: Condition) -> str:
     if condition.times is None:
         return f"not even {amount} would make it the fastest"
     return f"it would be the fastest with {amount}, {condition.times:g} times as here"
+
+
+def nearest_command(explained: Explanation, arguments: Sequence[str]) -> str:
+    """Return the command of the nearest plan of a strategy without one; '' where there is none, or
+    the command is longer than anybody reads."""
+    if explained.asked.is_legal or explained.nearest is None:
+        return ""
+    command = command_of(explained.nearest, arguments)
+    return command if len(command) <= _LONGEST_COMMAND else ""
 
 
 def command_of(trial: TriedPlan, arguments: Sequence[str]) -> str:
