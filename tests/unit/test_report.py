@@ -232,3 +232,12 @@ def test_a_mixtures_experts_have_curves_and_their_last_loads() -> None:
     assert "loads" not in several
     values = {x["value"] for x in several["curve-imbalance"].spec["data"]["values"]}
     assert values == {1.5}
+
+
+def test_a_page_of_a_failed_run_says_what_failed() -> None:
+    plan = plan_of(json.loads((GOLDEN / "plan_dp.json").read_text()))
+    failure = {"rank": 1, "step": 31, "type": "RuntimeError", "message": "boom\nmore"}
+    shown = ShownRun(Path("run"), "a run", plan, failure=failure)
+    (table,) = plan_page(shown).sections[0].tables
+    facts = dict(row.cells for row in table.rows)
+    assert facts["failed"] == "rank 1, step 31: RuntimeError: boom"

@@ -1,8 +1,9 @@
 """Describe a plan in tables: the cluster, what each kind of rank does, the model's parts, why."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
+from typing import Any
 
 from whale_train.launcher.report.page_parts import Row, Table
 from whale_train.launcher.report.rank_kinds import RankKind, fullness, rank_kinds
@@ -42,6 +43,8 @@ def plan_facts(shown: ShownRun) -> dict[str, str]:
         facts["memory of the fullest rank, measured"] = in_bytes(
             max(row.get("peak_memory_bytes") or 0 for row in shown.steps)
         )
+    if shown.failure is not None:
+        facts["failed"] = _failure(shown.failure)
     if shown.attempts:
         facts["attempts"] = f"{len(shown.attempts):,}"
     return facts
@@ -152,6 +155,17 @@ def _cost(decision: Decision, chosen_s: float) -> str:
     if decision.rejected_floor_s is not None:
         return f"{in_seconds(decision.rejected_floor_s)} or more, by estimate"
     return ""
+
+
+def _failure(failure: Mapping[str, Any]) -> str:
+    """Return the line about a failure: its rank, its step and its message."""
+    rank, step = failure.get("rank"), failure.get("step")
+    where = [f"rank {rank}"] if rank is not None else []
+    where += [f"step {step}"] if step is not None else []
+    kind = failure.get("type") or failure.get("signal") or failure.get("kind") or ""
+    message = (failure.get("message") or "").split("\n")[0]
+    said = ": ".join(x for x in (kind, message) if x)
+    return f"{', '.join(where)}: {said}" if where else said
 
 
 def attempts_table(attempts: Rows) -> Table:

@@ -30,6 +30,7 @@ class ShownRun:
     earlier_steps: the lines of each earlier attempt, which later attempts may have replaced.
     attempts: the content of `attempts.json`.
     summary: the content of `summary.json`; empty for a plan alone, and for a run that is not done.
+    failure: the content of `failure.json`; None for a run that has not failed.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class ShownRun:
     earlier_steps: tuple[Rows, ...] = ()
     attempts: Rows = ()
     summary: Mapping[str, Any] | None = None
+    failure: Mapping[str, Any] | None = None
 
     @property
     def is_run(self) -> bool:
@@ -88,6 +90,7 @@ def _with_run(path: Path, run_dir: Path, plan: Plan) -> ShownRun:
         earlier_steps=tuple(rows for x in earlier if (rows := _rows(x / METRICS))),
         attempts=_json(run_dir / RECORD) or (),
         summary=_json(run_dir / "summary.json"),
+        failure=_json(run_dir / "failure.json"),
     )
 
 
