@@ -50,8 +50,14 @@ def test_a_page_is_its_blocks_with_what_comments_say() -> None:
     [
         ("<!-- run: plan -->\n\nText.\n", "line 3: 'run: plan' stands before no block"),
         ("```bash\nls\n", "line 1: the block has no end"),
-        ("<!-- run: refuse -->\n```bash\nls\n```\n", "line 1: 'run: refuse' is none of full, no"),
-        ("<!-- run: no -->\n```bash\nls\n```\n", "line 1: 'run: no' is none of full, no"),
+        (
+            "<!-- run: refuse -->\n```bash\nls\n```\n",
+            "line 1: 'run: refuse' is none of file NAME, full, no",
+        ),
+        (
+            "<!-- run: no -->\n```bash\nls\n```\n",
+            "line 1: 'run: no' is none of file NAME, full, no",
+        ),
     ],
 )
 def test_a_page_without_a_block_where_one_must_be_is_wrong(text: str, said: str) -> None:
