@@ -47,7 +47,7 @@ def test_why_not_this_strategy(tmp_path: Path) -> None:
         (("explain=dp", "compare=[dp]"), "explain=dp explains one strategy, and compare shows"),
         (
             ("explain=auto",),
-            "explain=auto has no graph of its own: strategy=auto is what",
+            "explain=auto searches for the fastest strategy, which explain",
         ),
         (
             ("explain=dp", "strategy.devices=4"),

@@ -126,3 +126,14 @@ def test_lines() -> None:
     rows = trial_rows(explained({"replicate": {"degree": 3}}))
     assert rows[0][0]
     assert all(len(row) == 6 for row in rows)
+
+
+def test_a_file_may_write_a_node_by_its_name_alone() -> None:
+    short = Setting({"graph": {"replicate": {"of": "split", "offload": None}}}, mixed(), training())
+    whole = Setting({"graph": {"replicate": {"of": {"split": {}}}}}, mixed(), training())
+    changes = [relief.change for relief in reliefs(short)]
+    assert changes == [relief.change for relief in reliefs(whole)]
+    stages = {"pipeline": {"micro_batches": "auto", "stages": ["stage", "stage"]}}
+    written = [x.setting.written for x in reliefs(Setting({"graph": stages}, mixed(), training()))]
+    recomputing = [{"stage": {"recompute": "full"}}] * 2
+    assert any(x["graph"]["pipeline"]["stages"] == recomputing for x in written if "graph" in x)

@@ -53,6 +53,7 @@ from whale_train.launcher.compose.unknown_keys import (
 from whale_train.models.options import MODEL_KEYS
 from whale_train.optimizer_options import OPTIMIZER_KEYS
 from whale_train.other_trainers import known_elsewhere
+from whale_train.strategies.grammar.nodes import read_strategy
 
 CONFIG_MODULE = "whale_train.conf"
 _SWEEPER = "hydra/sweeper"
@@ -470,10 +471,25 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 def explained_strategy(name: str) -> dict[str, Any]:
     """Return the content of the strategy to explain: of the file that is named, or of the strategy
-    of that name. Hydra must be initialised. Raises ConfigError where there is none."""
-    if not name.endswith((".yaml", ".yml")):
-        (strategy,) = compared_strategies([name], "explain").values()
-        return _given_graph(name, strategy)
+    of that name. Hydra must be initialised. Raises ConfigError where there is none, where the
+    content has faults, and where it is a search, with whose result explain compares."""
+    if name.endswith((".yaml", ".yml")):
+        content = _strategy_file(name)
+    else:
+        (content,) = compared_strategies([name], "explain").values()
+    faults: list[Fault] = []
+    if read_strategy(content, name, faults) is not None and content["graph"] == "auto":
+        rule = "searches for the fastest strategy, which explain compares others with"
+        faults.append(
+            Fault("explain", name, rule, "name another, or use strategy=auto in its place")
+        )
+    if faults:
+        raise ConfigError(faults)
+    return content
+
+
+def _strategy_file(name: str) -> dict[str, Any]:
+    """Return the content of a strategy's file. Raises ConfigError where it is no mapping."""
     try:
         content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -481,18 +497,9 @@ def explained_strategy(name: str) -> dict[str, Any]:
         remedy = "name a strategy, or the YAML file of one"
         raise ConfigError([Fault("explain", name, rule, remedy)]) from error
     if not isinstance(content, dict):
-        rule, remedy = "is no mapping", "name a file as those of conf/strategy are"
+        rule, remedy = "is not a mapping", "write a strategy into it, as graph: {replicate: {}}"
         raise ConfigError([Fault("explain", name, rule, remedy)])
-    return _given_graph(name, {str(key): value for key, value in content.items()})
-
-
-def _given_graph(name: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a strategy to explain. Raises ConfigError where it names no graph, or
-    leaves the graph to the planner."""
-    if content.get("graph") in (None, "auto"):
-        rule = "has no graph of its own: strategy=auto is what others are compared with"
-        raise ConfigError([Fault("explain", name, rule, "name another strategy, as explain=3d")])
-    return content
+    return {str(key): value for key, value in content.items()}
 
 
 def compared_strategies(names: Sequence[str], asked: str = "compare") -> dict[str, dict[str, Any]]:

@@ -93,8 +93,8 @@ class Condition:
         the `network` between nodes.
     times: the least factor of it, of powers of two, at which the strategy is the fastest; None
         where it is at none that was tried.
-    amount: the quantity at that factor, or at the last that was tried: samples, bytes of the
-        smallest device, or bytes/s.
+    amount: the quantity at that factor, or at the last that was tried, with which the strategy has
+        a plan: samples, bytes of the smallest device, or bytes/s.
     """
 
     quantity: Quantity
@@ -299,29 +299,35 @@ class _Explainer:
             changes.append(("network", lambda x: with_network(setting, x), network, _UP))
         conditions = []
         for quantity, changed, amount, factors in changes:
-            times = self._least_factor(quantity, changed, factors)
-            conditions.append(Condition(quantity, times, amount * (times or factors[-1])))
+            times, last = self._least_factor(quantity, changed, factors)
+            conditions.append(Condition(quantity, times, amount * (times or last)))
         return conditions
 
     def _least_factor(
         self, quantity: Quantity, changed: Callable[[float], Setting], factors: Sequence[float]
-    ) -> float | None:
-        """Return the first of `factors` at which the strategy is the fastest, by bisection: it is
-        taken to stay the fastest once it is."""
+    ) -> tuple[float | None, float]:
+        """Return the first of `factors` at which the strategy is the fastest, or None, and the last
+        factor at which the strategy has a plan, or the first factor where it has none.
 
-        def is_fastest(times: float) -> bool:
+        The first factor is bisected: the strategy is taken to stay the fastest once it is, for as
+        long as it has a plan.
+        """
+
+        def is_fastest(times: float) -> bool | None:
             self._progress(f"{times:g} times the {quantity}")
             setting = changed(times)
             trial = self._trial(Relief("hardware", "", setting), moving=True)
-            return trial.is_legal and _wins(trial, self._fastest(setting))
+            return _wins(trial, self._fastest(setting)) if trial.is_legal else None
 
         low, high = 0, len(factors) - 1
-        if not is_fastest(factors[high]):
-            return None
+        while (is_last_fastest := is_fastest(factors[high])) is None and high > 0:
+            high -= 1
+        if not is_last_fastest:
+            return None, factors[high]
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if is_fastest(factors[middle]) else (middle + 1, high)
-        return factors[high]
+        return factors[high], factors[high]
 
 
 _UP = tuple(2.0**x for x in range(1, 7))
