@@ -53,6 +53,7 @@ from whale_train.launcher.compose.unknown_keys import (
 from whale_train.models.options import MODEL_KEYS
 from whale_train.optimizer_options import OPTIMIZER_KEYS
 from whale_train.other_trainers import known_elsewhere
+from whale_train.strategies.grammar.nodes import read_strategy
 
 CONFIG_MODULE = "whale_train.conf"
 _SWEEPER = "hydra/sweeper"
@@ -452,15 +453,19 @@ def _other_kind(override: Override) -> Fault:
 def _file_fault(error: Exception) -> Fault:
     """Return the fault of one of the user's config files, which raised `error` when read."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        rule = f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
-        return Fault(str(mark.name), "", rule, "correct it there")
+        rule = _not_yaml(error, error.problem_mark)
+        return Fault(str(error.problem_mark.name), "", rule, "correct it there")
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file or "").rpartition("/")
         remedy = nearest(option, error.options) if error.options else "name a file that exists"
         return Fault(group or "--config-name", option, "is not an option", remedy)
     said = " ".join(str(error).split())
     return Fault("config", "", f"cannot be composed ({said})", "correct the file it names")
+
+
+def _not_yaml(error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:
+    """Return the rule that a file breaks which is not YAML, with its place in the file."""
+    return f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -470,18 +475,35 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 def explained_strategy(name: str) -> dict[str, Any]:
     """Return the content of the strategy to explain: of the file that is named, or of the strategy
-    of that name. Hydra must be initialised. Raises ConfigError where there is none."""
-    if not name.endswith((".yaml", ".yml")):
-        (strategy,) = compared_strategies([name], "explain").values()
-        return strategy
+    of that name. Hydra must be initialised. Raises ConfigError where there is none, where the
+    content has faults, and where it is a search, with whose result explain compares."""
+    if name.endswith((".yaml", ".yml")):
+        content = _strategy_file(name)
+    else:
+        (content,) = compared_strategies([name], "explain").values()
+    faults: list[Fault] = []
+    if read_strategy(content, name, faults) is not None and content["graph"] == "auto":
+        rule = "searches for the fastest strategy, which explain compares others with"
+        faults.append(
+            Fault("explain", name, rule, "name another, or use strategy=auto in its place")
+        )
+    if faults:
+        raise ConfigError(faults)
+    return content
+
+
+def _strategy_file(name: str) -> dict[str, Any]:
+    """Return the content of a strategy's file. Raises ConfigError where it is no mapping."""
     try:
         content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         rule = f"cannot be read ({str(error).splitlines()[0]})"
         remedy = "name a strategy, or the YAML file of one"
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            rule, remedy = _not_yaml(error, error.problem_mark), "correct it there"
         raise ConfigError([Fault("explain", name, rule, remedy)]) from error
     if not isinstance(content, dict):
-        rule, remedy = "is no mapping", "name a file as those of conf/strategy are"
+        rule, remedy = "is not a mapping", "write a strategy into it, as graph: {replicate: {}}"
         raise ConfigError([Fault("explain", name, rule, remedy)])
     return {str(key): value for key, value in content.items()}
 

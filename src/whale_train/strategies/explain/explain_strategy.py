@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.explain.reliefs import (
+    Kind,
     Relief,
     Setting,
     reliefs,
@@ -34,6 +35,7 @@ Quantity = Literal["samples", "memory", "network"]
 _MOST_CHANGES = 5  # changes that are tried together where no single one makes a plan
 _MOST_TIMES = 64  # largest factor of a device's memory, of a network or of a batch that is tried
 _CLOSE = 1.005  # steps at most this many times the fastest are as fast
+_MOST_MOVED = 64  # devices up to which the ends of stages are moved for every change
 _MEMORY_STEPS = 6  # halvings of the interval in which the least memory lies
 
 
@@ -93,8 +95,8 @@ class Condition:
         the `network` between nodes.
     times: the least factor of it, of powers of two, at which the strategy is the fastest; None
         where it is at none that was tried.
-    amount: the quantity at that factor, or at the last that was tried: samples, bytes of the
-        smallest device, or bytes/s.
+    amount: the quantity at that factor, or at the last that was tried, with which the strategy has
+        a plan: samples, bytes of the smallest device, or bytes/s.
     """
 
     quantity: Quantity
@@ -174,12 +176,16 @@ class _Explainer:
         asked = replace(self._trial(Relief("strategy", "", setting), moving=True), kind="")
         self._progress("the fastest strategy")
         fastest = self._fastest(setting)
-        trials = [self._trial(relief) for relief in reliefs(setting)]
+        moving = len(setting.cluster.devices) <= _MOST_MOVED
+        trials = [self._trial(relief, moving=moving) for relief in reliefs(setting)]
         own = [trial for trial in trials if trial.kind != "hardware"]
         if not asked.is_legal and not any(trial.is_legal for trial in own):
             trials += self._combined(setting, own)
         trials.sort(key=lambda trial: _rank(trial, asked.samples))
         nearest = asked if asked.is_legal else _nearest(trials)
+        if nearest is not None and nearest is not asked:  # as its command plans it
+            place, nearest = trials.index(nearest), self._moved(nearest, setting)
+            trials[place] = nearest
         memory_times = None if asked.is_legal else self._least_memory(setting)
         conditions: tuple[Condition, ...] = ()
         if asked.is_legal and not _wins(asked, fastest):
@@ -223,6 +229,13 @@ class _Explainer:
             plan=plan,
             step=considered.step,
         )
+
+    def _moved(self, trial: TriedPlan, setting: Setting) -> TriedPlan:
+        """Return a trial on the devices of `setting` with the ends of its stages moved to where its
+        step is the shortest."""
+        changed = replace(setting, written=trial.written, training=trial.training)
+        kind = cast(Kind, trial.kind)
+        return self._trial(Relief(kind, trial.change, changed, trial.overrides), moving=True)
 
     def _fastest(self, setting: Setting) -> TriedPlan | None:
         """Return the fastest strategy that the planner simulates, or None where nothing fits."""
@@ -299,29 +312,35 @@ class _Explainer:
             changes.append(("network", lambda x: with_network(setting, x), network, _UP))
         conditions = []
         for quantity, changed, amount, factors in changes:
-            times = self._least_factor(quantity, changed, factors)
-            conditions.append(Condition(quantity, times, amount * (times or factors[-1])))
+            times, last = self._least_factor(quantity, changed, factors)
+            conditions.append(Condition(quantity, times, amount * (times or last)))
         return conditions
 
     def _least_factor(
         self, quantity: Quantity, changed: Callable[[float], Setting], factors: Sequence[float]
-    ) -> float | None:
-        """Return the first of `factors` at which the strategy is the fastest, by bisection: it is
-        taken to stay the fastest once it is."""
+    ) -> tuple[float | None, float]:
+        """Return the first of `factors` at which the strategy is the fastest, None at none, and the
+        last that was tried: the last with a plan, or the first where none has one.
 
-        def is_fastest(times: float) -> bool:
+        The first is bisected: the strategy is taken to stay the fastest once it is, for as long as
+        it has a plan.
+        """
+
+        def is_fastest(times: float) -> bool | None:
             self._progress(f"{times:g} times the {quantity}")
             setting = changed(times)
             trial = self._trial(Relief("hardware", "", setting), moving=True)
-            return trial.is_legal and _wins(trial, self._fastest(setting))
+            return _wins(trial, self._fastest(setting)) if trial.is_legal else None
 
         low, high = 0, len(factors) - 1
-        if not is_fastest(factors[high]):
-            return None
+        while (is_it := is_fastest(factors[high])) is None and high > 0:
+            high -= 1
+        if not is_it:
+            return None, factors[high]
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if is_fastest(factors[middle]) else (middle + 1, high)
-        return factors[high]
+        return factors[high], factors[high]
 
 
 _UP = tuple(2.0**x for x in range(1, 7))

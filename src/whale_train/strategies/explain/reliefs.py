@@ -11,7 +11,7 @@ from whale_train.strategies.grammar.nodes import BALANCE, SCHEDULES
 from whale_train.strategies.hardware.cluster import Cluster, Device, Node
 from whale_train.strategies.plan.training import Training
 
-Graph = Any  # a node, or a list of nodes, as a strategy file has it
+Graph = Any  # a node, or a list of nodes, as a strategy file without faults has it
 Kind = Literal["strategy", "training", "hardware"]
 _BATCHES = (2, 4, 8)  # times the global batch
 _PARTS = (2, 4, 8)  # micro-batches of train.accumulate
@@ -149,8 +149,7 @@ def _graphs(graph: Graph) -> Iterator[tuple[str, Graph]]:
             for change, changed in _graphs(node):
                 yield change, [*graph[:place], changed, *graph[place + 1 :]]
         return
-    ((primitive, given),) = graph.items()
-    body: dict[str, Any] = dict(given or {})
+    primitive, body = _node(graph)
     changes = {
         "replicate": _of_copies,
         "split": _of_splits,
@@ -160,9 +159,18 @@ def _graphs(graph: Graph) -> Iterator[tuple[str, Graph]]:
     for change, changed in changes[primitive](body):
         yield f"{primitive}: {change}", {primitive: changed}
     inside = "stages" if primitive == "pipeline" else "of"
-    if isinstance(body.get(inside), list | dict):
+    if isinstance(body.get(inside), list | dict | str):
         for change, changed in _graphs(body[inside]):
             yield change, {primitive: {**body, inside: changed}}
+
+
+def _node(given: Mapping[str, Any] | str) -> tuple[str, dict[str, Any]]:
+    """Return the primitive of a node and the content of its body. A file may write `replicate` for
+    `replicate: {}`."""
+    if isinstance(given, str):
+        return given, {}
+    ((primitive, body),) = given.items()
+    return primitive, dict(body or {})
 
 
 def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -172,7 +180,7 @@ def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     zero = body.get("zero", 0)
     for stage in range(zero + 1, 4):
         yield f"zero: {stage}", {**body, "zero": stage}
-    offload = body.get("offload", {})
+    offload = body.get("offload") or {}
     for on_host in ({"optimizer": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}):
         if on_host != offload:
             stage = max(zero, 3 if "parameters" in on_host else 2)
@@ -195,7 +203,7 @@ def _of_splits(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _of_pipelines(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield changes of a `pipeline`: micro-batches, schedule, number of stages, recomputing."""
     count = body.get("micro_batches")
-    if count is not None:
+    if isinstance(count, int):
         yield "no micro_batches", {k: v for k, v in body.items() if k != "micro_batches"}
         for number in (count // 2, count * 2, count * 4):
             if number:
@@ -217,12 +225,12 @@ def _of_pipelines(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "recompute: full in every stage", {**body, "stages": recomputing}
 
 
-def _recomputing(node: Mapping[str, Any]) -> dict[str, Any]:
+def _recomputing(node: Mapping[str, Any] | str) -> dict[str, Any]:
     """Return a stage of a pipeline that recomputes its forward in the backward."""
-    ((primitive, body),) = node.items()
+    primitive, body = _node(node)
     if primitive == "stage":
-        return {"stage": {**(body or {}), "recompute": "full"}}
-    return {"stage": {"recompute": "full", "of": dict(node)}}
+        return {"stage": {**body, "recompute": "full"}}
+    return {"stage": {"recompute": "full", "of": {primitive: body}}}
 
 
 def _of_stages(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
