@@ -44,11 +44,11 @@ def test_why_not_this_strategy(tmp_path: Path) -> None:
     [
         (("explain=dqp",), "explain=dqp is not a strategy; did you mean dp"),
         (("explain=no.yaml",), "explain=no.yaml cannot be read ("),
+        (("explain=open.yaml",), "explain=open.yaml is not YAML (line 2, column 1: expected"),
+        (("explain=none.yaml",), "strategy.graph is missing; give a node or a list"),
+        (("explain=count.yaml",), "strategy.graph.pipeline.micro_batches=x is not a whole"),
+        (("explain=auto",), "explain=auto searches for the fastest strategy, which explain"),
         (("explain=dp", "compare=[dp]"), "explain=dp explains one strategy, and compare shows"),
-        (
-            ("explain=auto",),
-            "explain=auto searches for the fastest strategy, which explain",
-        ),
         (
             ("explain=dp", "strategy.devices=4"),
             "strategy.devices=4 has no effect beside explain, which names strategies of its own",
@@ -58,6 +58,9 @@ def test_why_not_this_strategy(tmp_path: Path) -> None:
     ],
 )
 def test_refused(tmp_path: Path, overrides: tuple[str, ...], expected: str) -> None:
+    (tmp_path / "open.yaml").write_text("graph: {replicate: {}\n")
+    (tmp_path / "none.yaml").write_text("balance: even\n")
+    (tmp_path / "count.yaml").write_text("graph: {pipeline: {micro_batches: x, stages: 2}}\n")
     answer = whale_train([*MIX, *overrides], tmp_path)
     assert answer.status == 2
     assert f"error: {expected}" in " ".join(answer.stderr.split())

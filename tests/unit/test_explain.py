@@ -19,6 +19,8 @@ from whale_train.strategies.resolver.resolve import resolve
 
 PIPELINE = {"pipeline": {"micro_batches": 4, "stages": [{"stage": {}}, {"stage": {}}]}}
 
+UNLIKE = {"pipeline": {"stages": [{"stage": {}}, {"split": {}}]}}  # whose ends move
+
 
 def explained(graph: Any, **changes: Any) -> Explanation:
     setting = Setting({"graph": graph}, mixed(), replace(training(), **changes))
@@ -48,8 +50,9 @@ def test_the_fastest_is_never_slower_than_a_change_of_the_same_batch() -> None:
     assert all(answer.fastest.step_s <= x.step_s * 1.001 for x in same if x.step_s)
 
 
-def test_every_change_resolves_to_what_is_said() -> None:
-    setting = Setting({"graph": {"replicate": {"of": PIPELINE}}}, mixed(), training())
+@pytest.mark.parametrize("graph", [{"replicate": {"of": PIPELINE}}, UNLIKE])
+def test_every_change_resolves_to_what_is_said(graph: Any) -> None:
+    setting = Setting({"graph": graph}, mixed(), training())
     answer = explain_strategy(setting, "asked", classifier())
     by_change = {trial.change: trial for trial in answer.trials}
     assert len(by_change) == len(answer.trials)
@@ -63,9 +66,7 @@ def test_every_change_resolves_to_what_is_said() -> None:
             continue
         plan = resolve(strategy, changed.cluster, classifier(), changed.training)
         assert trial.samples == plan.global_batch
-        assert trial.step_s is not None
-        # Ends of stages are not moved for a change, and are in the plan.
-        assert trial.step_s >= plan.predicted.step_time_s * (1 - 1e-9)
+        assert trial.step_s == plan.predicted.step_time_s
 
 
 def test_a_degree_that_does_not_divide_is_relieved_by_leaving_it_out() -> None:
@@ -77,6 +78,28 @@ def test_a_degree_that_does_not_divide_is_relieved_by_leaving_it_out() -> None:
     assert command_of(answer.nearest, ["hardware=mix", "strategy=x", "explain=x", "seed=1"]) == (
         "whale-train mode=plan hardware=mix seed=1 'strategy.graph={replicate: {}}'"
     )
+
+
+def test_a_file_may_write_nodes_in_short() -> None:
+    """`replicate` is `replicate: {}`, and `auto` is what a key without a value is."""
+    stages = ["stage", {"split": None}]
+    short = {"pipeline": {"micro_batches": "auto", "stages": stages}}
+    long = {"pipeline": {"stages": [{"stage": {}}, {"split": {}}]}}
+    pairs = [(short, long), (["replicate", "split"], [{"replicate": {}}, {"split": {}}])]
+    for brief, full in [*pairs, ({"replicate": {"offload": None}}, {"replicate": {}})]:
+        steps = {x.change: x.step_s for x in explained(brief).trials}
+        assert steps == {x.change: x.step_s for x in explained(full).trials}
+
+
+def test_what_is_not_the_fastest_even_with_little_memory_has_a_plan_with_it() -> None:
+    setting = Setting({"graph": {"replicate": {"zero": 3}}}, mixed(), training())
+    answer = explain_strategy(setting, "asked", classifier())
+    (memory,) = (x for x in answer.conditions if x.quantity == "memory")
+    smallest = min(device.memory_bytes for device in setting.cluster.devices)
+    for times, is_legal in ((1.0, True), (0.5, False)):
+        changed = with_memory(setting, times * memory.amount / smallest)
+        again = explain_strategy(changed, "asked", classifier())
+        assert again.asked.is_legal is is_legal
 
 
 def tight(factor: float) -> Setting:

@@ -453,15 +453,19 @@ def _other_kind(override: Override) -> Fault:
 def _file_fault(error: Exception) -> Fault:
     """Return the fault of one of the user's config files, which raised `error` when read."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        rule = f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
-        return Fault(str(mark.name), "", rule, "correct it there")
+        rule = _not_yaml(error, error.problem_mark)
+        return Fault(str(error.problem_mark.name), "", rule, "correct it there")
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file or "").rpartition("/")
         remedy = nearest(option, error.options) if error.options else "name a file that exists"
         return Fault(group or "--config-name", option, "is not an option", remedy)
     said = " ".join(str(error).split())
     return Fault("config", "", f"cannot be composed ({said})", "correct the file it names")
+
+
+def _not_yaml(error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:
+    """Return the rule that a file breaks which is not YAML, with its place in the file."""
+    return f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -495,6 +499,8 @@ def _strategy_file(name: str) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         rule = f"cannot be read ({str(error).splitlines()[0]})"
         remedy = "name a strategy, or the YAML file of one"
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            rule, remedy = _not_yaml(error, error.problem_mark), "correct it there"
         raise ConfigError([Fault("explain", name, rule, remedy)]) from error
     if not isinstance(content, dict):
         rule, remedy = "is not a mapping", "write a strategy into it, as graph: {replicate: {}}"

@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.explain.reliefs import (
+    Kind,
     Relief,
     Setting,
     reliefs,
@@ -34,6 +35,7 @@ Quantity = Literal["samples", "memory", "network"]
 _MOST_CHANGES = 5  # changes that are tried together where no single one makes a plan
 _MOST_TIMES = 64  # largest factor of a device's memory, of a network or of a batch that is tried
 _CLOSE = 1.005  # steps at most this many times the fastest are as fast
+_MOST_MOVED = 64  # devices up to which the ends of stages are moved for every change
 _MEMORY_STEPS = 6  # halvings of the interval in which the least memory lies
 
 
@@ -174,12 +176,16 @@ class _Explainer:
         asked = replace(self._trial(Relief("strategy", "", setting), moving=True), kind="")
         self._progress("the fastest strategy")
         fastest = self._fastest(setting)
-        trials = [self._trial(relief) for relief in reliefs(setting)]
+        moving = len(setting.cluster.devices) <= _MOST_MOVED
+        trials = [self._trial(relief, moving=moving) for relief in reliefs(setting)]
         own = [trial for trial in trials if trial.kind != "hardware"]
         if not asked.is_legal and not any(trial.is_legal for trial in own):
             trials += self._combined(setting, own)
         trials.sort(key=lambda trial: _rank(trial, asked.samples))
         nearest = asked if asked.is_legal else _nearest(trials)
+        if nearest is not None and nearest is not asked:  # as its command plans it
+            place, nearest = trials.index(nearest), self._moved(nearest, setting)
+            trials[place] = nearest
         memory_times = None if asked.is_legal else self._least_memory(setting)
         conditions: tuple[Condition, ...] = ()
         if asked.is_legal and not _wins(asked, fastest):
@@ -223,6 +229,13 @@ class _Explainer:
             plan=plan,
             step=considered.step,
         )
+
+    def _moved(self, trial: TriedPlan, setting: Setting) -> TriedPlan:
+        """Return a trial on the devices of `setting` with the ends of its stages moved to where its
+        step is the shortest."""
+        changed = replace(setting, written=trial.written, training=trial.training)
+        kind = cast(Kind, trial.kind)
+        return self._trial(Relief(kind, trial.change, changed, trial.overrides), moving=True)
 
     def _fastest(self, setting: Setting) -> TriedPlan | None:
         """Return the fastest strategy that the planner simulates, or None where nothing fits."""
