@@ -17,6 +17,7 @@ from whale_train.launcher.ui.progress import (
     skipped_note,
     summary_line,
     unlike_predicted,
+    waits_note,
 )
 
 
@@ -332,6 +333,18 @@ def test_a_prediction_far_off_is_said(
         "predicted_here_s": here,
     }
     assert unlike_predicted(summary, emulated) == said
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "said"),
+    [
+        (0.02, ""),
+        (0.1, "100 ms of it rank 0 waited for data, which no plan counts: samples that are read"),
+    ],
+)
+def test_long_waits_for_data_are_said(waited_s: float, said: str) -> None:
+    summary = {"step_time_s_median": 0.125, "data_wait_s_median": waited_s}
+    assert waits_note(summary) == (said and f"{said} faster shorten it")
 
 
 def test_skipped_steps_are_said(tmp_path: Path) -> None:

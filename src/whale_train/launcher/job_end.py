@@ -5,7 +5,7 @@ that a command can print it and a program can raise it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from whale_train.launcher.ui.progress import (
     skipped_note,
     summary_line,
     unlike_predicted,
+    waits_note,
 )
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes
@@ -116,7 +117,9 @@ def finish(
             return JobEnd("interrupted", run_dir, said=said)
         unlike = unlike_predicted(summary, resolved.emulated)
         if unlike:
-            console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
+            console.print(
+                f"warning: {unlike}; {_why(resolved, summary)}", style="yellow", soft_wrap=True
+            )
         if skipped := skipped_note(summary, resolved.plan.precision):
             console.print(f"warning: {skipped}", style="yellow", soft_wrap=True)
         if title:
@@ -208,8 +211,13 @@ def model_line(run_dir: Path, size: int) -> Text:
     return Text(f"the trained model: {run_dir / MODEL} ({in_bytes(size)})")
 
 
-def _why(resolved: Resolved) -> str:
-    """Return the likely reason of a prediction far from the measurement, and a remedy."""
+def _why(resolved: Resolved, summary: Mapping[str, Any]) -> str:
+    """Return the likely reason of a prediction far from the measurement, and a remedy.
+
+    summary: the content of `summary.json`.
+    """
+    if waited := waits_note(summary):
+        return waited
     precision = resolved.plan.precision
     if resolved.emulated or is_measured(resolved.cluster, precision):
         return "the machine may have been busy, or other programs while it was calibrated"

@@ -288,6 +288,21 @@ def unlike_predicted(summary: Mapping[str, Any], emulated: bool) -> str:
     return f"a step took {in_seconds(measured)}, {said} the predicted {in_seconds(predicted)}"
 
 
+_LONG_WAIT = 0.2  # part of a step from which on waiting for data is why it is long
+
+
+def waits_note(summary: Mapping[str, Any]) -> str:
+    """Return the note that steps waited long for data, which no prediction counts, or ''.
+
+    summary: the content of `summary.json`.
+    """
+    step_s, waited_s = summary["step_time_s_median"], summary.get("data_wait_s_median", 0.0)
+    if waited_s < _LONG_WAIT * step_s:
+        return ""
+    said = f"{in_seconds(waited_s)} of it rank 0 waited for data, which no plan counts"
+    return f"{said}: samples that are read faster shorten it"
+
+
 class _Tail:
     """A reader of the complete lines of a file that may not exist yet and is still being
     written."""

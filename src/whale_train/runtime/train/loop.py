@@ -84,6 +84,7 @@ class Loop:
         if plan.precision == "fp16":
             start = request.train.loss_scale or START
             self.loss_scale = LossScale(start, device=batches.device)
+        self.data_waits_s: list[float] = []  # of every step
 
     def step(self, number: int) -> float:
         """Take step `number`, counted from 0, and return the seconds that it took.
@@ -100,6 +101,7 @@ class Loop:
         with self._span("data"):
             batch = batches.training(number)
         data_wait_s = time.perf_counter() - asked
+        self.data_waits_s.append(data_wait_s)
         outcome = train_step(
             self._request, self._plan, program, batch, self.loss_scale, batches.device
         )
@@ -367,6 +369,7 @@ def train_steps(
         "trained_s": ended - started,
         "samples_per_s": plan.global_batch / typical,
         "step_time_s_median": typical,
+        "data_wait_s_median": median(loop.data_waits_s[1:] or loop.data_waits_s),
         "predicted_step_time_s": plan.predicted.step_time_s,
         "predicted_here_s": plan.predicted_here and plan.predicted_here.step_time_s,
     }
