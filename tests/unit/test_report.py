@@ -241,3 +241,25 @@ def test_a_page_of_a_failed_run_says_what_failed() -> None:
     (table,) = plan_page(shown).sections[0].tables
     facts = dict(row.cells for row in table.rows)
     assert facts["failed"] == "rank 1, step 31: RuntimeError: boom"
+
+
+def test_measured_numbers_are_those_of_the_summary() -> None:
+    """Lines of `metrics.jsonl` have the memory of rank 0, and a first step that sets up libraries."""
+    plan = plan_of(json.loads((GOLDEN / "plan_dp.json").read_text()))
+    steps = [
+        {"step": step, "step_time_s": seconds, "loss": 1.0, "peak_memory_bytes": 10**9}
+        for step, seconds in ((1, 9.0), (2, 1.0), (3, 3.0))
+    ]
+    running = ShownRun(Path("run"), "a run", plan, steps=steps)
+    summary = {"step_time_s_median": 2.5, "peak_memory_bytes": [10**9, 3 * 10**9]}
+    for shown, median_s, memory in (
+        (running, "2.00 s", ("memory of rank 0, measured", "1.00 GB")),
+        (
+            replace(running, summary=summary),
+            "2.50 s",
+            ("memory of the fullest rank, measured", "3.00 GB"),
+        ),
+    ):
+        facts = dict(row.cells for row in plan_page(shown).sections[0].tables[0].rows)
+        assert facts["step, measured (median)"] == median_s
+        assert facts[memory[0]] == memory[1]

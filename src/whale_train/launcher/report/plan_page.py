@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 
 from whale_train.launcher.report.charts import (
     MOST_KINDS,
@@ -22,6 +21,7 @@ from whale_train.launcher.report.plan_tables import (
     nodes_table,
     parts_table,
     plan_facts,
+    step_seconds,
 )
 from whale_train.launcher.report.rank_kinds import RankKind, fullness, rank_kinds
 from whale_train.launcher.report.run_curves import curves_section
@@ -132,8 +132,8 @@ def _time_charts(shown: ShownRun, kinds: Sequence[RankKind], prefix: str) -> Ite
     predictions = {"predicted": plan.predicted}
     if plan.predicted_here is not None:
         predictions["predicted here"] = plan.predicted_here
-    seconds = [row["step_time_s"] for row in shown.steps]
-    yield _named(step_chart(predictions, median(seconds) if seconds else None), prefix)
+    measured_s = step_seconds(shown) if shown.is_run else None
+    yield _named(step_chart(predictions, measured_s), prefix)
     ranks = ranks_to_show(kinds)
     spans = {
         name: made

@@ -36,13 +36,14 @@ def plan_facts(shown: ShownRun) -> dict[str, str]:
         "memory of the fullest rank, predicted": needed,
     }
     if shown.is_run:
-        seconds = [row["step_time_s"] for row in shown.steps]
         facts["steps taken"] = f"{shown.steps[-1]['step']:,}"
-        facts["step, measured (median)"] = in_seconds(median(seconds))
+        facts["step, measured (median)"] = in_seconds(step_seconds(shown))
         facts["last loss"] = _number(shown.steps[-1].get("loss"))
-        facts["memory of the fullest rank, measured"] = in_bytes(
-            max(row.get("peak_memory_bytes") or 0 for row in shown.steps)
-        )
+        if of_ranks := (shown.summary or {}).get("peak_memory_bytes"):
+            facts["memory of the fullest rank, measured"] = in_bytes(max(of_ranks))
+        else:
+            of_rank_0 = max(row.get("peak_memory_bytes") or 0 for row in shown.steps)
+            facts["memory of rank 0, measured"] = in_bytes(of_rank_0)
     if shown.failure is not None:
         facts["failed"] = _failure(shown.failure)
     if shown.attempts:
@@ -155,6 +156,15 @@ def _cost(decision: Decision, chosen_s: float) -> str:
     if decision.rejected_floor_s is not None:
         return f"{in_seconds(decision.rejected_floor_s)} or more, by estimate"
     return ""
+
+
+def step_seconds(shown: ShownRun) -> float:
+    """Return the median seconds of a run's steps, as `summary.json` has it: without the first one,
+    which includes the set-up of libraries."""
+    if shown.summary is not None and "step_time_s_median" in shown.summary:
+        return float(shown.summary["step_time_s_median"])
+    seconds: list[float] = [row["step_time_s"] for row in shown.steps]
+    return median(seconds[1:] or seconds)
 
 
 def _failure(failure: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ _CURVES = (
     ("lr", "Learning rate", "learning rate"),
     ("samples_per_s", "Training rate", "samples/s"),
     ("step_time_s", "Time of a step", "seconds"),
-    ("peak_memory_bytes", "Peak memory of the fullest rank", "GB"),
+    ("peak_memory_bytes", "Peak memory of rank 0", "GB"),
     ("model_flops_utilisation", "Model FLOP/s utilisation", "part of the peak"),
 )
 _GB = ("peak_memory_bytes",)  # keys of bytes, which are shown in GB
