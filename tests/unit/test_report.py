@@ -244,7 +244,7 @@ def test_a_page_of_a_failed_run_says_what_failed() -> None:
 
 
 def test_measured_numbers_are_those_of_the_summary() -> None:
-    """Lines of `metrics.jsonl` have the memory of rank 0, and a first step that sets up libraries."""
+    """Lines of `metrics.jsonl` have rank 0's memory, and a first step that sets up libraries."""
     plan = plan_of(json.loads((GOLDEN / "plan_dp.json").read_text()))
     steps = [
         {"step": step, "step_time_s": seconds, "loss": 1.0, "peak_memory_bytes": 10**9}
