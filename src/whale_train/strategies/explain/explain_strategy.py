@@ -47,8 +47,8 @@ class TriedPlan:
     kind: what the change is of: `strategy`, `training` or `hardware`; '' for what was asked.
     written: the content of the strategy file.
     overrides: the overrides that make the change beside the strategy's content.
+    training: batch, precision and optimizer of the setting.
     step_s: seconds of a step; None where there is no plan.
-    samples: samples of a step.
     needed_bytes: bytes that the fullest device needs; None where there is no plan.
     room_bytes: bytes of that device that tensors may take; None where there is no plan.
     faults: why there is no plan; empty where there is one.
