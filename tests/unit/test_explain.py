@@ -102,6 +102,22 @@ def test_what_is_not_the_fastest_even_with_little_memory_has_a_plan_with_it() ->
         assert again.asked.is_legal is is_legal
 
 
+def test_what_a_strategy_has_too_much_of_is_taken_away() -> None:
+    """LAMB wants the norm of each parameter, which ZeRO partitions anywhere; a pipeline cuts the
+    batch itself."""
+    answer = explained({"replicate": {"zero": 2}}, optimizer="lamb")
+    assert not answer.asked.is_legal
+    assert answer.nearest is not None
+    assert answer.nearest.written == {"graph": {"replicate": {"zero": 0}}}
+    offload = {"zero": 2, "offload": {"optimizer": "cpu"}}
+    changes = {trial.change for trial in explained({"replicate": offload}).trials}
+    assert "replicate: nothing on the host" in changes
+    assert "replicate: zero: 0, nothing on the host" in changes
+    parted = {x.change: x for x in explained(PIPELINE, accumulate=2).trials}["train.accumulate=1"]
+    assert parted.overrides == ("train.accumulate=1",)
+    assert parted.faults == explained(PIPELINE).asked.faults  # of another kind
+
+
 def tight(factor: float) -> Setting:
     """A setting whose devices have so little memory that copies with all state do not fit."""
     setting = Setting({"graph": {"replicate": {}}}, mixed(), training(1024))

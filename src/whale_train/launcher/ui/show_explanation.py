@@ -41,7 +41,9 @@ def explanation_view(request: Request, explained: Explanation) -> RenderableType
         parts += [Text(""), Text("what each change would give", style="bold"), _trials(explained)]
     refused = sum(not trial.is_legal for trial in explained.trials)
     if refused:
-        said = f"{refused} other changes make no plan: explanation.json says why"
+        said = f"no plan comes of {refused} changes: explanation.json says why"
+        if refused == 1:
+            said = "no plan comes of 1 change: explanation.json says why"
         parts.append(Padding(Text(said, style="dim"), (0, 0, 0, 2)))
     if explained.conditions:
         parts += [Text(""), Text("what would make it the fastest", style="bold")]

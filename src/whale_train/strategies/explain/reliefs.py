@@ -14,7 +14,7 @@ from whale_train.strategies.plan.training import Training
 Graph = Any  # a node, or a list of nodes, as a strategy file without faults has it
 Kind = Literal["strategy", "training", "hardware"]
 _BATCHES = (2, 4, 8)  # times the global batch
-_PARTS = (2, 4, 8)  # micro-batches of train.accumulate
+_PARTS = (1, 2, 4, 8)  # micro-batches of train.accumulate
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def training_reliefs(setting: Setting) -> Iterator[Relief]:
     """Yield the changes of the training: micro-batches, precision, a larger global batch."""
     training = setting.training
     for parts in _PARTS:
-        if parts > training.accumulate:
+        if parts == 1 < training.accumulate or parts > training.accumulate:
             key = f"train.accumulate={parts}"
             changed = replace(training, accumulate=parts)
             yield Relief("training", key, replace(setting, training=changed), (key,))
@@ -178,10 +178,15 @@ def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     if "degree" in body:
         yield "no degree", {key: value for key, value in body.items() if key != "degree"}
     zero = body.get("zero", 0)
-    for stage in range(4):
-        if stage != zero and (stage or not body.get("offload")):
-            yield f"zero: {stage}", {**body, "zero": stage}
     offload = body.get("offload") or {}
+    without = {key: value for key, value in body.items() if key != "offload"}
+    if offload:
+        yield "nothing on the host", without
+    for stage in range(4):
+        if stage > zero or (stage < zero and not offload):
+            yield f"zero: {stage}", {**body, "zero": stage}
+        elif stage < zero:
+            yield f"zero: {stage}, nothing on the host", {**without, "zero": stage}
     for on_host in ({"optimizer": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}):
         if on_host != offload:
             stage = max(zero, 3 if "parameters" in on_host else 2)
