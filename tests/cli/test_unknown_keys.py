@@ -256,6 +256,7 @@ def test_flags_and_bare_words_are_answered_alike() -> None:
         "--bf16 is not a flag; use train.precision=bf16",
     ]
     assert said("--lr", "0.1", "train.steps=2") == ["--lr is not a flag; use optimizer.lr=0.001"]
+    assert said("plan") == ["plan is neither KEY=VALUE nor a flag; write mode=plan"]
     assert said("fp16") == ["fp16 is neither KEY=VALUE nor a flag; use train.precision=fp16"]
 
 

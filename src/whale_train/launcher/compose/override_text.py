@@ -2,12 +2,14 @@
 
 import re
 import shlex
+from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from whale_train.bounds import too_large
+from whale_train.config import Mode
 from whale_train.errors import Fault, shortened
 from whale_train.other_trainers import known_elsewhere
 
@@ -21,6 +23,8 @@ def read_override(text: str, faults: list[Fault]) -> Override | None:
     if "=" not in text and not text.startswith("~"):
         instead = known_elsewhere(text)
         remedy = f"write {text}=VALUE" if instead is None else instead.remedy
+        if text in get_args(Mode):
+            remedy = f"write mode={text}"
         faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", remedy))
         return None
     passed = too_large(text)
