@@ -95,6 +95,8 @@ class TrainOptions(_Section):
     grad_norm: whether the gradient norm is measured in every step.
     trace: whether the run writes a timeline of what every rank did.
     report: whether the run ends with a page about it, `report.html`.
+    parameters_sha256: whether every line of `metrics.jsonl` has the SHA-256 of the parameters after
+        its step.
     compile: whether blocks are compiled by torch.compile.
     profile: the first and the last step that torch's profiler records.
     evaluate_every: number of steps between evaluations; None is never.
@@ -127,6 +129,7 @@ class TrainOptions(_Section):
     grad_norm: bool = True
     trace: bool = False
     report: bool = True
+    parameters_sha256: bool = False
     compile: bool = False
     profile: tuple[_Count, _Count] | None = None
     evaluate_every: _Count | None = None

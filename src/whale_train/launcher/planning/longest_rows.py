@@ -19,7 +19,10 @@ def refuse_longest(request: Request, plan: Plan, faults: list[Fault]) -> None:
         rule = "gives batches of several lengths, and this strategy runs a graph of one length"
         remedy = "use false, or a strategy of one replicate, with or without ZeRO"
         faults.append(Fault(key, "true", rule, remedy))
-    elif request.train.accumulate > 1:
+    elif request.train.accumulate > 1 or plan.logical_workers is not None:
+        why, remedy = f"train.accumulate={request.train.accumulate}", "train.accumulate=1"
+        if plan.logical_workers is not None:
+            why, remedy = f"strategy.logical_workers={plan.logical_workers.count}", "strategy=dp"
         rule = "gives batches of several lengths, and the targets of a step's micro-batches are "
-        rule += f"counted by a graph of one length (train.accumulate={request.train.accumulate})"
-        faults.append(Fault(key, "true", rule, "use false, or train.accumulate=1"))
+        rule += f"counted by a graph of one length ({why})"
+        faults.append(Fault(key, "true", rule, f"use false, or {remedy}"))

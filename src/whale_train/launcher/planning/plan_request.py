@@ -42,6 +42,7 @@ from whale_train.launcher.planning.devices.emulation import paces as emulated_pa
 from whale_train.launcher.planning.devices.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.devices.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.evaluations import explain_evaluations, refuse_uncounted
+from whale_train.launcher.planning.exact_bits import refuse_hash_of_parts, refuse_unlike_bits
 from whale_train.launcher.planning.isolated_documents import refuse_joined_documents
 from whale_train.launcher.planning.longest_rows import refuse_longest
 from whale_train.launcher.planning.loss_read import explain_logits
@@ -198,6 +199,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     refuse_parts(made.plan, faults)
     refuse_uncounted(request, made.plan, profile, faults)
     refuse_longest(request, made.plan, faults)
+    refuse_hash_of_parts(request, made.plan, faults)
+    refuse_unlike_bits(request, made.plan, faults)
     _refuse_biases(request, made.plan, faults)
     on_cards = device == "cuda" and request.mode == "train"
     if on_cards:

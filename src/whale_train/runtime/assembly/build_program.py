@@ -17,10 +17,13 @@ from whale_train.runtime.compile.blocks import compile_blocks
 from whale_train.runtime.engines.deepspeed_zero3 import gather_whole
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.engines.rank_context import RankContext
+from whale_train.runtime.engines.worker_sums import WorkerSums
 from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
 from whale_train.runtime.loss.global_mean import target_counter
+from whale_train.runtime.state.worker_states import WorkerStates
 from whale_train.runtime.train.step_programs import Program, WholeModel
+from whale_train.runtime.train.worker_program import WorkerProgram
 from whale_train.strategies.plan.plan import Plan
 
 
@@ -72,7 +75,8 @@ def _whole_model(
     (task_graph,) = plan.task_graphs
     group = seat.groups[f"{task_graph.name}.data_parallel"]
     agreement = ForwardAgreement(group, seat.device) if plan.varies and group.size() > 1 else None
-    if request.model.sync_batchnorm:
+    logical = plan.logical_workers
+    if request.model.sync_batchnorm and logical is None:
         synchronise_batch_norm(module, group, agreement)
     trained = set(task_graph.trained)
     for path, parameter in module.named_parameters():
@@ -96,17 +100,30 @@ def _whole_model(
         reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
     )
     may_skip = not plan.exported
+    sums = None
+    if logical is not None:
+        trained_ones = [p for p in module.parameters() if p.requires_grad]
+        sums = WorkerSums(trained_ones, copies.sums or group, logical.of_ranks)
     engine = make_engine(
         *(request, plan, task_graph, module, copies, seat, by_path),
         may_skip_parameters=may_skip,
         agreement=agreement,
+        sums=sums,
     )
     sizes = [stop - start for start, stop in plan.ranks[seat.rank].samples]
     counter = None
-    if len(sizes) > 1:
+    if len(sizes) > 1 or logical is not None:
         assert graph is not None
         counter = target_counter(module, graph, group, seat.device)
     # Compiled code calls no product that ExpertLoads could watch.
     is_seen = plan.mixtures and seat.compiler is None
     loads = ExpertLoads(plan.mixtures, seat.device) if is_seen else None
+    if logical is not None:
+        assert sums is not None
+        assert counter is not None
+        own = {model_path(path): buffer for path, buffer in module.named_buffers()}
+        workers = logical.of_ranks[seat.rank]
+        states = WorkerStates(workers, {x: own[x] for x in logical.buffers}, request.seed)
+        of_all = (group, workers, logical.count, sizes[0], plan.loss_weights)
+        return WorkerProgram(engine, sums, states, *of_all, counter, loads)
     return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads, agreement)

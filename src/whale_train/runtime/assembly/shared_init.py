@@ -7,12 +7,10 @@ as soon as it is mapped, and its memory is freed when its last reader has releas
 """
 
 import os
-import random
 import tempfile
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +18,7 @@ from whale_train.models.build import build_model
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.models.weights.deferred import deferred, fill, is_deferred
+from whale_train.runtime.base.seeds import seed_python
 
 _ALIGNMENT = 64  # bytes; enough for vectorised kernels
 # A tensor of at least this many bytes has a file of its own. Ranks that read the model tensor by
@@ -52,15 +51,6 @@ def build_shared(options: ModelOptions, seed: int) -> LossModule:
             _share([tensor])
     _share(small)
     return module
-
-
-def seed_python(seed: int) -> None:
-    """Seed the generators of Python and NumPy, equally on every host and rank.
-
-    Constructors and forwards may draw from them besides torch's.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def let_go(module: nn.Module) -> None:

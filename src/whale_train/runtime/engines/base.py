@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from whale_train.runtime.base.copies import Copies
-from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.grad_reduce import GradientSums
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Engine(Protocol):
     on_gradients: called in every update, after the gradients are reduced and before they are
         clipped or used.
     loss_scale: the scalar that the step's gradients were multiplied by (fp16); None: 1.
-    reduction: the Reduction to notify of every final gradient; None: nothing to notify.
+    reduction: the sums to notify of every final gradient; None: nothing to notify.
     scale: the factor by which the backward multiplies gradients, those of other engines' parameters
         included.
     """
@@ -70,7 +70,7 @@ class Engine(Protocol):
     loss_scale: Tensor | None
 
     @property
-    def reduction(self) -> Reduction | None: ...
+    def reduction(self) -> GradientSums | None: ...
 
     @property
     def scale(self) -> int: ...

@@ -20,7 +20,7 @@ from whale_train.runtime.engines.base import (
     set_learning_rate,
     without_scale,
 )
-from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.grad_reduce import GradientSums, Reduction
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.optim.cpu_norms import total_norm
 from whale_train.runtime.optim.optimizers import MakeOptimizer, skipping, state_of
@@ -37,6 +37,7 @@ class TorchEngine:
         otherwise `reduction` sums each gradient when it is final.
     excess: the factor by which gradients are too large, where another engine runs these parameters;
         1 if this engine runs them.
+    sums: sums gradients instead of the two; None: one of them does.
     buckets: makes the substitute for DistributedDataParallel of a rehearsal; None: no substitute.
     """
 
@@ -54,6 +55,7 @@ class TorchEngine:
         may_skip_parameters: bool,
         overlap: bool = True,
         excess: int = 1,
+        sums: GradientSums | None = None,
         buckets: Callable[[nn.Module, Copies], nn.Module] | None = None,
     ) -> None:
         self.module = module
@@ -64,8 +66,8 @@ class TorchEngine:
         self.on_gradients: Callable[[], None] | None = None
         self._run: nn.Module = module
         self._counted = [p for p in self.parameters if copies.counts(p)]
-        self.reduction: Reduction | None = None
-        if not overlap:
+        self.reduction: GradientSums | None = sums
+        if sums is None and not overlap:
             self.reduction = Reduction(
                 [p for p in self.parameters if p not in copies.shared],
                 copies.group,
@@ -73,7 +75,7 @@ class TorchEngine:
                 copies.shards,
                 copies.reduce_dtype,
             )
-        elif self.copies > 1 and self.parameters:
+        elif sums is None and self.copies > 1 and self.parameters:
             assert not copies.shared
             if buckets is None:
                 self._run = _data_parallel(module, copies, device, precision, may_skip_parameters)

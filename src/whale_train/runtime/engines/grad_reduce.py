@@ -9,6 +9,7 @@ other stages' work. Copies send their buckets in one order, which follows from t
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,23 @@ from whale_train.runtime.engines.bucket_queue import InOrder
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 _Group = dist.ProcessGroup
+
+
+class GradientSums(Protocol):
+    """The interface of sums of gradients to the programs that give the gradients."""
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Return the parameters for which the caller must call `final`."""
+
+    def final(self, parameter: nn.Parameter) -> None:
+        """Report that no backward of this step adds to the gradient of `parameter` any more."""
+
+    def finish(self) -> None:
+        """Send all remaining gradients, after this rank's last backward of the step."""
+
+    def wait(self) -> None:
+        """Wait until all gradients that were sent are summed, in `.grad`."""
 
 
 class Reduction:

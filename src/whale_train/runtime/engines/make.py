@@ -11,6 +11,7 @@ from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import StreamedEngine, TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.engines.grad_reduce import GradientSums
 from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
@@ -37,6 +38,7 @@ def make_engine(
     excess: int | None = None,
     streamed: StreamedWeights | None = None,
     agreement: ForwardAgreement | None = None,
+    sums: GradientSums | None = None,
 ) -> Engine:
     """Return the engine of `module`, the part of `task_graph` that `seat.rank` holds.
 
@@ -47,6 +49,7 @@ def make_engine(
     by_path: the rank's tensors by their paths in the model.
     streamed: copies weights from the host; required where `task_graph` streams them.
     agreement: given where copies may reach different parameters.
+    sums: given where copies run logical workers.
 
     The other parameters are TorchEngine's.
     """
@@ -83,5 +86,6 @@ def make_engine(
         may_skip_parameters=may_skip_parameters,
         overlap=overlap,
         excess=excess or 1,
+        sums=sums,
         buckets=None if seat.stand_ins is None else seat.stand_ins.buckets,
     )

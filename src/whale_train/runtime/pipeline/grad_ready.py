@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.grad_reduce import GradientSums
 from whale_train.runtime.kernels.weight_gradients import Added
 from whale_train.runtime.pipeline.chunk import Chunk
 from whale_train.strategies.schedule.instructions import ENDS, Instruction
@@ -22,7 +22,7 @@ class Finality:
 
     def __init__(self, chunks: Mapping[int, Chunk], instructions: Sequence[Instruction]) -> None:
         last = {x.chunk: i for i, x in enumerate(instructions) if x.kind in ENDS}
-        self._reduction: dict[nn.Parameter, Reduction] = {}
+        self._reduction: dict[nn.Parameter, GradientSums] = {}
         # Parameters by the last instruction that adds to their gradients.
         self._parameters: dict[Instruction, list[nn.Parameter]] = {}
         held: dict[nn.Parameter, int] = {}

@@ -30,7 +30,9 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.weights.kept_tensors import other_names, saved_names
 from whale_train.models.weights.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
-from whale_train.runtime.assembly.shared_init import build_shared, let_go, seed_python
+from whale_train.runtime.assembly.shared_init import build_shared, let_go
+from whale_train.runtime.base.determinism import compute_alike
+from whale_train.runtime.base.seeds import seed_python
 from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.calibrate.calibrate import Ranks, measure_devices
 from whale_train.runtime.comms.process_groups import (
@@ -65,7 +67,7 @@ from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import SavedPart
-from whale_train.runtime.state.random_states import RandomStates
+from whale_train.runtime.state.random_states import RandomStates, RankRandom
 from whale_train.runtime.state.restore import restore, restore_weights
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import RequestConsensus
@@ -73,6 +75,7 @@ from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train_steps
 from whale_train.runtime.train.recorder import record_verification
 from whale_train.runtime.train.step_programs import Program
+from whale_train.runtime.train.worker_program import WorkerProgram
 from whale_train.strategies.grammar.form import needs_graph, partitions
 from whale_train.strategies.memory.malloc_headroom import has_room
 from whale_train.strategies.plan.plan import Plan
@@ -110,7 +113,8 @@ def prepare(request: Request) -> Prepared:
     module = build_shared(request.model, request.seed)
     prepared = Prepared(request, module, None, data)
     # Ranks run the graph or count targets by it. With a strategy yet to be found, they may need it.
-    if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
+    counts = request.train.accumulate > 1 or strategy.logical_workers is not None
+    if strategy.is_auto or needs_graph(strategy) or counts:
         return replace(prepared, graph=_exported(prepared))
     return prepared
 
@@ -227,6 +231,8 @@ def train_as_planned(
     assert world_size == plan.world_size, (world_size, plan.world_size)
     timeout = timedelta(seconds=request.launcher.timeout_s)
     device, links = _joined(run_dir, rank, world_size, rendezvous, request)
+    if plan.logical_workers is not None:
+        compute_alike(request.launcher.threads)
     if device.type == "cpu" and not has_room(plan, _here(rank), memory_bytes()):
         trim_heap()
     groups, channels = make_groups(plan, rank, timeout), make_channels(plan, rank, device, timeout)
@@ -263,10 +269,12 @@ def train_as_planned(
             carrier.forget()
         summary = checkpoint_results(run_dir, request, program, batches, carrier, rank)
     else:
-        random = RandomStates(program.shared_random)
+        random: RankRandom = RandomStates(program.shared_random, rank)
+        if isinstance(program, WorkerProgram):
+            random = program.states
         resumed, started = None, time.monotonic()
         if (checkpoint := _checkpoint(run_dir)) is not None:
-            resumed = restore(carrier.fetched(checkpoint), state, random, plan, rank, places)
+            resumed = restore(carrier.fetched(checkpoint), state, random, plan, places)
             if _launched(run_dir)["data_anew"]:
                 resumed = resumed.model_copy(update={"samples": 0, "stream": None})
             carrier.forget()

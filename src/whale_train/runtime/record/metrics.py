@@ -30,6 +30,7 @@ class StepMetrics:
     skipped: True where the step changed nothing, because gradients were not finite.
     experts: the loads of the mixtures of experts.
     data_wait_s: seconds of the step in which rank 0 waited for its samples.
+    parameters_sha256: the SHA-256 of the parameters after the step, or None.
     """
 
     number: int
@@ -42,6 +43,7 @@ class StepMetrics:
     skipped: bool = False
     experts: Sequence[MixtureLoad] = ()
     data_wait_s: float = 0.0
+    parameters_sha256: str | None = None
 
 
 class Metrics:
@@ -88,6 +90,7 @@ class Metrics:
             "tokens_per_s": tokens / step.seconds,
             **flops_reached(self._model_flops, samples / step.seconds, self._peak_flops_s),
             "peak_memory_bytes": peak_memory_bytes(self._device),
+            **({"parameters_sha256": step.parameters_sha256} if step.parameters_sha256 else {}),
             **({"experts": load_metrics(step.experts)} if step.experts else {}),
             **step.evaluation,
         }

@@ -5,18 +5,17 @@ disappeared afterwards.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import inf
 from typing import Any
 
 import torch
 
 from whale_train.checkpoints.checkpoint_state import CheckpointState
-from whale_train.checkpoints.safetensors_files import read_json, read_text
+from whale_train.checkpoints.safetensors_files import read_text
 from whale_train.checkpoints.url_path import Place
 from whale_train.runtime.state.delinking import Delinking
 from whale_train.runtime.state.held import LocalBlock, RankState
-from whale_train.runtime.state.random_states import RandomStates
+from whale_train.runtime.state.random_states import RankRandom
 from whale_train.runtime.state.tensor_files import TensorReader
 from whale_train.strategies.plan.plan import Plan
 
@@ -24,19 +23,17 @@ from whale_train.strategies.plan.plan import Plan
 def restore(
     checkpoint: Place,
     state: RankState,
-    random: RandomStates,
+    random: RankRandom,
     plan: Plan,
-    rank: int,
     places: Mapping[str, str],
 ) -> CheckpointState:
-    """Fill the state that `rank` holds from `checkpoint`, and return the content of `state.json`.
+    """Fill the state that a rank holds from `checkpoint`, and return the content of `state.json`.
 
     `places` are given where layers that share weights in the checkpoint continue separately
     (`delinking.py`). Moments of a parameter that was not trained stay as before a first update.
 
-    Random states are restored if the plan is the one that they were saved under. Under another plan
-    the saved random states fit no rank, so the default generator is seeded from this run's seed and
-    the step. Raises BrokenCheckpoint where a tensor or file is missing.
+    `random` decides which random states fit the rank. Raises BrokenCheckpoint where a tensor or
+    file is missing.
     """
     scalars = CheckpointState.read(checkpoint)
     saved_under = read_text(checkpoint / "plan.json")
@@ -61,11 +58,7 @@ def restore(
             numbers[place] = max(numbers.get(place, -inf), float(block.tensor))
             _set_number(entries, key, numbers[place])
     state.read()
-    drawn = checkpoint / "random" / f"rank_{rank}.json"
-    if _is_same(saved_under, plan) and drawn.is_file():
-        random.write(read_json(drawn))
-    else:
-        torch.manual_seed(torch.initial_seed() + 7_368_787 * scalars.step)
+    random.restore(checkpoint, _plan_in(saved_under), plan, scalars.step)
     return scalars
 
 
@@ -81,22 +74,12 @@ def restore_weights(folder: Place, state: RankState, renamed: Mapping[str, str])
     state.read()
 
 
-def _is_same(text: str, plan: Plan) -> bool:
-    """Return True if the saved plan in `text` has the same computation as `plan`; False if it
-    cannot be read."""
+def _plan_in(text: str) -> Plan | None:
+    """Return the plan in the text of a `plan.json`, or None if it cannot be read."""
     try:
-        return _computed(Plan.from_json(text)) == _computed(plan)
+        return Plan.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
-
-
-def _computed(plan: Plan) -> Plan:
-    """Return the plan without the ids of its GPUs and without its decisions.
-
-    No computation depends on them.
-    """
-    ranks = tuple(replace(rank, uuid=None) for rank in plan.ranks)
-    return replace(plan, ranks=ranks, decisions=())
+        return None
 
 
 def _set_number(entries: dict[str, Any], key: str, number: float) -> None:

@@ -36,7 +36,7 @@ from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import LocalBlock, RankState
 from whale_train.runtime.state.parts import SavedPart, write_blocks, written
-from whale_train.runtime.state.random_states import RandomStates
+from whale_train.runtime.state.random_states import RankRandom
 from whale_train.runtime.state.tensor_files import record_json, record_text
 from whale_train.runtime.state.votes import CheckpointRequest, RequestConsensus
 
@@ -57,7 +57,7 @@ class Saver:
         run_dir: Path,
         options: CheckpointOptions,
         state: RankState,
-        random: RandomStates,
+        random: RankRandom,
         rank: int,
         carrier: Carrier,
         votes: RequestConsensus,

@@ -26,7 +26,8 @@ class EvaluatedCopies:
 
     `sizes` are the numbers of samples of this rank's micro-batches, and `weights` gives the weights
     of their losses. If a rank has several micro-batches, `counter` counts the targets. `agreement`
-    is that of GlobalMeans.
+    is that of GlobalMeans. `rows` are the number of rows of the sums, and the row of each
+    micro-batch: the rows are summed one after another, on every rank (None: one row).
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class EvaluatedCopies:
         weights: LossWeights,
         counter: TargetCounter | None,
         agreement: ForwardAgreement | None = None,
+        rows: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         self._agreement = agreement
+        self._num_rows, self._rows = rows or (1, [0] * len(sizes))
         self._engine, self._group, self._sizes = engine, group, sizes
         self._weights, self._counter = weights, counter
 
@@ -60,19 +63,20 @@ class EvaluatedCopies:
         """
         if held.answers is not None:
             held.answers.clear()  # drop the answers of uncounted forwards
-        sums = torch.zeros(3, dtype=torch.float64, device=num_targets.device)
+        shape = self._num_rows, 3
+        sums = torch.zeros(shape, dtype=torch.float64, device=num_targets.device)
         for number, evaluated in enumerate(held):
             parts = zip(self._sizes, evaluated.micro_batches, evaluated.own, strict=True)
-            for size, batch, samples in parts:
+            for row, (size, batch, samples) in zip(self._rows, parts, strict=True):
                 share = self._weights.of_evaluation(size, held.samples)
                 with self._means(
                     held, share, Targets(targets(number, batch), num_targets)
                 ) as means:
                     loss = self._engine(**batch)
-                sums += evaluated.weight * _row(loss * share, means)
+                sums[row] += evaluated.weight * _row(loss * share, means)
                 _keep(held, evaluated.weight, samples, means)
         dist.all_reduce(sums, group=self._group)
-        return Evaluation(*sums.tolist())
+        return Evaluation(*sums.sum(0).tolist())
 
     def _uncounted(self, held: EvaluationBatches) -> Evaluation:
         """Return the means over `held`, whose targets cannot be counted before the forwards run.

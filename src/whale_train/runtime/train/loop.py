@@ -26,6 +26,7 @@ from whale_train.runtime.optim.lr_schedule import learning_rates
 from whale_train.runtime.optim.plateau import Plateau
 from whale_train.runtime.record.callbacks import Callbacks
 from whale_train.runtime.record.metrics import Metrics, StepMetrics
+from whale_train.runtime.record.parameter_hash import parameters_sha256
 from whale_train.runtime.record.profile import StepProfiler
 from whale_train.runtime.record.to_host import ToHost
 from whale_train.runtime.state.saver import Saver
@@ -119,9 +120,12 @@ class Loop:
             evaluation = {f"{name}_{x}": value for name in sets for x, value in sets[name].items()}
             if self.watch:
                 self.is_best = self.watch.add(number + 1, of_rank_0(evaluation))
+        digest = None
+        if options.parameters_sha256 and self._metrics is not None:
+            digest = parameters_sha256(program.engines)
         coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
         self._pending = _Pending(
-            *(number + 1, lr, seconds, evaluation, batch, coming, loads, data_wait_s)
+            *(number + 1, lr, seconds, evaluation, batch, coming, loads, data_wait_s, digest)
         )
         return seconds
 
@@ -171,6 +175,7 @@ class Loop:
                 skipped=skipped,
                 experts=step.loads.read() if step.loads is not None else (),
                 data_wait_s=step.data_wait_s,
+                parameters_sha256=step.parameters_sha256,
             )
             samples = self._plan.global_batch
             record = self._metrics.write(line, samples, self._batches.tokens(step.batch))
@@ -211,6 +216,7 @@ class _Pending:
     coming: its loss, gradient norm and loss scale, on their way to the host.
     loads: the loads of its experts, or None in a model without experts.
     data_wait_s: seconds of it in which this rank waited for its samples.
+    parameters_sha256: the SHA-256 of the parameters after it, or None.
     """
 
     number: int
@@ -221,6 +227,7 @@ class _Pending:
     coming: ToHost
     loads: PendingLoads | None
     data_wait_s: float
+    parameters_sha256: str | None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
 MOST_MICRO_BATCHES = 10_000  # most micro-batches of a step; a plan orders each
+_KEYS = ("graph", "balance", "devices", "time_limit_s", "logical_workers")
 _BY_GLOB, _LISTED = "{*.q_proj.weight: column}", '[{weight: "*.q_proj.weight", pattern: column}]'
 
 
@@ -126,6 +127,8 @@ class Strategy:
         all (None).
     time_limit_s: seconds that the planner searches. 0: it simulates a fixed number of tasks. None:
         it simulates all candidates whose estimates are near the fastest.
+    logical_workers: equal parts of the global batch that devices share, with the same bits on any
+        number of devices (docs/adr/084). None: every device takes a share of its own size.
     """
 
     name: str
@@ -133,6 +136,7 @@ class Strategy:
     balance: str = "hardware"
     devices: int | Mapping[str, int] | None = None
     time_limit_s: float | None = None
+    logical_workers: int | None = None
 
     @property
     def is_auto(self) -> bool:
@@ -153,7 +157,7 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
     `faults`."""
     reader = _Reader(faults)
     before = len(faults)
-    given = reader.keys(mapping, "strategy", ("graph", "balance", "devices", "time_limit_s"))
+    given = reader.keys(mapping, "strategy", _KEYS)
     if "graph" not in given:
         reader.fault("strategy.graph", "", "is missing", "give a node or a list of nodes")
         return None
@@ -165,7 +169,10 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
     if limit is not None and not auto:
         rule = "limits the search of graph: auto, and the graph is given"
         reader.fault("strategy.time_limit_s", limit, rule, "use null, or strategy=auto")
-    return Strategy(name, graph, balance, devices, limit) if len(faults) == before else None
+    workers = reader.workers(given, auto)
+    if len(faults) > before:
+        return None
+    return Strategy(name, graph, balance, devices, limit, workers)
 
 
 class _Reader:
@@ -375,6 +382,25 @@ class _Reader:
             rule, remedy = "is not a whole number of at least 1", "use such a number"
             self.fault(f"{path}.{key}.{kind}", "auto", rule, remedy)
         return {kind: count for kind, count in counts.items() if count is not None}
+
+    def workers(self, given: Mapping[str, Any], auto: bool) -> int | None:
+        """Return the number of logical workers; None where there are none, or after a fault. `auto`
+        is True if the planner searches for the graph."""
+        key, value = "strategy.logical_workers", given.get("logical_workers")
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            rule, remedy = "is not a whole number of at least 1", "use such a number, or null"
+            self.fault(key, value, rule, remedy)
+        elif value > MOST_MICRO_BATCHES:
+            rule = f"is more than the {MOST_MICRO_BATCHES:,} parts of a step that are planned for"
+            self.fault(key, value, rule, f"use at most {MOST_MICRO_BATCHES}")
+        elif auto:
+            rule = "are copies of the whole model, and graph: auto may divide it"
+            self.fault(key, value, rule, "use strategy=elastic_dp, or null")
+        else:
+            return value
+        return None
 
     def seconds(self, given: Mapping[str, Any], path: str, key: str) -> float | None:
         """Return the value of `key` as seconds of at least 0; None where it is missing or

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from whale_train.strategies.plan.inventory import PlannedInventory
+from whale_train.strategies.plan.logical_workers import LogicalWorkers
 from whale_train.strategies.plan.loss_weights import LossWeights
 from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 from whale_train.strategies.plan.program import (
@@ -230,6 +231,7 @@ class Plan:
         have the same.
     optimizers: the optimizers that are named by their class, the first for parameters without a
         group; empty where the optimizer is one of ours.
+    logical_workers: the logical workers that the ranks run (None: ranks have shares of their own).
     """
 
     cluster: str
@@ -255,6 +257,7 @@ class Plan:
     inventory: PlannedInventory | None = field(default=None, metadata=OMITTED)
     parameter_groups: tuple[PlannedParameterGroup, ...] = field(default=(), metadata=OMITTED)
     optimizers: tuple[OptimizerClass, ...] = field(default=(), metadata=OMITTED)
+    logical_workers: LogicalWorkers | None = field(default=None, metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

@@ -41,6 +41,7 @@ from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
 from whale_train.strategies.stages.engines import engines_of_stages
+from whale_train.strategies.stages.logical_workers import explained_workers
 from whale_train.strategies.stages.micro_batches import (
     Batches,
     BatchTooLargeError,
@@ -176,7 +177,11 @@ def _considered(
         explained = [*decisions, *_explained_devices(job), *_explained_shares(job, decided.batches)]
         explained += [*cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
         explained += offload_decisions(job.form.keeper, look.found.kept, job.cluster)
-        return build_plan(job, decided, step.prediction(), explained)
+        plan = build_plan(job, decided, step.prediction(), explained)
+        if plan.logical_workers is None:
+            return plan
+        of_workers = explained_workers(job, plan.logical_workers)
+        return replace(plan, decisions=(*plan.decisions, *of_workers))
 
     def on(others: Cluster) -> Simulated:
         elsewhere = replace(job, cluster=others)
@@ -215,6 +220,8 @@ def _staging(
     """Return the strategy in its form on `cluster`. Raises PlanError where it has no form, or
     cannot train the model."""
     faults: list[Fault] = []
+    if strategy.logical_workers is not None:  # each has the statistics of its own samples
+        training = replace(training, sync_batchnorm=False)
     form = form_of(strategy, cluster, training, faults)
     if faults or form is None:
         raise PlanError(faults)
@@ -227,7 +234,9 @@ def _asked_micro_batches(job: PlanningContext) -> int:
     """Return the number of micro-batches of a replica that the request asks for; 1 where it asks
     for none."""
     pipeline = job.form.pipeline
-    return job.training.accumulate if pipeline is None else pipeline.micro_batches or 1
+    if pipeline is None:
+        return job.strategy.logical_workers or job.training.accumulate
+    return pipeline.micro_batches or 1
 
 
 def _told_to_recompute(job: PlanningContext) -> set[int]:

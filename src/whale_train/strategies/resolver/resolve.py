@@ -21,6 +21,7 @@ from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.shared_batch import with_samples
 from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stages.analysis import ModelAnalysis
+from whale_train.strategies.stages.logical_workers import refuse_workers
 from whale_train.strategies.stages.placement import form_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -131,6 +132,7 @@ def refuse_without_model(
     if training.optimizer == "lamb":
         _refuse_partitions(strategy.graph, faults)
     _refuse_engines(strategy, training, faults)
+    refuse_workers(strategy, cluster, training, faults)
     form_of(strategy, cluster, training, faults)
 
 

@@ -31,6 +31,7 @@ from whale_train.strategies.schedule.instructions import Instruction, Transits
 from whale_train.strategies.simulate.prediction import Simulated, simulated
 from whale_train.strategies.stage_memory.within_memory import MemoryBudget
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
+from whale_train.strategies.stages.logical_workers import planned_workers
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
@@ -135,6 +136,9 @@ def build_plan(
         inventory=planned_inventory(job.cluster),
         parameter_groups=parameter_groups(job.training, job.profile.parameters),
         optimizers=job.training.optimizers,
+        logical_workers=None
+        if job.strategy.logical_workers is None
+        else planned_workers(job, decided.batches.samples),
     )
     if job.as_is:
         return plan

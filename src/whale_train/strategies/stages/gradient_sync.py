@@ -6,6 +6,7 @@ in the step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 
 from whale_train.strategies.cost.collectives import (
     NicContention,
@@ -106,6 +107,10 @@ def _of_engine(
     num_bytes = job.training.sent_width * elements
     members = _members(job, (stage,), actors)
     summed = sum_time_s(job.cluster, group, num_bytes, crowd, by_memory=in_memory)
+    workers = job.strategy.logical_workers
+    if workers is not None:  # every round sends all gradients; the sums are gathered at the end
+        once = gather_time_s(num_bytes, len(group), link)
+        return Sync(members, (ceil(workers / len(group)) + 1) * once, 1, False, link.busy)
     if zero == 0:
         return Sync(members, summed, sum_pieces(elements), True, link.busy)
     if zero == 3:

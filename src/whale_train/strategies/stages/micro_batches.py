@@ -21,6 +21,7 @@ from whale_train.strategies.schedule.apportion import (
 )
 from whale_train.strategies.schedule.orders import owners
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
+from whale_train.strategies.stages.logical_workers import worker_counts, worker_samples
 from whale_train.strategies.stages.placement import PlanningContext
 
 PER_STAGE = 4  # default micro-batches: a bubble of at most a fifth (GPipe, section 2.3)
@@ -76,6 +77,8 @@ def share_batch(
     Raises PlanError where a replica would be left without samples, and BatchTooLargeError where the
     limits are too low.
     """
+    if job.strategy.logical_workers is not None:
+        return _shared_by_workers(job, times, limits)
     samples: list[Intervals] = []
     owned: list[tuple[tuple[int, ...], ...]] = []
     members: list[tuple[tuple[Intervals, ...], ...]] = []
@@ -90,11 +93,25 @@ def share_batch(
     return Batches(tuple(samples), tuple(owned), tuple(members) if any(map(any, members)) else ())
 
 
+def _shared_by_workers(job: PlanningContext, times: ChunkTimes, limits: Sequence[int]) -> Batches:
+    """Return the global batch in the parts of its logical workers, one micro-batch each. Raises
+    BatchTooLargeError where such a part does not fit all devices."""
+    total = job.strategy.logical_workers
+    assert total is not None
+    size = job.training.global_batch // total
+    if limits and min(limits) < size:
+        raise BatchTooLargeError(min(limits) * total)
+    samples = worker_samples(worker_counts(job, times), size)
+    return Batches(tuple(samples), tuple(((0,) * len(of_device),) for of_device in samples))
+
+
 def count_micro_batches(job: PlanningContext, times: ChunkTimes, decisions: list[Decision]) -> int:
     """Return the number of micro-batches of a replica: the number that the strategy asks for, or
     enough for a small pipeline bubble. A number that was not asked for is added to `decisions`.
     Raises PlanError where a step would have more than MOST_PARTS parts."""
     form, pipeline = job.form, job.form.pipeline
+    if job.strategy.logical_workers is not None:
+        return job.strategy.logical_workers
     if pipeline is None:
         key, asked = "train.accumulate", job.training.accumulate
     else:
