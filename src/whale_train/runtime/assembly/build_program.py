@@ -124,6 +124,6 @@ def _whole_model(
         own = {model_path(path): buffer for path, buffer in module.named_buffers()}
         workers = logical.of_ranks[seat.rank]
         states = WorkerStates(workers, {x: own[x] for x in logical.buffers}, request.seed)
-        of_all = (group, workers, logical.count, sizes[0], plan.loss_weights)
+        of_all = (copies.sums or group, workers, logical.count, sizes[0], plan.loss_weights)
         return WorkerProgram(engine, sums, states, *of_all, counter, loads)
     return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads, agreement)

@@ -8,15 +8,17 @@ worker's gradient is added to the second's, the third's to their sum, and so on
 Every rank owns a slice of each bucket of gradients. After each round, the members of the round send
 every owner its slice of their gradients, by an all-to-all, and the owner adds them up. After the
 last round, the sums are gathered. Over n ranks with one worker each, that sends as many bytes as a
-ring's all-reduce.
+ring's all-reduce. Ranks that share memory need no slices: their all-reduce has an order.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
 from whale_train.runtime.engines.grad_reduce import in_buckets
 
 # Elements at multiples of which a gradient begins in its bucket: 64 bytes, the alignment of torch's
@@ -45,7 +47,7 @@ class WorkerSums:
             for turn in range(max(map(len, of_ranks)))
         ]
         self._buckets = [
-            _Bucket(parameters, self._ranks) for parameters in in_buckets(reversed(parameters))
+            _Bucket(bucket, self._ranks, group) for bucket in in_buckets(reversed(parameters))
         ]
         self._turn = 0
 
@@ -73,7 +75,7 @@ class WorkerSums:
         while self._turn < len(self._rounds):
             self._exchange()
         for bucket in self._buckets:
-            bucket.give(self._group)
+            bucket.give()
         self._turn = 0
 
     def wait(self) -> None:
@@ -82,7 +84,7 @@ class WorkerSums:
     def _exchange(self) -> None:
         members = self._rounds[self._turn]
         for bucket in self._buckets:
-            bucket.add(members, self._rank, self._group)
+            bucket.add(members, self._rank)
         self._turn += 1
 
 
@@ -98,42 +100,79 @@ class _Place:
 class _Bucket:
     """Gradients that are sent together, as one flat tensor of equal slices, one for each rank."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], ranks: int, group: dist.ProcessGroup
+    ) -> None:
         self._places, end = list[_Place](), 0
         for parameter in parameters:
             self._places.append(_Place(parameter, end, end + parameter.numel()))
             end += -(-parameter.numel() // _ALIGNED) * _ALIGNED
         self._slice, self._ranks = -(-end // (ranks * _ALIGNED)) * _ALIGNED, ranks
-        self._sum: Tensor | None = None  # of this rank's slice, over the workers so far
-        self._reached: list[bool] = []  # whether a parameter's gradient is there, by place
+        self._like, self._group = parameters[0], group
+        self._sums: Tensor | None = None  # over the workers so far: of all slices, or of one
+        # Flat tensors that hold nothing in use. To make them anew, pages of memory would be cleared.
+        self._free: list[Tensor] = []
+        self._given: Tensor | None = None  # what the parameters' `.grad` are views of
+        self._reached: list[bool] = []  # whether a parameter has a gradient, by place
 
-    def add(self, members: Sequence[int], rank: int, group: dist.ProcessGroup) -> None:
-        """Add this round's gradients to the sum of this rank's slice. `members` are the ranks that
-        have run a worker."""
-        like, size = self._places[0].parameter, self._slice
-        sent = like.new_empty(0)
+    def add(self, members: Sequence[int], rank: int) -> None:
+        """Add the gradients of a round, whose workers run on the ranks `members`, in this order."""
+        if isinstance(self._group, SharedMemoryGroup):
+            self._add_whole(members, rank)
+        else:
+            self._add_slice(members, rank)
+
+    def _add_whole(self, members: Sequence[int], rank: int) -> None:
+        """Add all slices on every rank: a group in shared memory sums in the order of its members.
+
+        The first member of the round brings the earlier sum, and ranks without a worker bring -0.0,
+        the number whose addition changes no other, +0.0 and -0.0 included.
+        """
         if rank in members:
-            sent = self._taken()
-        received = like.new_empty(len(members) * size)
+            flat = self._taken()
+            if self._sums is not None and rank == members[0]:
+                torch.add(self._sums, flat, out=flat)
+        else:
+            flat = self._flat().fill_(-0.0)
+        dist.all_reduce(flat, group=self._group)
+        if self._sums is not None:
+            self._free.append(self._sums)
+        self._sums = flat
+
+    def _add_slice(self, members: Sequence[int], rank: int) -> None:
+        """Add this rank's slice alone."""
+        size = self._slice
+        sent = self._taken() if rank in members else self._like.new_empty(0)
+        received = self._like.new_empty(len(members) * size)
         dist.all_to_all_single(
             received,
             sent,
             [size if member in members else 0 for member in range(self._ranks)],
             [size if rank in members else 0] * self._ranks,
-            group=group,
+            group=self._group,
         )
+        if rank in members:
+            self._free.append(sent)
         for part in received.view(len(members), size):
-            self._sum = part.clone() if self._sum is None else self._sum.add_(part)
+            self._sums = part.clone() if self._sums is None else self._sums.add_(part)
 
-    def give(self, group: dist.ProcessGroup) -> None:
+    def give(self) -> None:
         """Write the sums of all slices to the parameters' `.grad`."""
-        assert self._sum is not None
-        sums = self._sum.new_empty(self._ranks * self._slice)
-        dist.all_gather_into_tensor(sums, self._sum, group=group)
+        sums, self._sums = self._sums, None
+        assert sums is not None
+        if len(sums) < self._ranks * self._slice:
+            own, sums = sums, self._flat()
+            dist.all_gather_into_tensor(sums, own, group=self._group)
+        self._given = sums
         for place, reached in zip(self._places, self._reached, strict=True):
             if reached:
                 place.parameter.grad = sums[place.start : place.stop].view_as(place.parameter)
-        self._sum = None
+
+    def _flat(self) -> Tensor:
+        """Return a flat tensor of any values, one that is free or a new one."""
+        if self._free:
+            return self._free.pop()
+        return self._like.new_empty(self._ranks * self._slice)
 
     def _taken(self) -> Tensor:
         """Return the gradients as one flat tensor, and leave the parameters without them.
@@ -141,10 +180,16 @@ class _Bucket:
         A parameter that the loss does not reach has zeros. The forward of every worker reaches the
         same parameters: that of an exported model.
         """
-        flat = self._places[0].parameter.new_zeros(self._ranks * self._slice)
+        if self._given is not None:  # by the step before, whose gradients are dropped
+            self._free.append(self._given)
+            self._given = None
+        flat = self._flat()
         self._reached = [place.parameter.grad is not None for place in self._places]
+        end = 0
         for place in self._places:
-            if (gradient := place.parameter.grad) is not None:
-                flat[place.start : place.stop] = gradient.reshape(-1)
-                place.parameter.grad = None
+            flat[end : place.start] = 0.0
+            gradient, place.parameter.grad = place.parameter.grad, None
+            flat[place.start : place.stop] = 0.0 if gradient is None else gradient.reshape(-1)
+            end = place.stop
+        flat[end:] = 0.0
         return flat
