@@ -594,16 +594,18 @@ def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 def _refuse_custom(
     optimizer: OptimizerOptions, train: TrainOptions, mode: object, faults: list[Fault]
 ) -> None:
-    """Add a fault for a custom optimizer where its moments would have to be known, or where the
-    mode measures our own optimizers."""
-    if optimizer.target is None:
-        return
-    if train.delink_at is not None:
+    """Add a fault for a custom optimizer, or LARS, where moments would have to be those of the
+    gradients, and for a custom one where the mode measures our own optimizers."""
+    if train.delink_at is not None and (optimizer.is_custom or optimizer.name == "lars"):
         rule = "divides moments by the number of layers that shared them, and those of "
-        rule += f"{optimizer.target} are not known"
+        rule += (
+            f"{optimizer.target} are not known"
+            if optimizer.is_custom
+            else ("lars do not grow with a gradient")
+        )
         remedy = "use optimizer=adamw, adam, lamb or sgd, or null"
         faults.append(Fault("train.delink_at", as_yaml(train.delink_at), rule, remedy))
-    if mode == "calibrate":
+    if optimizer.target is not None and mode == "calibrate":
         rule = "is not what mode=calibrate measures, which are our own optimizers"
         faults.append(Fault("optimizer._target_", optimizer.target, rule, "use optimizer=adamw"))
 

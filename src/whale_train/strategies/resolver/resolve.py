@@ -128,8 +128,8 @@ def refuse_without_model(
     reported before a model is built."""
     cluster = _used_devices(strategy, cluster, faults, [])
     refuse_precision(training.precision, cluster, faults)
-    if training.optimizer == "lamb":
-        _refuse_partitions(strategy.graph, faults)
+    if training.needs_norms:
+        _refuse_partitions(strategy.graph, training.optimizer, faults)
     _refuse_engines(strategy, training, faults)
     form_of(strategy, cluster, training, faults)
 
@@ -222,15 +222,17 @@ def _refuse_split_parameters(plan: Plan) -> None:
         raise PlanError(faults)
 
 
-def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:
-    """Add a fault for every node with ZeRO in `nodes` and their children: LAMB's trust ratio needs
-    the norm of a whole parameter, and ZeRO's flat partitions end anywhere."""
+def _refuse_partitions(nodes: Sequence[Node], optimizer: str, faults: list[Fault]) -> None:
+    """Add a fault for every node with ZeRO in `nodes` and their children: the trust ratio of
+    `optimizer` needs the norm of a whole parameter, and ZeRO's flat partitions end anywhere."""
     for node in nodes:
         if isinstance(node, Replicate) and node.zero:
-            rule = "partitions parameters anywhere, and optimizer=lamb needs the norm of each"
-            remedy = "use zero: 0, or optimizer=adamw"
+            rule = f"partitions parameters anywhere, and optimizer={optimizer} needs the norm of "
+            rule += "each"
+            remedy = f"use zero: 0, or optimizer={'sgd' if optimizer == 'lars' else 'adamw'}"
             faults.append(Fault(f"{node.path}.zero", str(node.zero), rule, remedy))
         if isinstance(node, Pipeline):
-            _refuse_partitions(node.stages if isinstance(node.stages, tuple) else (), faults)
+            stages = node.stages if isinstance(node.stages, tuple) else ()
+            _refuse_partitions(stages, optimizer, faults)
         else:
-            _refuse_partitions(node.of, faults)
+            _refuse_partitions(node.of, optimizer, faults)
