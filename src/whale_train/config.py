@@ -91,6 +91,8 @@ class TrainOptions(_Section):
     loss_scale: the first loss scale of fp16; None is 2^15.
     tf32: whether GPUs round the factors of fp32 products to 10 bits of mantissa.
     reduce_dtype: the dtype in which replicas exchange gradients: the precision of the run, or fp32.
+    all_reduce: how replicas on several hosts sum gradients: `flat`, in one all-reduce;
+        `hierarchical`, inside each host first; `auto` is the faster one as planned.
     grad_clip: the gradient norm to clip to; None and 0 are off.
     grad_norm: whether the gradient norm is measured in every step.
     trace: whether the run writes a timeline of what every rank did.
@@ -123,6 +125,7 @@ class TrainOptions(_Section):
     loss_scale: float | None = Field(None, ge=1)
     tf32: bool = False
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    all_reduce: Literal["auto", "flat", "hierarchical"] = "auto"
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False

@@ -42,6 +42,8 @@ class Training:
     adds_to_frozen: True if the trained parameters are additions to frozen weights, which a run does
         not save.
     reduce_dtype: dtype in which replicas send gradients, the precision or fp32.
+    all_reduce: how replicas sum gradients over several hosts: `flat`, over all at once;
+        `hierarchical`, inside each host first; or `auto`, whichever is faster.
     no_decay: True if norms and biases have no weight decay, and under LARS no trust ratio, unless a
         group contains them.
     groups: rules for groups of parameters; a parameter follows the first that matches it.
@@ -62,6 +64,7 @@ class Training:
     samples_are_independent: bool = False
     adds_to_frozen: bool = False
     reduce_dtype: str = "fp32"
+    all_reduce: Literal["auto", "flat", "hierarchical"] = "auto"
     no_decay: bool = False
     groups: tuple[GroupRule, ...] = ()
     optimizers: tuple[OptimizerClass, ...] = ()

@@ -53,6 +53,7 @@ def resolve_and_simulate(
     considered = consider(strategy, cluster, findings, training, moving=True)
     plan = considered.plan()
     _refuse_split_parameters(plan)
+    _refuse_levels(plan, training)
     if stand_ins is None:
         return plan, considered.step
     step = considered.on(stand_ins)
@@ -220,6 +221,18 @@ def _refuse_split_parameters(plan: Plan) -> None:
         faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
     if faults:
         raise PlanError(faults)
+
+
+def _refuse_levels(plan: Plan, training: Training) -> None:
+    """Raise PlanError where the request sums gradients inside hosts first, and the plan has no such
+    sum."""
+    if training.all_reduce != "hierarchical" or any(x.endswith(".inside") for x in plan.groups):
+        return
+    rule = (
+        "has no sum to be of effect on: it needs replicas without ZeRO on several hosts, equally "
+    )
+    rule += "many on each, and more than one"
+    raise PlanError([Fault("train.all_reduce", "hierarchical", rule, "use train.all_reduce=auto")])
 
 
 def _refuse_partitions(nodes: Sequence[Node], optimizer: str, faults: list[Fault]) -> None:
