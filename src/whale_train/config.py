@@ -91,6 +91,8 @@ class TrainOptions(_Section):
     loss_scale: the first loss scale of fp16; None is 2^15.
     tf32: whether GPUs round the factors of fp32 products to 10 bits of mantissa.
     reduce_dtype: the dtype in which replicas exchange gradients: the precision of the run, or fp32.
+    all_reduce: how replicas on several hosts sum gradients: `flat`, in one all-reduce;
+        `hierarchical`, inside each host first; `auto` is the faster one as planned.
     grad_clip: the gradient norm to clip to; None and 0 are off.
     grad_norm: whether the gradient norm is measured in every step.
     trace: whether the run writes a timeline of what every rank did.
@@ -125,6 +127,7 @@ class TrainOptions(_Section):
     loss_scale: float | None = Field(None, ge=1)
     tf32: bool = False
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    all_reduce: Literal["auto", "flat", "hierarchical"] = "auto"
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False
@@ -597,16 +600,18 @@ def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 def _refuse_custom(
     optimizer: OptimizerOptions, train: TrainOptions, mode: object, faults: list[Fault]
 ) -> None:
-    """Add a fault for a custom optimizer where its moments would have to be known, or where the
-    mode measures our own optimizers."""
-    if optimizer.target is None:
-        return
-    if train.delink_at is not None:
+    """Add a fault for a custom optimizer, or LARS, where moments would have to be those of the
+    gradients, and for a custom one where the mode measures our own optimizers."""
+    if train.delink_at is not None and (optimizer.is_custom or optimizer.name == "lars"):
         rule = "divides moments by the number of layers that shared them, and those of "
-        rule += f"{optimizer.target} are not known"
+        rule += (
+            f"{optimizer.target} are not known"
+            if optimizer.is_custom
+            else ("lars do not grow with a gradient")
+        )
         remedy = "use optimizer=adamw, adam, lamb or sgd, or null"
         faults.append(Fault("train.delink_at", as_yaml(train.delink_at), rule, remedy))
-    if mode == "calibrate":
+    if optimizer.target is not None and mode == "calibrate":
         rule = "is not what mode=calibrate measures, which are our own optimizers"
         faults.append(Fault("optimizer._target_", optimizer.target, rule, "use optimizer=adamw"))
 

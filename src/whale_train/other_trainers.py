@@ -76,8 +76,10 @@ _SAVE_KEEP = Instead(("checkpoint.every=100", "checkpoint.keep=3"))
 _RESUME = Instead(("train.resume=auto",), "or a run directory, or a checkpoint in one")
 _OUTPUT = Instead(("hydra.run.dir=runs/mine",))
 _RATE = Instead(("optimizer.lr=0.001",))
-_OPTIMIZER = Instead(("optimizer=adamw",), "or adam, sgd, lamb")
-_SCHEDULE = Instead(("optimizer.schedule=cosine",), "or linear, wsd, inverse_sqrt, constant")
+_OPTIMIZER = Instead(("optimizer=adamw",), "or adam, sgd, lamb, lars")
+_SCHEDULE = Instead(
+    ("optimizer.schedule=cosine",), "or linear, polynomial, wsd, inverse_sqrt, constant"
+)
 _WARMUP = Instead(("optimizer.warmup_steps=100",))
 _WARMUP_RATIO = Instead(
     ("optimizer.warmup_steps=100",), "a number of steps: train.steps times the ratio"

@@ -84,10 +84,10 @@ COMMAND_LINE = (
     Case(
         "added_unknown_key",
         "+train.foo=1",
-        "train.foo=1 is not a key here; use one of: accumulate, compile, delink_at, epochs, "
-        "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
-        "on_nan, precision, profile, reduce_dtype, report, resume, resume_data, router_bias_rate, "
-        "steps, stop_after, tensorboard, tf32, trace",
+        "train.foo=1 is not a key here; use one of: accumulate, all_reduce, compile, delink_at, "
+        "epochs, evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, "
+        "loss_scale, on_nan, precision, profile, reduce_dtype, report, resume, resume_data, "
+        "router_bias_rate, steps, stop_after, tensorboard, tf32, trace",
     ),
     Case(
         "added_existing_key",
@@ -125,7 +125,8 @@ COMMAND_LINE = (
     Case(
         "near_optimizer",
         "optimizer=adamww",
-        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, lamb, sgd",
+        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, lamb, lars, "
+        "sgd",
     ),
     Case(
         "near_experiment",
@@ -285,13 +286,19 @@ VALUES = (
         "optimizer.betas=[1, 2, 3] is not a list of two numbers; use one, such as [0.9, 0.999]",
     ),
     Case(
+        "moments_of_lars",
+        "optimizer=lars train.delink_at=4 model.share_layers=true",
+        "train.delink_at=4 divides moments by the number of layers that shared them, and those of "
+        "lars do not grow with a gradient; use optimizer=adamw, adam, lamb or sgd, or null",
+    ),
+    Case(
         "group_of_other_keys",
         "optimizer.groups=[{params:bias},lm_head,{match:[]}]",
         "optimizer.groups[0].match must be given; write optimizer.groups[0].match=VALUE",
         "optimizer.groups[0].params=bias is not a key here; use one of: lr_scale, match, "
-        "weight_decay",
+        "trust_ratio, weight_decay",
         "optimizer.groups[1]=lm_head is not a mapping; write one, with keys of: lr_scale, match, "
-        "weight_decay",
+        "trust_ratio, weight_decay",
         "optimizer.groups[2].match=[] is an empty list; write one, such as [first, second]",
     ),
     Case(

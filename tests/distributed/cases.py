@@ -112,6 +112,11 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
         "optimizer.weight_decay=0.1",
         "optimizer.eps=1e-3",
     ),
+    "lars": (
+        "optimizer=lars",
+        "optimizer.lr=5",
+        "optimizer.weight_decay=0.1",
+    ),
     "lamb": (
         "optimizer=lamb",
         "optimizer.lr=2e-3",

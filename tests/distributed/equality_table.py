@@ -10,6 +10,7 @@ strategies in the file whose subject it is, and no other file crosses the two ag
   two of them, and three.
 - test_lamb: every strategy meets LAMB, and clipping and devices of unlike speed where there are
   cases of these. What LAMB does to a parameter is the same in any model.
+- test_lars: as test_lamb.
 - test_precision: every strategy meets fp16; clipping and micro-batches occur beside it. bf16 meets
   a split head and a state on the host in test_same_mathematics, the rest in test_verify.
 - test_parallel_strategies: every nesting occurs that no other contains. Each kind of transformer
@@ -65,6 +66,7 @@ SHOWN = {
         (), ("accumulate",), ("accumulate", "model", "optimizer", "clip", "others")
     ),
     "test_lamb": Shown(("speeds", "clip")),
+    "test_lars": Shown(("speeds", "clip")),
     "test_precision": Shown((), (), ("model", "clip", "accumulate")),
 }
 

@@ -35,6 +35,15 @@ def test_a_line_and_half_a_cosine_end_at_the_last_step() -> None:
     assert rates(schedule="cosine", final_lr_fraction=0.1) == pytest.approx(cosine)
 
 
+@pytest.mark.parametrize("power", [2.0, 3.0])
+def test_a_polynomial_ends_at_the_last_step(power: float) -> None:
+    wanted = of_torch(lambda x: lr_scheduler.PolynomialLR(x, STEPS - 1, power))
+    assert rates(schedule="polynomial", power=power) == pytest.approx(wanted)
+    warm = rates(schedule="polynomial", power=power, warmup_steps=2, final_lr_fraction=0.1)
+    fallen = [0.5 * (0.1 + 0.9 * (1 - i / 9) ** power) for i in range(10)]
+    assert warm == pytest.approx([0.25, 0.5, *fallen])
+
+
 def test_wsd_stays_and_falls_in_its_last_steps() -> None:
     taken = rates(schedule="wsd", warmup_steps=2, decay_steps=4, final_lr_fraction=0.2)
     assert taken == pytest.approx([0.25, *[0.5] * 7, 0.4, 0.3, 0.2, 0.1])

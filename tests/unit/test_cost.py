@@ -14,6 +14,11 @@ from whale_train.strategies.cost.collectives import (
     send_time_s,
     sum_time_s,
 )
+from whale_train.strategies.cost.hierarchical_sum import (
+    TwoLevels,
+    hierarchical_sum_time_s,
+    two_levels,
+)
 from whale_train.strategies.cost.op_work import KernelKind, Traffic, Work
 from whale_train.strategies.cost.roofline import (
     Times,
@@ -143,6 +148,30 @@ def test_nodes_exchange_what_they_have_summed() -> None:
     # One on each node has nothing to sum inside; on one node there is nothing between.
     assert sum_time_s(cluster, (0, 2), 4e8) == all_reduce_time_s(4e8, 2, NETWORK)
     assert sum_time_s(cluster, (0, 1), 4e8) == all_reduce_time_s(4e8, 2, LINK)
+
+
+def test_two_levels_are_hosts_and_places_on_them() -> None:
+    pair = Node((DEVICE,) * 2, LINK)
+    cluster = Cluster("three", (pair, pair, Node((DEVICE,), LINK)), NETWORK)
+    assert two_levels(cluster, [(0, 1, 2, 3)]) == TwoLevels(((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    # One host, one member on each, hosts of unlike numbers, and one group of several that cannot.
+    for groups in ([(0, 1)], [(0, 2)], [(0, 1, 2, 3, 4)], [(0, 1, 2, 3), (0, 4)], []):
+        assert two_levels(cluster, groups) is None
+
+
+def test_two_levels_by_hand() -> None:
+    """Half of the bytes inside, twice; then both halves out of a host and in, by one connection."""
+    cluster = Cluster("two", (Node((DEVICE,) * 2, LINK),) * 2, NETWORK)
+    inside = LINK.latency_s + 2e8 / LINK.bandwidth_bytes_s
+    across = 2 * (NETWORK.latency_s + 1e8 / (NETWORK.bandwidth_bytes_s / 2))
+    by_hand = 2 * inside + across
+    assert hierarchical_sum_time_s(cluster, range(4), 4e8) == pytest.approx(by_hand)
+    crowded = hierarchical_sum_time_s(cluster, range(4), 4e8, {0: 3, 1: 3})
+    assert crowded == pytest.approx(by_hand + 2 * 2 * 2e8 / NETWORK.bandwidth_bytes_s)
+    # Few bytes cross the network in fewer messages than those of a ring or a tree of all.
+    process = replace(DEVICE, name=CPU_PROCESS)
+    hosts = replace(cluster, nodes=(Node((process,) * 2, LINK),) * 2)
+    assert hierarchical_sum_time_s(hosts, range(4), 4.0) < sum_time_s(hosts, range(4), 4.0)
 
 
 @given(st.integers(2, 40), st.floats(1, 1e12))

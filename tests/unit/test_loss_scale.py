@@ -88,7 +88,7 @@ def faults(*overrides: str) -> list[str]:
     return []
 
 
-FP16, LAMB = "train.precision=fp16", "optimizer.name=lamb"
+FP16, LAMB, LARS = "train.precision=fp16", "optimizer.name=lamb", "optimizer.name=lars"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,25 @@ FP16, LAMB = "train.precision=fp16", "optimizer.name=lamb"
         (
             (LAMB, "optimizer.momentum=0.9"),
             ["optimizer.momentum=0.9 has no effect on lamb; use optimizer=sgd, or leave it out"],
+        ),
+        ((LARS, "optimizer.momentum=0.9", "optimizer.eps=1e-6"), []),
+        (
+            (LARS, "optimizer.betas=[0.9, 0.99]"),
+            ["optimizer.betas=[0.9, 0.99] has no effect on lars; use optimizer=adamw, or leave it "
+             "out"],
+        ),
+        (
+            (LAMB, "optimizer.trust_coefficient=0.1",
+             "optimizer.groups=[{match: x, trust_ratio: false}]"),
+            ["optimizer.trust_coefficient=0.1 has no effect on lamb; use optimizer=lars, or leave "
+             "it out",
+             "optimizer.groups[0].trust_ratio=false has no effect on lamb; use optimizer=lars, or "
+             "leave it out"],
+        ),
+        (
+            ("optimizer.schedule=linear", "optimizer.power=3"),
+            ["optimizer.power=3.0 has no effect on optimizer.schedule=linear; "
+             "use optimizer.schedule=polynomial, or 2"],
         ),
     ],
 )  # fmt: skip

@@ -83,6 +83,8 @@ def _kind(options: OptimizerOptions) -> str:
     if options.target is not None:
         others = {x.target: None for x in options.groups if x.target is not None}
         return listed([options.target, *others], 9)
+    if options.name == "lars":
+        return "lars with momentum" if options.momentum else "lars without momentum"
     if options.name == "sgd":
         return "sgd with momentum" if options.momentum else "sgd without momentum"
     return "adam, adamw or lamb"
@@ -395,7 +397,7 @@ def _slots(
     """
     if optimizer is not None:
         return {x.name: x.sizes(shape) for x in optimizer.entries(len(shape))}
-    if options.name == "sgd":
+    if options.name in ("sgd", "lars"):
         return {"momentum_buffer": shape} if options.momentum else {}
     return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
 

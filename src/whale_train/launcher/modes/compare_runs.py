@@ -293,9 +293,9 @@ def _whole_steps(optimizer: OptimizerOptions, rates: Sequence[float]) -> tuple[f
     rates can make between two runs.
 
     The rates are scaled by the largest `lr_scale` of the optimizer's groups. An update of Adam is
-    at most lr max(1, (1 - b1) / sqrt(1 - b2)) (Kingma and Ba, 2015, section 2.1). Updates of SGD
-    and LAMB have no bound common to all parameters, and for other optimizers no bound is known: the
-    difference is then infinite.
+    at most lr max(1, (1 - b1) / sqrt(1 - b2)) (Kingma and Ba, 2015, section 2.1). Updates of SGD,
+    LAMB and LARS have no bound common to all parameters, and for other optimizers no bound is
+    known: the difference is then infinite.
     """
     lr_sum = sum(rates) * max((1.0, *(group.lr_scale for group in optimizer.groups)))
     if optimizer.name not in ("adam", "adamw"):

@@ -131,8 +131,12 @@ def training_of(request: Request) -> Training:
         request.model.samples_are_independent,
         request.model.adapters is not None,
         request.train.reduce_dtype,
+        request.train.all_reduce,
         request.optimizer.no_decay == "norms_and_biases",
-        tuple(GroupRule(x.match, x.weight_decay, x.lr_scale) for x in request.optimizer.groups),
+        tuple(
+            GroupRule(x.match, x.weight_decay, x.lr_scale, trust_ratio=x.trust_ratio)
+            for x in request.optimizer.groups
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from whale_train.runtime.assembly.shared_init import own_copy
 from whale_train.runtime.base.autocast import NARROW
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
-from whale_train.runtime.comms.process_groups import sums_of
+from whale_train.runtime.comms.process_groups import sums_of, two_level_sum
 from whale_train.runtime.compile.blocks import compile_blocks
 from whale_train.runtime.engines.deepspeed_zero3 import gather_whole
 from whale_train.runtime.engines.make import make_engine
@@ -96,6 +96,7 @@ def _whole_model(
     copies = Copies(
         group,
         sums=seat.groups.get(sums_of(task_graph)),
+        levels=two_level_sum(task_graph, seat.groups),
         narrow=narrow,
         reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
     )

@@ -26,7 +26,7 @@ from whale_train.runtime.base.autocast import NARROW, casting_once
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.comms.batch_sums import BatchShare
 from whale_train.runtime.comms.p2p import Transport
-from whale_train.runtime.comms.process_groups import sums_of
+from whale_train.runtime.comms.process_groups import sums_of, two_level_sum
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.make import make_engine
@@ -349,6 +349,7 @@ def _copies(
         {held[path]: seat.groups[f"shared.{path}"] for path in shared},
         frozenset(held[path] for path, owners in shared.items() if owners[0] != task_graph.id),
         sums=seat.groups.get(sums_of(task_graph)),
+        levels=two_level_sum(task_graph, seat.groups),
         narrow=narrow_of(task_graph, held),
         reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
     )

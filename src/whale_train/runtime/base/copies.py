@@ -2,10 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.futures import Future
+
+
+class LevelledSum(Protocol):
+    """The sum of flat tensors over copies on several hosts, inside each host first."""
+
+    def begin(self, tensor: Tensor) -> Future[Tensor]:
+        """Begin to sum `tensor` in place, in the order of the calls, and return the future of
+        it."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,7 @@ class Copies:
         norm.
     sums: a group of the same ranks as `group`, for gradient sums that nothing overlaps with. None:
         `group` sums them.
+    levels: sums gradients of the copies inside hosts first; None: all copies sum at once.
     narrow: parameters that an engine holds as the 16-bit values that autocast would make of them.
         DeepSpeed holds an fp32 master partition of the trained ones (docs/adr/007).
     reduce_dtype: the dtype in which gradients are sent within `group`.
@@ -33,6 +44,7 @@ class Copies:
     shared: Mapping[nn.Parameter, dist.ProcessGroup] = field(default_factory=dict)
     counted_elsewhere: frozenset[nn.Parameter] = frozenset()
     sums: dist.ProcessGroup | None = None
+    levels: LevelledSum | None = None
     narrow: frozenset[nn.Parameter] = frozenset()
     reduce_dtype: torch.dtype = torch.float32
 

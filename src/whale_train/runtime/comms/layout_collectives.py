@@ -234,13 +234,13 @@ def all_gather_stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     gathered = x.new_empty(group.size(), *x.shape)
     if x.numel():
-        _all_gather_single(gathered.view(-1), x.reshape(-1), group=group)
+        all_gather_single(gathered.view(-1), x.reshape(-1), group=group)
     return gathered
 
 
 # torch 2.13 renamed these two functions, and warns of the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 _Map = Callable[[Tensor], Tensor]
@@ -421,7 +421,7 @@ def _sum_slice(x: Tensor, place: _ShardedDim) -> Tensor:
     if shards.is_even:
         lead, _, tail = pieces.shape
         ordered = pieces.view(lead, len(shards.sizes), shards.size, tail).movedim(1, 0)
-        _reduce_scatter_single(shard.view(-1), ordered.reshape(-1), group=shards.group)
+        reduce_scatter_single(shard.view(-1), ordered.reshape(-1), group=shards.group)
     else:
         chunks = [piece.reshape(-1) for piece in pieces.split_with_sizes(shards.sizes, 1)]
         dist.reduce_scatter(shard.view(-1), chunks, group=shards.group)

@@ -4,7 +4,8 @@ A group is described by the plan's name for it (torch's `group_desc`, which NCCL
 `runtime/failures/timeouts.py` owns the names of groups in a report.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,18 +13,20 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 
+from whale_train.runtime.comms.hierarchical_sum import HierarchicalSum
 from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup, home
 from whale_train.runtime.cpu.shm_p2p import SharedMessages
 from whale_train.runtime.emulate import emulated_group as paced_group
 from whale_train.runtime.emulate.emulated_group import PacedGroup
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
-from whale_train.strategies.plan.group_names import group_name
+from whale_train.strategies.plan.group_names import across_of, group_name, inside_of
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedPipeline
 
 # A rank's host notices that the rank ended; this limit is for a rank that hangs.
 TIMEOUT = timedelta(minutes=30)
+_INSIDE, _ACROSS = inside_of(""), across_of("")  # the ends of the names of such groups
 
 
 def join(
@@ -75,7 +78,8 @@ def make_groups(
     """Make all groups of the plan, and return the groups that `rank` is a member of, by the plan's
     names.
 
-    Equal lists of ranks share one group. A split whose members can share memory has a separate
+    Equal lists of ranks share one group, but for groups of a HierarchicalSum, which others may not
+    use. A split whose members can share memory has a separate
     group in shared memory. Copies that hold whole parameters have such a group for sums, besides
     their own group (named by `sums_of`).
     """
@@ -84,13 +88,15 @@ def make_groups(
     if dist.group.WORLD is not None:
         by_ranks[world, False] = dist.group.WORLD
     copied = list(_copied(plan))
-    host_ids = homes() if copied or _has_splits(plan) else []
+    host_ids = homes() if copied or _has_splits(plan) or _has_levels(plan) else []
 
     def share(ranks: tuple[int, ...]) -> bool:
         return len({host_ids[member] for member in ranks}) == 1
 
     groups: dict[str, dist.ProcessGroup] = {}
     for name, lists in plan.groups.items():
+        if _is_level(name):
+            continue
         for ranks in lists:
             shared = _is_split(name, ranks) and share(ranks)
             if (ranks, shared) not in by_ranks:
@@ -101,6 +107,13 @@ def make_groups(
     for name, copies in copied:
         for ranks in filter(share, copies):
             group = SharedMemoryGroup.new(list(ranks), timeout, group_name(plan, ranks))
+            if rank in ranks:
+                groups[name] = group
+    for name, lists in plan.groups.items():
+        for ranks in lists if _is_level(name) else ():
+            in_memory = name.endswith(_INSIDE) and plan.reduce_dtype == "fp32" and share(ranks)
+            new_group = SharedMemoryGroup.new if in_memory else _new_group
+            group = new_group(list(ranks), timeout, group_name(plan, ranks))
             if rank in ranks:
                 groups[name] = group
     return groups
@@ -176,6 +189,27 @@ def sums_of(task_graph: TaskGraph) -> str:
     return f"{task_graph.name}.data_parallel.sums"
 
 
+def sharing_hosts(plan: Plan) -> dict[tuple[int, ...], int]:
+    """Return, by its ranks, how many groups share a host's connection with each group that sums
+    parts of gradients across hosts."""
+    node_of = [rank.node for rank in plan.ranks]
+    lists = [ranks for name, of in plan.groups.items() if name.endswith(_ACROSS) for ranks in of]
+    leaving = Counter(node_of[rank] for ranks in lists for rank in ranks)
+    return {ranks: max(leaving[node_of[rank]] for rank in ranks) for ranks in lists}
+
+
+def two_level_sum(
+    task_graph: TaskGraph, groups: Mapping[str, dist.ProcessGroup]
+) -> HierarchicalSum | None:
+    """Return the sum by which copies of `task_graph` add up gradients inside hosts first, or None
+    where they add up at once.
+
+    groups: the groups of this rank, by the plan's names.
+    """
+    inside, across = inside_of(task_graph.name), across_of(task_graph.name)
+    return HierarchicalSum(groups[inside], groups[across]) if inside in groups else None
+
+
 def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Yield the name of the `sums_of` group, and the lists of ranks, of every TaskGraph whose
     gradients DistributedDataParallel sums.
@@ -189,12 +223,22 @@ def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
         return
     for task_graph in plan.task_graphs:
         lists = plan.groups.get(f"{task_graph.name}.data_parallel", ())
+        if inside_of(task_graph.name) in plan.groups:
+            continue
         if task_graph.zero == 0 and task_graph.primitive == "replicate":
             yield sums_of(task_graph), [ranks for ranks in lists if len(ranks) > 1]
 
 
 def _has_splits(plan: Plan) -> bool:
     return any(_is_split(name, ranks) for name, lists in plan.groups.items() for ranks in lists)
+
+
+def _has_levels(plan: Plan) -> bool:
+    return any(map(_is_level, plan.groups))
+
+
+def _is_level(name: str) -> bool:
+    return name.endswith((_INSIDE, _ACROSS))
 
 
 def _is_split(name: str, ranks: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ This file owns those figures and the times at which a link is free;
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from threading import Lock
@@ -33,15 +33,20 @@ class EmulatedLinks:
     relative: `relative[i][j]` is the bandwidth between ranks i and j divided by that of the fastest
         link.
     clock: returns seconds.
+    sharing: for groups that leave hosts at the same time as others, by their ranks, the number of
+        groups that share a host's connection, whose bandwidth is divided among them.
     full_bytes_s: the bandwidth of the fastest link, in bytes per second; None until `measure`, and
         until then all links are fast.
     """
 
     def __init__(
-        self, relative: Sequence[Sequence[float]], clock: Callable[[], float] = time.perf_counter
+        self,
+        relative: Sequence[Sequence[float]],
+        clock: Callable[[], float] = time.perf_counter,
+        sharing: Mapping[tuple[int, ...], int] | None = None,
     ) -> None:
         self.full_bytes_s: float | None = None
-        self._relative, self._clock = relative, clock
+        self._relative, self._clock, self._sharing = relative, clock, sharing or {}
         self._links: dict[float, EmulatedLink] = {}
 
     def among(self, ranks: Sequence[int]) -> "EmulatedLink | None":
@@ -51,6 +56,7 @@ class EmulatedLinks:
         other.
         """
         relative = min((self._relative[i][j] for i, j in combinations(ranks, 2)), default=1.0)
+        relative /= self._sharing.get(tuple(ranks), 1)
         if relative >= 1:
             return None
         return self._links.setdefault(relative, EmulatedLink(self, relative, self._clock))

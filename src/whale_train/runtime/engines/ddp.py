@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.optimizers.together import Together
 from whale_train.runtime.base.autocast import in_precision
-from whale_train.runtime.base.copies import Copies
+from whale_train.runtime.base.copies import Copies, LevelledSum
 from whale_train.runtime.engines.base import (
     CLIP_EPS,
     ParameterState,
@@ -74,6 +74,7 @@ class TorchEngine:
                 copies.shared,
                 copies.shards,
                 copies.reduce_dtype,
+                copies.levels,
             )
         elif sums is None and self.copies > 1 and self.parameters:
             assert not copies.shared
@@ -83,7 +84,7 @@ class TorchEngine:
                 self._run = buckets(module, copies)
         # This factor undoes averaging. fp16 always has it, so that gradients are computed at the
         # magnitude they would have on one device.
-        averages = copies.sums is None or precision == "fp16"
+        averages = _averages(copies, precision)
         self._scale = self.copies if self._run is not module and averages else 1
         self.optimizer = optimizer(self.parameters, copies) if self.parameters else None
         self._precision, self._device = precision, device
@@ -268,8 +269,8 @@ def _data_parallel(
 ) -> DistributedDataParallel:
     """Return `module` wrapped in DistributedDataParallel.
 
-    A communication hook is registered where the plan sends gradients in another dtype than fp32, or
-    sums them in a group of their own.
+    A communication hook is registered where the plan sends gradients in another dtype than fp32,
+    sums them inside hosts first, or sums them in a group of their own.
     """
     wrapped = DistributedDataParallel(
         module,
@@ -281,11 +282,20 @@ def _data_parallel(
         find_unused_parameters=may_skip_parameters,
         init_sync=False,  # all copies initialise from the same seed
     )
-    if copies.reduce_dtype != torch.float32:
+    if copies.levels is not None:
+        how = (copies.levels, copies.reduce_dtype, copies.size, _averages(copies, precision))
+        wrapped.register_comm_hook(how, _sum_in_levels)
+    elif copies.reduce_dtype != torch.float32:
         wrapped.register_comm_hook((copies.group, copies.reduce_dtype), _average)
     elif copies.sums is not None:
         wrapped.register_comm_hook((copies.sums, precision == "fp16"), _sum)
     return wrapped
+
+
+def _averages(copies: Copies, precision: str) -> bool:
+    """Return whether DistributedDataParallel averages gradients over `copies`, not sums them."""
+    sums = copies.sums is not None or copies.levels is not None
+    return not sums or precision == "fp16" or copies.reduce_dtype != torch.float32
 
 
 def shared_out(sizes: Sequence[int], copies: int) -> list[int]:
@@ -312,6 +322,26 @@ def _sum(
     gradients, done = bucket.buffer(), Future[Tensor]()
     dist.all_reduce(gradients, group=group)
     done.set_result(gradients.div_(group.size()) if averages else gradients)
+    return done
+
+
+def _sum_in_levels(
+    how: tuple[LevelledSum, torch.dtype, int, bool],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
+    """Sum a gradient bucket of DistributedDataParallel, inside hosts first.
+
+    `how` is the sum, the dtype to send, the number of copies, and whether the sum is divided by it.
+    """
+    levels, dtype, copies, averages = how
+    gradients = bucket.buffer()
+    sent = gradients.to(dtype)
+    if averages:
+        sent.div_(copies)
+    summed = levels.begin(sent)
+    if sent is gradients:
+        return summed
+    done: Future[Tensor] = summed.then(lambda future: gradients.copy_(future.value()))
     return done
 
 

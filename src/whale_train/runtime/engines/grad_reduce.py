@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.futures import Future
 
+from whale_train.runtime.base.copies import LevelledSum
 from whale_train.runtime.engines.bucket_queue import InOrder
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
@@ -48,6 +50,7 @@ class Reduction:
     excess: the divisor of this rank's gradients of `shared`: the members of a shard group all add
         the same gradient to the sum.
     dtype: the dtype in which gradients of `parameters` are sent; `shared` ones are sent in fp32.
+    levels: sums gradients of `parameters` over `group` inside hosts first; None: at once.
     """
 
     def __init__(
@@ -57,11 +60,12 @@ class Reduction:
         shared: Mapping[nn.Parameter, _Group],
         excess: int,
         dtype: torch.dtype = torch.float32,
+        levels: LevelledSum | None = None,
     ) -> None:
         several = group is not None and group.size() > 1
         # The parameter that is used last is the first whose gradient is final.
         buckets = in_buckets(reversed(parameters)) if several else ()
-        self._group, self._dtype = group, dtype
+        self._group, self._dtype, self._levels = group, dtype, levels
         self._buckets = InOrder(buckets, self._sum)
         self._shared = {p: holders for p, holders in shared.items() if p.requires_grad}
         self._excess = excess
@@ -91,7 +95,7 @@ class Reduction:
         for parameter, holders in self._shared.items():
             if parameter.grad is None:  # another holder may have given one
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            self._all_reduce(parameter.grad.div_(self._excess), holders, torch.float32)
+            self._all_reduce(parameter.grad.div_(self._excess), holders)
 
     def wait(self) -> None:
         """Wait until all gradients that were sent are summed, in `.grad`."""
@@ -108,11 +112,21 @@ class Reduction:
         held = [parameter for parameter in bucket if parameter.grad is not None]
         if held:
             assert self._group is not None
-            self._all_reduce(_as_one(held), self._group, self._dtype)
+            self._all_reduce(_as_one(held), self._group, self._dtype, self._levels)
 
-    def _all_reduce(self, tensor: Tensor, group: _Group, dtype: torch.dtype) -> None:
+    def _all_reduce(
+        self,
+        tensor: Tensor,
+        group: _Group,
+        dtype: torch.dtype = torch.float32,
+        levels: LevelledSum | None = None,
+    ) -> None:
         sent = tensor.to(dtype)
-        work = dist.all_reduce(sent, group=group, async_op=True)
+        work: dist.Work | Future[Tensor] | None
+        if levels is None:
+            work = dist.all_reduce(sent, group=group, async_op=True)
+        else:
+            work = levels.begin(sent.view(-1))
         assert work is not None
         self._sent.append(_Sent(work, group, sent, tensor))
 
@@ -128,7 +142,7 @@ class _Sent:
     where: the gradient that the sum is written to.
     """
 
-    work: dist.Work
+    work: dist.Work | Future[Tensor]
     group: _Group
     sent: Tensor
     where: Tensor

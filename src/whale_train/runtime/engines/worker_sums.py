@@ -110,7 +110,7 @@ class _Bucket:
         self._slice, self._ranks = -(-end // (ranks * _ALIGNED)) * _ALIGNED, ranks
         self._like, self._group = parameters[0], group
         self._sums: Tensor | None = None  # over the workers so far: of all slices, or of one
-        # Flat tensors that hold nothing in use. To make them anew, pages of memory would be cleared.
+        # Flat tensors that nobody reads. Making them anew would clear pages of memory.
         self._free: list[Tensor] = []
         self._given: Tensor | None = None  # what the parameters' `.grad` are views of
         self._reached: list[bool] = []  # whether a parameter has a gradient, by place

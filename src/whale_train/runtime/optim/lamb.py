@@ -9,30 +9,14 @@ arXiv 1904.00962), Algorithm 2, with the identity as its phi and Adam's bias cor
 and a trust ratio |x| / |r| of 1 where either norm is 0, as in the authors' own code.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whale_train.runtime.optim.cpu_norms import norm
-from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The sharded parameters of an optimizer, and the sum over the ranks that hold their other
-    shards.
-
-    parameters: parameters of which this rank has one shard; the same, in the same order, on all
-        these ranks.
-    add_up: sums a vector over these ranks.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    add_up: Callable[[Tensor], Tensor]
+from whale_train.runtime.optim.shard_norms import Shards, in_batches, norms
 
 
 class Lamb(Optimizer):
@@ -70,9 +54,9 @@ class Lamb(Optimizer):
         waiting: dict[nn.Parameter, tuple[Tensor, float]] = {}
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
-            for batch in _batches(p for p in held if p not in sharded):
+            for batch in in_batches(p for p in held if p not in sharded):
                 directions = self._directions(batch, group)
-                ratios = _trust(_norms(batch), _norms(directions))
+                ratios = _trust(norms(batch), norms(directions))
                 self._update(batch, directions, group["lr"] * ratios)
             cut = [p for p in held if p in sharded]
             if cut:
@@ -86,26 +70,15 @@ class Lamb(Optimizer):
     ) -> None:
         """Update the sharded parameters, with the norms of whole parameters and whole directions.
 
-        `waiting` maps parameters to their direction and learning rate. A parameter without a
-        gradient on this rank sends zeros, because all ranks must sum the same vector.
+        `waiting` maps parameters to their direction and learning rate.
         """
-        parameters = [p for p in shards.parameters if p in waiting]
-        squares = torch.zeros(
-            (2, len(shards.parameters)), dtype=torch.float64, device=shards.parameters[0].device
-        )
-        if parameters:
-            places = [i for i, p in enumerate(shards.parameters) if p in waiting]
-            directions = [waiting[p][0] for p in parameters]
-            norms = torch.stack([_norms(parameters), _norms(directions)]).double()
-            for place, of_both in zip(places, norms.unbind(1), strict=True):
-                squares[:, place] = of_both**2
-        of_weights, of_directions = shards.add_up(squares).sqrt().float()
+        of_weights, of_directions = shards.norms({p: x for p, (x, _) in waiting.items()})
         ratios = _trust(of_weights, of_directions)
-        if parameters:
-            steps = [
-                waiting[p][1] * ratios[place] for p, place in zip(parameters, places, strict=True)
-            ]
-            self._update(parameters, directions, torch.stack(steps))
+        places = [i for i, p in enumerate(shards.parameters) if p in waiting]
+        if places:
+            parameters = [shards.parameters[place] for place in places]
+            steps = [waiting[p][1] * ratios[i] for p, i in zip(parameters, places, strict=True)]
+            self._update(parameters, [waiting[p][0] for p in parameters], torch.stack(steps))
 
     def _update(
         self, parameters: list[nn.Parameter], directions: list[Tensor], steps: Tensor
@@ -159,30 +132,6 @@ class Lamb(Optimizer):
         if decay:
             torch._foreach_add_(directions, list[Tensor](parameters), alpha=decay)
         return directions
-
-
-def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield `parameters` in lists of at most as many elements as a gradient bucket.
-
-    This keeps the temporaries of an update small. A larger parameter is alone in its list.
-    """
-    batch: list[nn.Parameter] = []
-    filled = 0
-    for parameter in parameters:
-        if batch and filled + parameter.numel() > REDUCE_BUCKET_ELEMENTS:
-            yield batch
-            batch, filled = [], 0
-        batch.append(parameter)
-        filled += parameter.numel()
-    if batch:
-        yield batch
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norms of tensors, fp32 [tensors]."""
-    if tensors[0].device.type == "cpu":
-        return torch.stack([norm(x).float() for x in tensors])
-    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def _trust(of_weight: Tensor, of_direction: Tensor) -> Tensor:

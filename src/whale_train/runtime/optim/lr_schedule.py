@@ -1,4 +1,4 @@
-"""The learning rate of each step: a warm-up, then one of five named schedules or a scheduler of
+"""The learning rate of each step: a warm-up, then one of six named schedules or a scheduler of
 torch."""
 
 from collections.abc import Callable
@@ -32,6 +32,8 @@ def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
     * `constant` stays at `lr`;
     * `linear` and `cosine` fall to `final_lr_fraction * lr` at the last step, along a line or half
       a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017);
+    * `polynomial` falls to the same rate as the `power` of the steps left (with power 2: You et al.
+      2017, arXiv 1708.03888, section 5);
     * `wsd` stays at `lr`, and falls along a line in the last `decay_steps` (Hu et al. 2024,
       "MiniCPM", arXiv 2404.06395);
     * `inverse_sqrt` falls with the root of the steps taken, and without a warm-up begins at `lr`
@@ -48,5 +50,7 @@ def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
     last = steps - 1 - falls_after
     progress = min(1.0, max(0, step - falls_after) / last) if last > 0 else 1.0
     remaining = (1 + cos(pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
+    if options.schedule == "polynomial":
+        remaining **= options.power
     floor = options.final_lr_fraction
     return options.lr * (floor + (1 - floor) * remaining)

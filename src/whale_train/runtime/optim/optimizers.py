@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from whale_train.optimizers.classes import load_optimizer
 from whale_train.optimizers.together import NUMBER, Together
 from whale_train.runtime.base.copies import Copies
-from whale_train.runtime.optim.lamb import Lamb, Shards
+from whale_train.runtime.optim.lamb import Lamb
+from whale_train.runtime.optim.lars import Lars
+from whale_train.runtime.optim.shard_norms import Shards
 from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 from whale_train.strategies.plan.plan import PlannedParameterGroup
 
@@ -40,6 +42,8 @@ def options_of(
             own["weight_decay"] = group.weight_decay
         if group.optimizer:
             own[NUMBER] = group.optimizer
+        if not group.trust_ratio:
+            own["trust_ratio"] = False
         options |= {by_path[path]: own for path in group.parameters if path in by_path}
     return options
 
@@ -82,7 +86,7 @@ def of_classes(
 def make_optimizer(
     name: str, options: dict[str, Any], own: Mapping[Tensor, dict[str, float]] | None = None
 ) -> MakeOptimizer:
-    """Return a function that makes torch's optimizer `name`, or LAMB, with `options`.
+    """Return a function that makes torch's optimizer `name`, LAMB or LARS, with `options`.
 
     own: the options of the parameters that have their own.
     """
@@ -92,10 +96,12 @@ def make_optimizer(
         "adamw": torch.optim.AdamW,
     }
 
+    with_norms: dict[str, Callable[..., Optimizer]] = {"lamb": Lamb, "lars": Lars}
+
     def make(parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
-        if name == "lamb":
+        if name in with_norms:
             shards = _shards(parameters, copies)
-            return Lamb(in_groups(parameters, own or {}), **options, shards=shards)
+            return with_norms[name](in_groups(parameters, own or {}), **options, shards=shards)
         return kinds[name](in_groups(parameters, own or {}), **options)
 
     return make
@@ -147,7 +153,7 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> KeptState:
     for name in _moments(optimizer):
         if entries.get(name) is None:
             entries[name] = torch.zeros_like(parameter)
-    if not isinstance(optimizer, torch.optim.SGD) and "step" not in entries:
+    if not isinstance(optimizer, torch.optim.SGD | Lars) and "step" not in entries:
         entries["step"] = 0
         if isinstance(optimizer, torch.optim.Adam | Lamb):  # AdamW is an Adam
             # Where the optimizer itself would make it: on the device if a kernel reads it there.
@@ -192,6 +198,6 @@ def skipping(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[bool]:
 
 def _moments(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the names of the moments that `optimizer` has of every parameter."""
-    if isinstance(optimizer, torch.optim.SGD):
+    if isinstance(optimizer, torch.optim.SGD | Lars):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
     return ("exp_avg", "exp_avg_sq")

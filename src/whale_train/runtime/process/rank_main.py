@@ -42,6 +42,7 @@ from whale_train.runtime.comms.process_groups import (
     limit_waits,
     make_channels,
     make_groups,
+    sharing_hosts,
 )
 from whale_train.runtime.compile.compiler import Compiler, import_compiler
 from whale_train.runtime.cpu.malloc_trim import trim_heap
@@ -406,7 +407,10 @@ def _checkpoint(run_dir: Path) -> Place | None:
 def _links(run_dir: Path) -> EmulatedLinks | None:
     """Return the links that this rank emulates, or None if no links are slowed."""
     relative = _launched(run_dir)["links"]
-    return None if relative is None else EmulatedLinks(relative)
+    if relative is None:
+        return None
+    plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
+    return EmulatedLinks(relative, sharing=sharing_hosts(plan))
 
 
 def _device(run_dir: Path, rank: int) -> torch.device:

@@ -33,7 +33,7 @@ class Buckets(nn.Module):
     def __init__(self, module: nn.Module, copies: Copies) -> None:
         super().__init__()
         self.module = module
-        self._group, self._dtype = copies.group, copies.reduce_dtype
+        self._group, self._dtype, self._levels = copies.group, copies.reduce_dtype, copies.levels
         self._syncs = True
         self.buckets: list[Tensor] = []
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -60,7 +60,11 @@ class Buckets(nn.Module):
                 return
             absent.discard(parameter)
             if not absent:
-                dist.all_reduce(bucket.to(self._dtype), group=self._group, async_op=True)
+                sent = bucket.to(self._dtype)
+                if self._levels is None:
+                    dist.all_reduce(sent, group=self._group, async_op=True)
+                else:
+                    self._levels.begin(sent)
                 absent.update(all_parameters)
 
         return hook

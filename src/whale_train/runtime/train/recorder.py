@@ -208,6 +208,8 @@ class Yardstick:
         self.largest: dict[str, float] = {}
         self.sensitivity: dict[str, Tensor] = {}
         self._options = request.optimizer
+        # LARS's slope depends on the gradient's norm, which no state keeps.
+        self._measures_moves = request.optimizer.is_custom or request.optimizer.name == "lars"
         self._before: dict[str, Tensor] = {}  # values before the update
         self._clip = request.train.grad_clip or 0.0
         self._left_by_clipping = 1.0
@@ -225,8 +227,8 @@ class Yardstick:
         self._left_by_clipping = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
 
     def see_values(self, engine: Engine) -> None:
-        """Record the values before an update of a custom optimizer, whose slope is not known."""
-        if self._options.is_custom:
+        """Record the values before an update of an optimizer whose slope is not known."""
+        if self._measures_moves:
             self._before |= {x: _kept(value) for x, value in _by_path(engine, engine.values())}
 
     def add_step(self, program: Program, rate: float) -> None:
@@ -237,7 +239,7 @@ class Yardstick:
         for engine in program.engines:
             assert isinstance(engine, TorchEngine)
             assert engine.optimizer is not None
-            if self._options.is_custom:
+            if self._measures_moves:
                 self._add_moves(_by_path(engine, engine.values()))
                 continue
             slopes = [
@@ -251,7 +253,7 @@ class Yardstick:
                 self.sensitivity[path] = grown if before is None else before + grown
 
     def _add_moves(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Add the moves of an update of an unknown optimizer.
+        """Add the moves of an update of an optimizer whose slope is not known.
 
         Each parameter's largest move is taken to be in proportion to its largest gradient.
         """

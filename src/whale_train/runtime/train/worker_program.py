@@ -121,11 +121,11 @@ class WorkerProgram:
 
         A collective of all ranks.
         """
-        mine = [self._counter.mine(batch) for batch in batches]
+        counts = [self._counter.mine(batch) for batch in batches]
         if not self._counter.losses:
-            return [Targets(counts, counts) for counts in mine]
-        totals = self._of_workers(mine).sum(0)
-        return [Targets(counts, totals) for counts in mine]
+            return [Targets(of_worker, of_worker) for of_worker in counts]
+        totals = self._of_workers(counts).sum(0)
+        return [Targets(of_worker, totals) for of_worker in counts]
 
     def _of_workers(self, values: Sequence[Tensor]) -> Tensor:
         """Return the values of all ranks' workers, [count, ...], from this rank's, [...] each.

@@ -7,6 +7,18 @@ from whale_train.strategies.plan.plan import Plan
 WORLD = "world"  # the group of all ranks
 
 
+def inside_of(name: str) -> str:
+    """Return the name of the groups in which replicas of the TaskGraph `name` that share a host sum
+    gradients, where these are summed inside hosts first."""
+    return f"{name}.data_parallel.inside"
+
+
+def across_of(name: str) -> str:
+    """Return the name of the groups in which replicas of the TaskGraph `name` on different hosts
+    then sum their parts."""
+    return f"{name}.data_parallel.across"
+
+
 def group_name(plan: Plan, ranks: Sequence[int]) -> str:
     """Return the name of the group of `ranks`: of several names, the first other than `world`."""
     names = [name for name, lists in plan.groups.items() if tuple(ranks) in lists]

@@ -189,12 +189,14 @@ class PlannedParameterGroup:
     lr_scale: their learning rate, as a factor of the optimizer's.
     parameters: their paths.
     optimizer: the index of their optimizer in `Plan.optimizers`.
+    trust_ratio: whether LARS scales their updates by the trust ratio.
     """
 
     weight_decay: float | None
     lr_scale: float
     parameters: tuple[str, ...]
     optimizer: int = field(default=0, metadata=OMITTED)
+    trust_ratio: bool = field(default=True, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

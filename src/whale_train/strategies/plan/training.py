@@ -15,12 +15,14 @@ class GroupRule:
     weight_decay: their weight decay (None: the optimizer's).
     lr_scale: their learning rate, as a factor of the optimizer's.
     optimizer: the index of their optimizer in `Training.optimizers`.
+    trust_ratio: True if LARS scales their updates by the trust ratio.
     """
 
     match: tuple[str, ...]
     weight_decay: float | None
     lr_scale: float
     optimizer: int = 0
+    trust_ratio: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Training:
     global_batch: samples of a step.
     precision: precision of the computation.
     grad_clip: norm to which gradients are clipped (0: off).
-    optimizer: name of the optimizer (`sgd`, `adam`, `adamw`, `lamb`), or `custom` for one that is
-        named by its class.
+    optimizer: name of the optimizer (`sgd`, `adam`, `adamw`, `lamb`, `lars`), or `custom` for one
+        that is named by its class.
     optimizer_options: keyword arguments of the optimizer.
     sync_batchnorm: True if BatchNorm takes its statistics over the global batch.
     accumulate: number of micro-batches in which a rank takes its share.
@@ -40,7 +42,10 @@ class Training:
     adds_to_frozen: True if the trained parameters are additions to frozen weights, which a run does
         not save.
     reduce_dtype: dtype in which replicas send gradients, the precision or fp32.
-    no_decay: True if norms and biases have no weight decay, unless a group contains them.
+    all_reduce: how replicas sum gradients over several hosts: `flat`, over all at once;
+        `hierarchical`, inside each host first; or `auto`, whichever is faster.
+    no_decay: True if norms and biases have no weight decay, and under LARS no trust ratio, unless a
+        group contains them.
     groups: rules for groups of parameters; a parameter follows the first that matches it.
     optimizers: the optimizers that are named by their class, the first for parameters without a
         rule; empty where the optimizer is one of ours.
@@ -59,6 +64,7 @@ class Training:
     samples_are_independent: bool = False
     adds_to_frozen: bool = False
     reduce_dtype: str = "fp32"
+    all_reduce: Literal["auto", "flat", "hierarchical"] = "auto"
     no_decay: bool = False
     groups: tuple[GroupRule, ...] = ()
     optimizers: tuple[OptimizerClass, ...] = ()
@@ -76,7 +82,7 @@ class Training:
         parameter."""
         if self.optimizers:
             return self.mean_width / 4
-        if self.optimizer == "sgd":
+        if self.optimizer in ("sgd", "lars"):
             return 1 if self.optimizer_options.get("momentum") else 0
         return 2
 
@@ -88,8 +94,14 @@ class Training:
         return 4 * self.optimizer_states * sum(elements.values())
 
     @property
+    def needs_norms(self) -> bool:
+        """Return True if an update needs the norm of each whole parameter, by which our own LAMB
+        and LARS scale it."""
+        return self.optimizer in ("lamb", "lars")
+
+    @property
     def unlike_in_parts(self) -> OptimizerClass | None:
         """Return the first optimizer that needs whole parameters, since its update is not
-        elementwise; None where all updates are elementwise. LAMB, which is ours, is not among
-        them."""
+        elementwise; None where all updates are elementwise. LAMB and LARS, which are ours, are
+        not among them."""
         return next((x for x in self.optimizers if x.unlike_in_parts), None)

@@ -26,7 +26,12 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.boundary_search import Trial, shift_boundaries
 from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.refusals import refuse_model, refuse_own_losses, refuse_pieces
-from whale_train.strategies.resolver.write import PlanDecisions, build_plan, simulated_step
+from whale_train.strategies.resolver.write import (
+    PlanDecisions,
+    build_plan,
+    simulated_step,
+    sums_in_two_levels,
+)
 from whale_train.strategies.schedule.apportion import even_shares
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
 from whale_train.strategies.schedule.orders import schedule
@@ -176,6 +181,7 @@ def _considered(
     def plan() -> Plan:
         explained = [*decisions, *_explained_devices(job), *_explained_shares(job, decided.batches)]
         explained += [*cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
+        explained += _explained_sums(job, decided)
         explained += offload_decisions(job.form.keeper, look.found.kept, job.cluster)
         plan = build_plan(job, decided, step.prediction(), explained)
         if plan.logical_workers is None:
@@ -221,7 +227,7 @@ def _staging(
     cannot train the model."""
     faults: list[Fault] = []
     if strategy.logical_workers is not None:  # each has the statistics of its own samples
-        training = replace(training, sync_batchnorm=False)
+        training = replace(training, sync_batchnorm=False, all_reduce="flat")
     form = form_of(strategy, cluster, training, faults)
     if faults or form is None:
         raise PlanError(faults)
@@ -368,6 +374,18 @@ def _explained_shares(job: PlanningContext, batches: Batches) -> Iterator[Decisi
     if sorted(even) != sorted(shares):
         reason = "each takes what it does in the time of the slowest, within its memory"
         yield Decision("strategy.balance", _folded(shares), f"even {_folded(even)}", reason)
+
+
+def _explained_sums(job: PlanningContext, decided: PlanDecisions) -> Iterator[Decision]:
+    """Yield a decision where gradients are summed inside hosts first, with the longest of these
+    sums."""
+    sums = sums_in_two_levels(job, decided).values()
+    if sums:
+        longest = max(sums, key=lambda x: x.seconds)
+        reason = "gradients are summed inside each host, then across hosts, in "
+        reason += f"{in_seconds(longest.hierarchical_s)}; all at once takes "
+        reason += in_seconds(longest.flat_s)
+        yield Decision("train.all_reduce", "hierarchical", "flat", reason)
 
 
 def _folded(shares: Sequence[int]) -> str:

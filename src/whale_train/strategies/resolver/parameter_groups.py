@@ -15,24 +15,26 @@ def parameter_groups(
     """Return the trained `parameters` grouped by their options, or () where all have the same.
 
     A parameter follows the first rule that matches it. With `training.no_decay`, a parameter that
-    no rule matches has no weight decay if it is a bias or belongs to a norm.
+    no rule matches has no weight decay, and under LARS no trust ratio, if it is a bias or belongs
+    to a norm.
     """
-    usual = (_weight_decay(training, 0), 1.0, 0)
-    groups: dict[tuple[float | None, float, int], list[str]] = {}
+    usual = (_weight_decay(training, 0), 1.0, 0, True)
+    groups: dict[tuple[float | None, float, int, bool], list[str]] = {}
     for parameter in parameters:
         rule = group_rule(training.groups, parameter)
-        decay, scale, optimizer = usual
+        decay, scale, optimizer, trust = usual
         if rule is not None:
             decay, scale, optimizer = rule.weight_decay, rule.lr_scale, rule.optimizer
+            trust = rule.trust_ratio
             decay = _weight_decay(training, optimizer) if decay is None else decay
         elif training.no_decay and is_norm_or_bias(parameter):
-            decay = 0.0
-        groups.setdefault((decay, scale, optimizer), []).append(parameter.path)
+            decay, trust = 0.0, training.optimizer != "lars"
+        groups.setdefault((decay, scale, optimizer, trust), []).append(parameter.path)
     if groups.keys() <= {usual}:
         return ()
     return tuple(
-        PlannedParameterGroup(decay, scale, tuple(of), optimizer)
-        for (decay, scale, optimizer), of in groups.items()
+        PlannedParameterGroup(decay, scale, tuple(of), optimizer, trust)
+        for (decay, scale, optimizer, trust), of in groups.items()
     )
 
 
@@ -59,13 +61,15 @@ def explain_parameter_groups(
 ) -> tuple[Decision, ...]:
     """Return a note for the plan on the parameters that `training.no_decay` exempts; () if there
     are none."""
-    if not training.no_decay or not _weight_decay(training, 0):
+    trusts = training.optimizer == "lars"
+    if not training.no_decay or not (trusts or _weight_decay(training, 0)):
         return ()
     free = [x for x in parameters if group_rule(training.groups, x) is None]
     spared = [parameter.path for parameter in free if is_norm_or_bias(parameter)]
     if not spared:
         return ()
-    reason = f"norms and biases have no weight decay: {listed(spared)}"
+    without = "no weight decay and no trust ratio" if trusts else "no weight decay"
+    reason = f"norms and biases have {without}: {listed(spared)}"
     return (Decision("optimizer.no_decay", "norms_and_biases", "null", reason),)
 
 

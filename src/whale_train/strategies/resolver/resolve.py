@@ -54,6 +54,7 @@ def resolve_and_simulate(
     considered = consider(strategy, cluster, findings, training, moving=True)
     plan = considered.plan()
     _refuse_split_parameters(plan)
+    _refuse_levels(plan, training)
     if stand_ins is None:
         return plan, considered.step
     step = considered.on(stand_ins)
@@ -129,8 +130,8 @@ def refuse_without_model(
     reported before a model is built."""
     cluster = _used_devices(strategy, cluster, faults, [])
     refuse_precision(training.precision, cluster, faults)
-    if training.optimizer == "lamb":
-        _refuse_partitions(strategy.graph, faults)
+    if training.needs_norms:
+        _refuse_partitions(strategy.graph, training.optimizer, faults)
     _refuse_engines(strategy, training, faults)
     refuse_workers(strategy, cluster, training, faults)
     form_of(strategy, cluster, training, faults)
@@ -224,15 +225,29 @@ def _refuse_split_parameters(plan: Plan) -> None:
         raise PlanError(faults)
 
 
-def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:
-    """Add a fault for every node with ZeRO in `nodes` and their children: LAMB's trust ratio needs
-    the norm of a whole parameter, and ZeRO's flat partitions end anywhere."""
+def _refuse_levels(plan: Plan, training: Training) -> None:
+    """Raise PlanError where the request sums gradients inside hosts first, and the plan has no such
+    sum."""
+    if training.all_reduce != "hierarchical" or any(x.endswith(".inside") for x in plan.groups):
+        return
+    rule = (
+        "has no sum to be of effect on: it needs replicas without ZeRO on several hosts, equally "
+    )
+    rule += "many on each, and more than one"
+    raise PlanError([Fault("train.all_reduce", "hierarchical", rule, "use train.all_reduce=auto")])
+
+
+def _refuse_partitions(nodes: Sequence[Node], optimizer: str, faults: list[Fault]) -> None:
+    """Add a fault for every node with ZeRO in `nodes` and their children: the trust ratio of
+    `optimizer` needs the norm of a whole parameter, and ZeRO's flat partitions end anywhere."""
     for node in nodes:
         if isinstance(node, Replicate) and node.zero:
-            rule = "partitions parameters anywhere, and optimizer=lamb needs the norm of each"
-            remedy = "use zero: 0, or optimizer=adamw"
+            rule = f"partitions parameters anywhere, and optimizer={optimizer} needs the norm of "
+            rule += "each"
+            remedy = f"use zero: 0, or optimizer={'sgd' if optimizer == 'lars' else 'adamw'}"
             faults.append(Fault(f"{node.path}.zero", str(node.zero), rule, remedy))
         if isinstance(node, Pipeline):
-            _refuse_partitions(node.stages if isinstance(node.stages, tuple) else (), faults)
+            stages = node.stages if isinstance(node.stages, tuple) else ()
+            _refuse_partitions(stages, optimizer, faults)
         else:
-            _refuse_partitions(node.of, faults)
+            _refuse_partitions(node.of, optimizer, faults)

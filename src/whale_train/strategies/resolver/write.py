@@ -8,6 +8,7 @@ from typing import Any
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Shard
 from whale_train.strategies.memory.engine_memory import casts_last, narrow_frozen
+from whale_train.strategies.plan.group_names import across_of, inside_of
 from whale_train.strategies.plan.plan import (
     Decision,
     MemoryEstimate,
@@ -31,6 +32,7 @@ from whale_train.strategies.schedule.instructions import Instruction, Transits
 from whale_train.strategies.simulate.prediction import Simulated, simulated
 from whale_train.strategies.stage_memory.within_memory import MemoryBudget
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
+from whale_train.strategies.stages.gradient_sync import GradientSum, hierarchical_sums
 from whale_train.strategies.stages.logical_workers import planned_workers
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import (
@@ -97,6 +99,7 @@ def build_plan(
     decisions: choices that the request leaves open, with reasons, which the plan carries.
     """
     form, count = job.form, len(job.cluster.devices)
+    summed = sums_in_two_levels(job, decided)
     task_graphs = tuple(
         t for stage in range(len(form.stages)) for t in _task_graphs(job, stage, decided)
     )
@@ -106,11 +109,13 @@ def build_plan(
             name = task_graphs[number].name
             if form.stages[stage].body and number == numbers[0]:  # the rest beside a split part
                 groups[f"{name}.data_parallel"] = job.copies_of_rest[stage]
+                groups |= _levels(name, summed.get((stage, 0)))
                 continue
             is_beside = form.stages[stage].body is not None
             alone = is_beside and form.copies * form.stages[stage].copies == 1
             if not alone or _keeper_beside(job, stage, decided.chunks):
                 groups[f"{name}.data_parallel"] = job.data_parallel[stage]
+                groups |= _levels(name, summed.get((stage, int(number != numbers[0]))))
             if not job.as_is:
                 groups[f"{name}.model_parallel"] = job.replicas[stage]
     for path, stages in decided.shared.items():
@@ -147,6 +152,22 @@ def build_plan(
         rewrite=PlannedGraph(decided.axes, _segments(job, decided, task_graphs)),
         pipeline=_pipeline(job, decided),
     )
+
+
+def sums_in_two_levels(
+    job: PlanningContext, decided: PlanDecisions
+) -> dict[tuple[int, int], GradientSum]:
+    """Return the sums of gradients that go inside hosts first, by stage and number of the
+    engine."""
+    priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
+    return hierarchical_sums(job, priced.engines, decided.shared, priced.crowd)
+
+
+def _levels(name: str, summed: GradientSum | None) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the groups in which the TaskGraph `name` sums gradients in two levels, if it does."""
+    if summed is None or summed.levels is None:
+        return {}
+    return {inside_of(name): summed.levels.inside, across_of(name): summed.levels.across}
 
 
 def _segments(

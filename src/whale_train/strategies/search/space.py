@@ -366,7 +366,7 @@ def space_of(
         global_batch=training.global_batch,
         exported=exported and training.accumulate == 1,
         shared=not refused,
-        zero=training.optimizer != "lamb" and unsplittable is None and not profile.perhaps_unused,
+        zero=not training.needs_norms and unsplittable is None and not profile.perhaps_unused,
         offload=can_offload and not training.optimizers,
         split_head=splits and bool(findings.heads),
         experts=min(findings.experts.sharded.axes.values()) if splits and findings.experts else 0,
@@ -400,8 +400,9 @@ def left_out(space: Space, findings: ModelAnalysis, training: Training) -> Mappi
         reasons |= {f"copies, ZeRO {zero}": reason for zero in (1, 2, 3)}
     elif not space.zero and several:
         reason = (
-            "optimizer=lamb needs the norm of each parameter, which ZeRO partitions anywhere"
-            if training.optimizer == "lamb"
+            f"optimizer={training.optimizer} needs the norm of each parameter, which ZeRO "
+            "partitions anywhere"
+            if training.needs_norms
             else f"whether {profile.perhaps_unused[0]} gets a gradient is another thing in every "
             f"call of {profile.name}, and ZeRO needs to know"
         )

@@ -6,6 +6,7 @@ in the step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from whale_train.strategies.cost.collectives import (
@@ -15,9 +16,57 @@ from whale_train.strategies.cost.collectives import (
     partitioned_sum_time_s,
     sum_time_s,
 )
+from whale_train.strategies.cost.hierarchical_sum import (
+    TwoLevels,
+    hierarchical_sum_time_s,
+    two_levels,
+)
 from whale_train.strategies.simulate.tasks import Sync, sum_pieces
 from whale_train.strategies.stages.engines import StageEngine
 from whale_train.strategies.stages.placement import PlanningContext
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """How the replicas of an engine without ZeRO sum their gradients.
+
+    flat_s: seconds of one all-reduce over all replicas.
+    levels: the groups of an all-reduce in two levels; None where there is none.
+    hierarchical_s: the seconds in two levels.
+    is_hierarchical: True if the gradients are summed in two levels.
+    """
+
+    flat_s: float
+    levels: TwoLevels | None = None
+    hierarchical_s: float = 0.0
+    is_hierarchical: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the sum as it is done."""
+        return self.hierarchical_s if self.is_hierarchical else self.flat_s
+
+
+def gradient_sum(
+    job: PlanningContext,
+    groups: Sequence[Sequence[int]],
+    elements: float,
+    crowd: NicContention,
+    in_memory: bool = False,
+) -> GradientSum:
+    """Choose how each of `groups` of replicas sums `elements` gradients: in two levels where the
+    request says so, or leaves it open and that takes less time.
+
+    crowd, in_memory: as in `sum_time_s`.
+    """
+    num_bytes = job.training.sent_width * elements
+    flat_s = sum_time_s(job.cluster, groups[0], num_bytes, crowd, by_memory=in_memory)
+    asked = job.training.all_reduce
+    levels = None if asked == "flat" else two_levels(job.cluster, groups)
+    if levels is None:
+        return GradientSum(flat_s)
+    seconds = hierarchical_sum_time_s(job.cluster, groups[0], num_bytes, crowd)
+    return GradientSum(flat_s, levels, seconds, asked == "hierarchical" or seconds < flat_s)
 
 
 def gradient_sums(
@@ -87,7 +136,7 @@ def _of_stages(
                 in_memory = one_backward and not number and is_replicate(job, stage)
                 in_memory = in_memory and job.training.reduce_dtype == "fp32"
                 yield _of_engine(
-                    job, stage, elements, engine.groups[0], crowd, actors, zero, in_memory
+                    job, stage, elements, engine.groups, crowd, actors, zero, in_memory
                 )
 
 
@@ -95,30 +144,58 @@ def _of_engine(
     job: PlanningContext,
     stage: int,
     elements: float,
-    group: Sequence[int],
+    groups: Sequence[Sequence[int]],
     crowd: NicContention,
     actors: Mapping[tuple[int, int], int],
     zero: int,
     in_memory: bool,
 ) -> Sync:
-    """Return the reduction of `elements` gradients over `group`, one of the groups that reduce at
-    the same time."""
+    """Return the reduction of `elements` gradients over each of `groups`, which reduce at the same
+    time."""
+    group = groups[0]
     link = group_link(job.cluster, group, crowd, by_memory=in_memory)
     num_bytes = job.training.sent_width * elements
     members = _members(job, (stage,), actors)
-    summed = sum_time_s(job.cluster, group, num_bytes, crowd, by_memory=in_memory)
     workers = job.strategy.logical_workers
     if workers is not None:  # every round sends all gradients; the sums are gathered at the end
         once = gather_time_s(num_bytes, len(group), link)
         return Sync(members, (ceil(workers / len(group)) + 1) * once, 1, False, link.busy)
     if zero == 0:
+        summed = gradient_sum(job, groups, elements, crowd, in_memory).seconds
         return Sync(members, summed, sum_pieces(elements), True, link.busy)
     if zero == 3:
         scattered = gather_time_s(num_bytes, len(group), link)
         return Sync(members, scattered, 1, False, link.busy)
+    summed = sum_time_s(job.cluster, group, num_bytes, crowd, by_memory=in_memory)
     gathered = gather_time_s(job.findings.weight_width(zero) * elements, len(group), link)
     seconds = partitioned_sum_time_s(elements, summed, job.cluster.devices, job.training.precision)
     return Sync(members, seconds, 1, False, link.busy, gathered)
+
+
+def hierarchical_sums(
+    job: PlanningContext,
+    engines: Sequence[Sequence[StageEngine]],
+    shared: Mapping[str, Sequence[int]],
+    crowd: NicContention,
+) -> dict[tuple[int, int], GradientSum]:
+    """Return the sums of gradients in two levels, by stage and number of the engine.
+
+    job, engines, shared, crowd: as in `gradient_sums`.
+    """
+    sums: dict[tuple[int, int], GradientSum] = {}
+    unused = job.profile.unused_parameters
+    tied = {path: stages for path, stages in shared.items() if path not in unused}
+    for stage, of_stage in enumerate(engines):
+        for number, engine in enumerate(of_stage):
+            zero = engine.keeper.zero if engine.keeper else 0
+            elements = max(engine.elements)
+            if not number:
+                elements -= sum(_elements(job, x) for x, held in tied.items() if stage in held)
+            if zero == 0 and len(engine.groups[0]) > 1 and elements:
+                chosen = gradient_sum(job, engine.groups, elements, crowd)
+                if chosen.is_hierarchical:
+                    sums[stage, number] = chosen
+    return sums
 
 
 def is_replicate(job: PlanningContext, stage: int) -> bool:

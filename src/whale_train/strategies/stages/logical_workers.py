@@ -123,6 +123,9 @@ def refuse_workers(
             f"sends gradients in 16 bits, and those of logical workers are summed in fp32 ({KEY})"
         )
         faults.append(Fault("train.reduce_dtype", training.reduce_dtype, rule, "use fp32"))
+    if training.all_reduce == "hierarchical":
+        rule = f"sums by hosts, and gradients of logical workers are summed one by one ({KEY})"
+        faults.append(Fault("train.all_reduce", "hierarchical", rule, "use auto"))
 
 
 def planned_workers(job: PlanningContext, samples: Sequence[Sequence[object]]) -> LogicalWorkers:
