@@ -27,11 +27,11 @@ COLOURS = {
     "white": (240, 240, 240),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-SIZES = {"small": 3, "large": 5}
+SIZES = {"small": 4, "large": 6}
 PLACES = {
     f"{row} {column}": (x, y)
     for (row, y), (column, x) in product(
-        (("top", 6), ("middle", 16), ("bottom", 26)), (("left", 6), ("centre", 16), ("right", 26))
+        (("top", 7), ("middle", 16), ("bottom", 25)), (("left", 7), ("centre", 16), ("right", 25))
     )
 }
 COMBINATIONS = tuple(product(SIZES, COLOURS, SHAPES, PLACES))
