@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-ANIMALS = "cat dog horse mouse hen goat duck frog".split()
-PLACES = "mat roof grass table bridge hill road boat".split()
+ANIMALS = ["cat", "dog", "horse", "mouse", "hen", "goat", "duck", "frog"]
+PLACES = ["mat", "roof", "grass", "table", "bridge", "hill", "road", "boat"]
 SPECIAL = ["<unk>", "<end>", "<pad>", "<user>", "<assistant>"]
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> "
@@ -37,7 +37,7 @@ def chat():
 
 for name, make, count in (("texts", told_twice, 4000), ("chats", chat, 1000), ("new", chat, 200)):
     Path(f"{name}.jsonl").write_text("".join(json.dumps(make()) + "\n" for _ in range(count)))
-names = [*SPECIAL, *"the is on where . ?".split(), *ANIMALS, *PLACES]
+names = [*SPECIAL, *["the", "is", "on", "where", ".", "?"], *ANIMALS, *PLACES]
 words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 words.add_special_tokens(SPECIAL)

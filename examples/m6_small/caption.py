@@ -48,7 +48,7 @@ def greedy(model, pixels, begins, task, end, most):
     """Return the tokens `begins` [batch, tokens] with up to `most` likeliest ones after them."""
     text, tasks = begins, torch.full((len(begins),), task)
     for _ in range(most):
-        logits = model(pixels, text, task=tasks).logits[:, -1]
+        logits = model(text, pixel_values=pixels, task=tasks).logits[:, -1]
         text = torch.cat((text, logits.argmax(1, keepdim=True)), 1)
         if (text == end).any(1).all():
             break

@@ -14,6 +14,7 @@ from tests.pairs import some
 from torch import Tensor
 
 from whale_train.models.m6 import M6, attention_mask
+from whale_train.models.moe_gpt import MoEGPT
 
 SEPARATOR, PATCHES, TOKENS = 1, 4, 6
 SIZES = {"vocab_size": 31, "sequence_length": TOKENS, "image_size": 8, "patch_size": 4}
@@ -59,7 +60,7 @@ def test_a_task_decides_what_a_token_depends_on(model: M6) -> None:
     model.token.register_forward_hook(keep)
     for task, position in product(TASKS, range(TOKENS)):
         image = torch.randn(1, 3, 8, 8, requires_grad=True)
-        logits = model(image, texts(1), task=torch.tensor([task])).logits
+        logits = model(texts(1), None, image, torch.tensor([task])).logits
         logits[0, position].square().sum().backward()
         assert image.grad is not None
         assert bool(image.grad.any()) == (task in (1, 3))
@@ -75,17 +76,34 @@ def test_the_loss_counts_no_token_of_a_source(model: M6) -> None:
     task = torch.tensor(TASKS)
     target = ids.clone()
     target[2:, :3] = -100
-    logits = model(image, ids, task=task).logits
+    logits = model(ids, None, image, task).logits
     wanted = torch.nn.functional.cross_entropy(logits[:, :-1].mT, target[:, 1:])
-    loss = model(image, ids, ids, task).loss
+    loss = model(ids, ids, image, task).loss
     torch.testing.assert_close(loss, wanted)
     captions = torch.ones_like(task)
-    assert (model(image, ids).logits == model(image, ids, task=captions).logits).all()
+    assert (model(ids, None, image).logits == model(ids, None, image, captions).logits).all()
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="image_size=30 does not divide into patch_size=4"):
         M6(image_size=30, patch_size=4)
+
+
+def test_without_images_it_is_a_mixture_of_experts(model: M6) -> None:
+    sizes = {key: value for key, value in SIZES.items() if key not in ("image_size", "patch_size")}
+    torch.manual_seed(0)
+    wanted = MoEGPT(**sizes)
+    torch.manual_seed(0)
+    without = M6(**sizes, image_size=None)
+    ids = texts(3)
+    ours, theirs = without(ids, ids), wanted(ids, ids)
+    assert ours.loss is not None
+    assert (ours.logits == theirs.logits).all()
+    assert ours.loss == theirs.loss
+    with pytest.raises(ValueError, match="image_size=None has no part for pixel_values"):
+        without(ids, ids, torch.zeros(3, 3, 8, 8))
+    with pytest.raises(ValueError, match="image_size is given, and pixel_values are not"):
+        model(ids, ids)
 
 
 STRATEGIES = {

@@ -14,7 +14,8 @@ task  what is learnt                      the image             the source
 ====  ==================================  ====================  ===================
 
 An image's patches attend to each other in both directions, and so do the tokens of a source. All
-other tokens attend to those before them. The loss counts no token of a source.
+other tokens attend to those before them. The loss counts no token of a source. Without an image
+part, and without tasks, it is MoEGPT.
 """
 
 import torch
@@ -48,12 +49,32 @@ def attention_mask(num_patches: int, sees_image: Tensor, is_source: Tensor) -> T
     return (to_image | to_text).unsqueeze(1)
 
 
+class Patches(nn.Module):
+    """A linear projection of the pixels of an image's patches, with learned positions.
+
+    It maps [batch, channels, image_size, image_size] to [batch, patches, width], row by row.
+    """
+
+    def __init__(self, image_size: int, patch_size: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.across, self.size = image_size // patch_size, patch_size
+        self.embed = nn.Linear(channels * patch_size**2, width)
+        self.position = nn.Embedding(self.across**2, width)
+
+    def forward(self, image: Tensor) -> Tensor:
+        batch, channels, across, size = *image.shape[:2], self.across, self.size
+        cut = image.view(batch, channels, across, size, across, size)
+        pixels = cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, across**2, channels * size**2)
+        projected: Tensor = self.embed(pixels)
+        return projected + self.position.weight
+
+
 class M6(nn.Module):
     """A transformer with a mixture of experts in every block, over an image and a text.
 
     vocab_size: number of different tokens.
     sequence_length: largest number of tokens of a text.
-    image_size: height and width of an image, a multiple of `patch_size`.
+    image_size: height and width of an image, a multiple of `patch_size`; None for no image part.
     patch_size: height and width of a patch.
     channels: channels of an image.
     separator: number of the token that ends a source.
@@ -66,7 +87,7 @@ class M6(nn.Module):
         self,
         vocab_size: int = 257,
         sequence_length: int = 128,
-        image_size: int = 32,
+        image_size: int | None = 32,
         patch_size: int = 8,
         channels: int = 3,
         separator: int = 1,
@@ -85,19 +106,17 @@ class M6(nn.Module):
         bias_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        if image_size % patch_size:
+        if image_size is not None and image_size % patch_size:
             raise ValueError(
                 f"image_size={image_size} does not divide into patch_size={patch_size}"
             )
         limits = (capacity_factor, balance, balance_over, z_loss, bias_rate)
         routing = Routing(experts, top_k, prototypes, *limits)
-        self.patch_size, self.across, self.separator = (
-            patch_size,
-            image_size // patch_size,
-            separator,
+        self.separator = separator
+        self.num_patches = 0 if image_size is None else (image_size // patch_size) ** 2
+        self.image = (
+            None if image_size is None else Patches(image_size, patch_size, channels, width)
         )
-        self.patch = nn.Linear(channels * patch_size**2, width)
-        self.patch_position = nn.Embedding(self.across**2, width)
         self.token = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(sequence_length, width)
         self.drop = dropout_layer(dropout)
@@ -110,45 +129,48 @@ class M6(nn.Module):
 
     def forward(
         self,
-        pixel_values: Tensor,
         input_ids: Tensor,
         labels: Tensor | None = None,
+        pixel_values: Tensor | None = None,
         task: Tensor | None = None,
     ) -> Output:
         """Return the logits of the text, and the loss where `labels` are given.
 
-        `pixel_values` are [batch, channels, image_size, image_size], `input_ids` and `labels` int64
-        [batch, tokens], `task` int64 [batch]; None is captioning. The label of a position is its
-        own token; the loss is GPT's over what is no source, plus the mean over samples of the
-        auxiliary losses.
+        `input_ids` and `labels` are int64 [batch, tokens], `pixel_values` [batch, channels,
+        image_size, image_size], `task` int64 [batch]; None is captioning, or language modelling
+        without an image part. The label of a position is its own token; the loss is GPT's over what
+        is no source, plus the mean over samples of the auxiliary losses. Raises ValueError for
+        images without an image part, and for an image part without images.
         """
-        if task is None:
-            task = torch.ones_like(input_ids[:, 0])
-        ends = (input_ids == self.separator).long()
-        is_source = (ends.cumsum(1) - ends == 0) & (task >= 2).unsqueeze(1)
-        num_patches = self.across**2
-        mask = attention_mask(num_patches, task % 2 == 1, is_source)
+        if (pixel_values is None) != (self.image is None):
+            if self.image is None:
+                raise ValueError("image_size=None has no part for pixel_values")
+            raise ValueError("image_size is given, and pixel_values are not")
         positions = torch.arange(input_ids.size(1), device=input_ids.device)
-        image = self.patch(self._patches(pixel_values)) + self.patch_position.weight
-        text = self.token(input_ids) + self.position(positions)
-        hidden = self.drop(torch.cat((image, text), dim=1))
+        hidden = self.token(input_ids) + self.position(positions)
+        num_patches, mask = self.num_patches, None
+        if self.image is not None:
+            hidden = torch.cat((self.image(pixel_values), hidden), dim=1)
+        if task is None and num_patches:
+            task = torch.ones_like(input_ids[:, 0])
+        if task is not None:
+            ends = (input_ids == self.separator).long()
+            is_source = (ends.cumsum(1) - ends == 0) & (task >= 2).unsqueeze(1)
+            mask = attention_mask(num_patches, task % 2 == 1, is_source)
+            if labels is not None:
+                labels = torch.where(is_source, IGNORED_LABEL, labels)
+        hidden = self.drop(hidden)
         losses = []
         for block in self.blocks:
             hidden, auxiliary = block(hidden, mask)
             if auxiliary is not None:
                 losses.append(auxiliary)
-        logits = self.lm_head(self.norm(hidden[:, num_patches:]))
+        if num_patches:
+            hidden = hidden[:, num_patches:]
+        logits = self.lm_head(self.norm(hidden))
         if labels is None:
             return Output(None, logits)
-        loss = next_token_loss(logits, torch.where(is_source, IGNORED_LABEL, labels))
+        loss = next_token_loss(logits, labels)
         if losses:
             loss = loss + sum(losses[1:], losses[0]).mean()
         return Output(loss, logits)
-
-    def _patches(self, image: Tensor) -> Tensor:
-        """Return the pixels of the patches of `image`, row by row, as [batch, patches, channels x
-        patch_size x patch_size]."""
-        batch, channels = image.shape[:2]
-        across, size = self.across, self.patch_size
-        cut = image.view(batch, channels, across, size, across, size)
-        return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, across**2, channels * size**2)
