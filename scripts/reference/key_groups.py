@@ -32,7 +32,7 @@ from whale_train.optimizer_options import OfClass, OptimizerOptions
 from whale_train.trackers.options import BuiltIn, OwnTrackerOptions
 
 CONF = Path(config.__file__).parent / "conf"
-_BUILT_IN_MODELS = ("gpt", "moe_gpt", "class_head", "image_classifier")
+_BUILT_IN_MODELS = ("gpt", "moe_gpt", "m6_base", "class_head", "image_classifier")
 
 
 def key_groups() -> tuple[KeyGroup, ...]:

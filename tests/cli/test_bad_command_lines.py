@@ -120,7 +120,7 @@ COMMAND_LINE = (
         "model=gtp",
         "model=gtp is not an option; did you mean gpt? One of: bert_large, class_head, custom, "
         "gpt, gpt3_175b, hf, image_classifier, llama3_405b, m6_100b, m6_10b, m6_10b_dense, "
-        "m6_10t, m6_1t, moe_gpt, resnet50_100k, t5_large",
+        "m6_10t, m6_1t, m6_base, moe_gpt, resnet50_100k, t5_large",
     ),
     Case(
         "near_optimizer",

@@ -62,7 +62,7 @@ def faults_of(mapping: dict[str, Any]) -> list[str]:
     return [str(fault) for fault in caught.value.faults]
 
 
-@pytest.mark.parametrize("name", ["gpt", "moe_gpt", "image_classifier", "class_head"])
+@pytest.mark.parametrize("name", ["gpt", "moe_gpt", "m6_base", "image_classifier", "class_head"])
 def test_config_files_name_every_argument_with_its_default(name: str) -> None:
     with initialize_config_module("whale_train.conf", version_base="1.3"):
         config = compose(config_name=None, overrides=[f"+model={name}"])

@@ -111,7 +111,7 @@ def test_where_the_classes_are() -> None:
 
 
 def test_groups_that_have_a_loss_say_where_its_classes_are() -> None:
-    groups = ("class_head", "custom", "gpt", "hf", "image_classifier", "moe_gpt")
+    groups = ("class_head", "custom", "gpt", "hf", "image_classifier", "m6_base", "moe_gpt")
     for group in groups:
         model = composed(f"+model={group}")
         assert (model["loss"], model["class_dim"]) == ("model", None)

@@ -13,16 +13,31 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from whale_train.data.dataset import Dataset
 from whale_train.data.evaluation_sets import open_data
-from whale_train.data.open import open_dataset
+from whale_train.data.open import open_dataset, tokenizer_of
 from whale_train.data.shards import shard_index
 from whale_train.data.sources.webdataset import WebdatasetOptions
 from whale_train.errors import ConfigError
 from whale_train.strategies.graph.operation_graph import InputField
 
 OWN = '''"""Functions of a user's own."""
+
+import random
+
+
+def cut(sample) -> dict:
+    count = random.choice((1, 2, 3))
+    return {"x": sample["x"][:count], "count": count, "y": sample["y"]}
+
+
+def broken_sample(sample) -> dict:
+    return {"x": sample["y"]}
 
 
 def codes(text: str) -> list[int]:
@@ -116,6 +131,49 @@ def test_samples_are_numbered_over_all_shards() -> None:
 CODES = {"t": {"_target_": "own_functions.codes"}}
 
 
+def write_words(folder: Path) -> None:
+    """Write a tokenizer of the six texts, which marks the end of a text and would pad to 9."""
+    words = Tokenizer(WordLevel({"<end>": 0, **{f"{x}!": x + 1 for x in range(6)}}, "<end>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 0)])
+    words.enable_padding(length=9)
+    (folder / "words").mkdir()
+    words.save(str(folder / "words/tokenizer.json"))
+
+
+def test_texts_are_tokenised_and_padded(folder: Path) -> None:
+    write_words(folder)
+    pads = {"t": {"length": 4}, "u": {"length": 3, "value": -100}}
+    dataset = opened(fields={"t": "txt", "u": "txt", "y": "cls"}, tokenizer="words", pad=pads)
+    assert dataset.fields == (
+        InputField("t", (4,), "int64", 7),
+        InputField("u", (3,), "int64", 7, -100),
+        InputField("y", (), "int64", 3),
+    )
+    batch = dataset.samples(np.array([5, 0]))
+    assert batch["t"].tolist() == [[6, 0, 0, 0], [1, 0, 0, 0]]
+    assert batch["u"].tolist() == [[6, 0, -100], [1, 0, -100]]
+    assert tokenizer_of(options(tokenizer="words")) == Path("words")
+    assert tokenizer_of(options(tokenizer="gone")) is None
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_function_makes_the_fields_of_a_sample() -> None:
+    """What it draws follows from the place in the run, and not from how samples are read."""
+    given: dict[str, Any] = {"map": {"_target_": "own_functions.cut"}, "pad": {"x": {"length": 3}}}
+    dataset = opened(fields={"x": "meta.json:x", "y": "cls"}, **given)
+    assert dataset.fields == tuple(
+        InputField(name, shape, "int64") for name, shape in (("x", (3,)), ("count", ()), ("y", ()))
+    )
+    rows, draws = np.array([4] * 20), np.arange(20)
+    batch, again = (dataset.samples(rows[::x], draws[::x]) for x in (1, -1))
+    assert set(batch["count"].tolist()) == {1, 2, 3}
+    for name, values in batch.items():
+        assert (values == again[name][::-1]).all()
+    for count, values in zip(batch["count"], batch["x"], strict=True):
+        assert values.tolist() == [*[4, 2][:count], 0, 0][:3]
+
+
 @pytest.mark.usefixtures("folder")
 def test_images_and_classes_are_the_fields_unless_others_are_named() -> None:
     dataset = opened(fields=None, image_size=2)
@@ -206,7 +264,29 @@ FAULTS = {
     "text": (
         {"fields": {"x": "txt"}},
         "data.fields.x=txt is a str and no numbers in sample a.b/000 of {here}/train-000.tar, "
-        ".txt; use 'data.convert={{x: {{_target_: my_data.numbers}}}}'",
+        ".txt; use data.tokenizer=DIR, or 'data.convert={{x: {{_target_: my_data.numbers}}}}'",
+    ),
+    "no_text": (
+        {"tokenizer": "words"},
+        "data.tokenizer=words has no effect: no field of data.fields is a text without "
+        "data.convert; leave it out",
+    ),
+    "no_tokenizer": (
+        {"fields": {"x": "txt"}, "tokenizer": "words"},
+        "data.tokenizer=words is no folder, and no name of the Hugging Face hub (owner/name); "
+        "name a folder that a tokenizer's save_pretrained() wrote",
+    ),
+    "empty_tokenizer": (
+        {"fields": {"x": "txt"}, "tokenizer": "."},
+        "data.tokenizer=. has no tokenizer.json; save a fast tokenizer with save_pretrained()",
+    ),
+    "map": (
+        {"fields": {"x": "txt"}, "map": {"_target_": "own_functions.broken_sample"}},
+        "data.map raised KeyError: 'y' for sample a.b/000 of {here}/train-000.tar; correct it",
+    ),
+    "pad": (
+        {"pad": {"x": {"length": 3}}},
+        "data.pad.x is no field of the data, which has y; leave it out",
     ),
     "key": (
         {"fields": {"x": "meta.json:z"}},

@@ -1,5 +1,6 @@
 """List the kinds of data, and open a dataset from the options of one kind."""
 
+from pathlib import Path
 from typing import Annotated, assert_never
 
 from pydantic import Field
@@ -16,6 +17,8 @@ from whale_train.data.sources.text import TextOptions, open_text
 from whale_train.data.sources.text_files import TextFilesOptions, open_text_files
 from whale_train.data.sources.webdataset import WebdatasetOptions, open_webdataset
 from whale_train.data.tokens.make_store import Watch
+from whale_train.data.tokens.text_encoder import tokenizer_folder
+from whale_train.errors import ConfigError
 
 DataOptions = Annotated[
     TextOptions
@@ -62,3 +65,14 @@ def open_dataset(options: DataOptions, watch: Watch | None = None) -> Dataset:
             return open_custom(options)
         case _:
             assert_never(options)
+
+
+def tokenizer_of(options: object) -> Path | None:
+    """Return the folder of the tokenizer for data with `options`, or None where the data has no
+    tokenizer or its folder does not exist any more."""
+    if not isinstance(options, TextFilesOptions | WebdatasetOptions) or options.tokenizer is None:
+        return None
+    try:
+        return tokenizer_folder(options.tokenizer)
+    except ConfigError:
+        return None

@@ -63,10 +63,10 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [batch, sequence, width], with one weight for query, key and
-    value.
+    """Self-attention over [batch, sequence, width], with one weight for query, key and value.
 
-    Raises ValueError for a width that `heads` does not divide.
+    It is causal, unless a mask says which positions each position attends to. Raises ValueError for
+    a width that `heads` does not divide.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -77,7 +77,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the mixed hidden states. `mask` is bool [batch, 1, sequence, sequence], true where
+        a position (third) attends to another (last)."""
         batch, sequence, _ = hidden.shape
         query, key, value = (
             part.view(batch, sequence, self.heads, self.width // self.heads).transpose(1, 2)
@@ -87,7 +89,8 @@ class Attention(nn.Module):
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=self.dropout if self.training else 0.0,
         )
         joined: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, sequence, self.width))

@@ -266,12 +266,13 @@ class Block(nn.Module):
         self.experts = Experts(width, ffn, routing)
         self.drop = dropout_layer(dropout)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the new hidden states, [batch, sequence, width], and the auxiliary losses.
 
-        The auxiliary losses of the samples are fp32 [batch], or None where the router has none.
+        `mask` is the attention's; None is causal. The auxiliary losses of the samples are fp32
+        [batch], or None where the router has none.
         """
-        hidden = hidden + self.drop(self.attention(self.attention_norm(hidden)))
+        hidden = hidden + self.drop(self.attention(self.attention_norm(hidden), mask))
         normed = self.experts_norm(hidden)
         weights, chosen, auxiliary = self.router(normed)
         mixed = self.experts(normed.flatten(0, 1), weights, chosen)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from whale_train.data.shards.decoders import kind_in, split_extension
+from whale_train.data.shards.decoders import TEXTS, kind_in, split_extension
 from whale_train.data.shards.shard_index import NO_NUMBER, NUMBERS, ShardIndex
 from whale_train.data.shards.shard_reader import ShardReader
 from whale_train.errors import ConfigError, Fault, listed
@@ -40,6 +40,11 @@ class ShardField:
                 rule = f"is no whole number of 64 bits in {shards.named(number)}"
                 remedy = "write it again, or name another field"
                 raise ConfigError([Fault(f"data.fields.{name}", extension, rule, remedy)])
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the members are texts, whatever their extension."""
+        return all(kind_in(x) in TEXTS for x, _ in self.extensions)
 
     def member(self, number: int) -> tuple[str, str]:
         """Return the extension of the field's member in a sample, and the part that is taken."""

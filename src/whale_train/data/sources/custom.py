@@ -23,7 +23,13 @@ from whale_train.data.dataset import (
     RowDataset,
     hold_back,
 )
-from whale_train.data.sources.own_samples import TARGET, Samples
+from whale_train.data.sources.own_samples import (
+    TARGET,
+    PadOptions,
+    Samples,
+    pads_of,
+    refuse_unknown_pads,
+)
 from whale_train.data.stream import StreamDataset, state_fault_of
 from whale_train.errors import ConfigError, Fault
 from whale_train.own_code import (
@@ -42,21 +48,6 @@ _Name = Annotated[str, Field(min_length=1)]
 DATASET = TargetKind("torch.utils.data.Dataset", lambda made: _has_numbers(made))
 _TORCHS = "torch.utils.data.dataset.Dataset"
 _BATCH = TargetKind("dict", lambda made: issubclass(made, Mapping | tuple | list))
-
-
-class PadOptions(BaseModel):
-    """Options of a field whose rows differ in length, under `data.pad`.
-
-    length: the length to which rows are padded along their first dimension.
-    value: the value of the padding.
-    longest: whether each batch is then cut to the longest row of the step's global batch.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    length: int = Field(ge=1)
-    value: float | int = 0
-    longest: bool = False
 
 
 class Callee(BaseModel):
@@ -182,10 +173,7 @@ def _set_fields(samples: Samples, batch: Batch) -> None:
         for name, array in batch.items()
         if not name.endswith(LENGTHS)
     )
-    unknown = [x for x in samples.pads if x not in batch]
-    if unknown:
-        rule = f"is no field of the data, which has {', '.join(batch)}"
-        raise ConfigError([Fault(f"data.pad.{unknown[0]}", "", rule, "leave it out")])
+    refuse_unknown_pads(samples.pads, batch)
 
 
 def _opened_stream(options: CustomOptions, samples: Samples) -> StreamDataset:
@@ -244,9 +232,7 @@ def _samples(options: CustomOptions) -> Samples:
             rule = f"cannot be made: it raised {said(error)}"
             raise _refused(options, rule, "correct its arguments or its code") from error
 
-    padded = options.pad or {}
-    pads = {name: (pad.length, float(pad.value)) for name, pad in padded.items()}
-    longest = tuple(name for name, pad in padded.items() if pad.longest)
+    pads, longest = pads_of(options.pad)
     if pads and collate is not None:
         rule = "has no effect beside data.collate, which makes the batches"
         raise ConfigError([Fault("data.pad", "", rule, "leave one of them out")])

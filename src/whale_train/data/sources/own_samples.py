@@ -1,12 +1,13 @@
 """Read samples of a user's own dataset as arrays, and report the first fault of a sample."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.data.dataset import LENGTHS, Batch, Indices
 from whale_train.data.generators import kept_generators, seed_generators
@@ -16,6 +17,21 @@ from whale_train.strategies.graph.operation_graph import InputField
 
 TARGET = "data._target_"
 Pads = Mapping[str, tuple[int, float]]
+
+
+class PadOptions(BaseModel):
+    """Options of a field whose rows differ in length, under `data.pad`.
+
+    length: the length to which rows are padded along their first dimension.
+    value: the value of the padding.
+    longest: whether each batch is then cut to the longest row of the step's global batch.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: int = Field(ge=1)
+    value: float | int = 0
+    longest: bool = False
 
 
 @dataclass(eq=False)
@@ -160,6 +176,22 @@ class Samples:
                 raise _unequal({known.name: list(array)}, rows, shapes, self.alike)
             batch[known.name] = np.ascontiguousarray(array, known.dtype)
         return batch
+
+
+def pads_of(padded: Mapping[str, PadOptions] | None) -> tuple[Pads, tuple[str, ...]]:
+    """Return the length and the value of every padded field, and the fields whose batches are cut
+    to their longest row."""
+    pads = {name: (pad.length, float(pad.value)) for name, pad in (padded or {}).items()}
+    return pads, tuple(name for name, pad in (padded or {}).items() if pad.longest)
+
+
+def refuse_unknown_pads(pads: Pads, names: Iterable[str]) -> None:
+    """Raise ConfigError where `data.pad` names another field than those of the data, `names`."""
+    known = [x for x in names if not x.endswith(LENGTHS)]
+    unknown = [x for x in pads if x not in known]
+    if unknown:
+        rule = f"is no field of the data, which has {', '.join(known)}"
+        raise ConfigError([Fault(f"data.pad.{unknown[0]}", "", rule, "leave it out")])
 
 
 def _array(value: Any, name: str) -> NDArray[Any]:

@@ -30,12 +30,11 @@ from whale_train.data.tokens.make_store import StoreRequest, Watch, cache_folder
 from whale_train.data.tokens.packed_layouts import layout_of
 from whale_train.data.tokens.packing import Layout, PackMode
 from whale_train.data.tokens.stored_array import differences
+from whale_train.data.tokens.text_encoder import TOKENIZER_KEY, tokenizer_folder
 from whale_train.data.tokens.token_store import TokenStore
 from whale_train.errors import ConfigError, Fault
-from whale_train.hub import folder_of
 from whale_train.strategies.graph.operation_graph import InputField
 
-TOKENIZER_KEY = "data.tokenizer"
 _MASK_SHARE = 0.15  # BERT's
 IGNORED_LABEL = -100  # torch's cross_entropy leaves it out
 # The fractions of the predicted tokens that are replaced by the mask, and by another token. The
@@ -225,7 +224,7 @@ def _source(
 ) -> RowDataset:
     """Return the samples of one source, whose files the config names under `key`."""
     files = tuple(file for path in paths for file in corpus_files(path, key))
-    cache, tokenizer = cache_folder(options.cache), str(tokenizer_folder(options))
+    cache, tokenizer = cache_folder(options.cache), str(_tokenizer_folder(options))
 
     def store_of(name: str) -> TokenStore:
         return open_store(StoreRequest(files, (name,), tokenizer, key), cache, watch)
@@ -240,27 +239,11 @@ def _source(
     return RowDataset(samples.fields, held_back, samples.read, notes=_notes(options, key, samples))
 
 
-def tokenizer_folder(options: TextFilesOptions) -> Path:
+def _tokenizer_folder(options: TextFilesOptions) -> Path:
     """Return the folder of the tokenizer. Raises ConfigError where the folder does not exist."""
     if options.tokenizer is None:
         raise ConfigError(options.faults())
-    folder = folder_of(TOKENIZER_KEY, options.tokenizer)
-    if not folder.is_dir():
-        rule = "is no folder, and no name of the Hugging Face hub (owner/name)"
-        remedy = "name a folder that a tokenizer's save_pretrained() wrote"
-        raise ConfigError([Fault(TOKENIZER_KEY, options.tokenizer, rule, remedy)])
-    return folder
-
-
-def tokenizer_of(options: object) -> Path | None:
-    """Return the folder of the tokenizer for data with `options`, or None where the data has no
-    tokenizer or its folder does not exist any more."""
-    if not isinstance(options, TextFilesOptions):
-        return None
-    try:
-        return tokenizer_folder(options)
-    except ConfigError:
-        return None
+    return tokenizer_folder(options.tokenizer)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from whale_train.data.dataset import Dataset, Note, RowDataset, hold_back
+from whale_train.data.dataset import LENGTHS, Batch, Dataset, Note, RowDataset, hold_back
 from whale_train.data.paths import UserPath
 from whale_train.data.shards.decoders import (
     KINDS,
     PICKLES,
+    TEXTS,
     decoder_of,
     kind_in,
     split_extension,
@@ -33,8 +34,14 @@ from whale_train.data.sources.image_steps import (
     image_reader,
     own_function,
 )
-from whale_train.data.sources.own_samples import Samples
+from whale_train.data.sources.own_samples import PadOptions, Samples, pads_of, refuse_unknown_pads
 from whale_train.data.tokens.make_store import cache_folder
+from whale_train.data.tokens.text_encoder import (
+    TOKENIZER_KEY,
+    Encoder,
+    text_encoder,
+    tokenizer_folder,
+)
 from whale_train.errors import ConfigError, Fault
 from whale_train.own_code import TargetKind, said
 from whale_train.strategies.graph.operation_graph import InputField
@@ -45,7 +52,9 @@ _FIELDS: Mapping[str, str | tuple[str, ...]] = {
     "pixel_values": ("jpg", "jpeg", "png", "webp"),
     "labels": "cls",
 }
-_ALIKE = "resize images with data.transform, and make other fields alike with data.convert"
+_ALIKE = "resize images with data.transform, and make other fields alike with data.pad or "
+_ALIKE += "data.convert"
+_FIELDS_OF_ONE = TargetKind("dict", lambda made: issubclass(made, Mapping))
 _NUMBERS_OF_ONE = TargetKind("tensor, array, list, int or float", lambda made: made is not str)
 
 
@@ -57,6 +66,11 @@ class WebdatasetOptions(ImageOptions):
         extensions of which every sample has one; `json:KEY` and `npz:ARRAY` take a part. None is
         images (jpg, jpeg, png, webp) as `pixel_values`, and cls as `labels`.
     convert: functions that convert fields other than images to numbers.
+    tokenizer: folder of the tokenizer that makes token numbers of texts without a function in
+        `convert`, or `owner/name` of the Hugging Face hub; None where no text is tokenised.
+    map: function that makes the model's fields of a sample's, as dicts; None leaves them as they
+        are. What it draws is seeded by the sample's place in the run.
+    pad: padding of fields whose rows differ in length.
     cache: folder of the indexes; None is a folder in the user's cache.
     """
 
@@ -64,6 +78,9 @@ class WebdatasetOptions(ImageOptions):
     path: _Paths
     fields: Mapping[_Name, _Name | tuple[_Name, ...]] | None = None
     convert: Mapping[_Name, OwnStep] | None = None
+    tokenizer: _Name | None = None
+    map: OwnStep | None = None
+    pad: Mapping[_Name, PadOptions] | None = None
     cache: UserPath | None = None
 
     @property
@@ -79,6 +96,14 @@ class WebdatasetOptions(ImageOptions):
         """Return the names of the fields that are images."""
         of_images = ((name, x) for name, given in self.members.items() for x in given)
         return {name for name, x in of_images if kind_in(split_extension(x)[0]) in IMAGES}
+
+    @property
+    def _texts(self) -> set[str]:
+        """Return the names of the fields that may be texts, and that no function converts."""
+        of_texts = ((name, x) for name, given in self.members.items() for x in given)
+        kinds = (*TEXTS, "json")
+        texts = {name for name, x in of_texts if kind_in(split_extension(x)[0]) in kinds}
+        return texts - set(self.convert or {})
 
     @property
     def has_images(self) -> bool:
@@ -104,6 +129,9 @@ class WebdatasetOptions(ImageOptions):
             if getattr(self, name) is not None and not images:
                 rule, remedy = "has no effect: no field of data.fields is an image", "leave it out"
                 faults.append(Fault(f"data.{name}", "", rule, remedy))
+        if self.tokenizer is not None and not self._texts:
+            rule = "has no effect: no field of data.fields is a text without data.convert"
+            faults.append(Fault(TOKENIZER_KEY, self.tokenizer, rule, "leave it out"))
         return faults
 
 
@@ -142,28 +170,42 @@ def open_webdataset(options: WebdatasetOptions) -> Dataset:
         name: own_function(f"data.convert.{name}", step, _NUMBERS_OF_ONE)
         for name, step in (options.convert or {}).items()
     }
+    encode, vocabulary = None, 0
+    if options.tokenizer is not None:
+        encode, vocabulary = text_encoder(tokenizer_folder(options.tokenizer))
+    mapped = None
+    if options.map is not None:
+        mapped = own_function("data.map", options.map, _FIELDS_OF_ONE)
+    pads, longest = pads_of(options.pad)
     training, evaluated = (
         Samples(
             target="webdataset",
-            make=_maker(shards, fields, convert, image_reader(options, evaluates)),
+            make=_maker(shards, fields, convert, encode, mapped, image_reader(options, evaluates)),
             names=None,
             collate=None,
-            pads={},
+            pads=pads,
+            longest=longest,
             alike=_ALIKE,
         )
         for evaluates in (False, True)
     )
     first = np.arange(min(2, shards.num_samples))
     batch = training.read(first, first)
-    made = tuple(_input(field, batch[name], name in convert) for name, field in fields.items())
+    refuse_unknown_pads(pads, batch)
+    bounds = {} if mapped else _bounds(options, fields, batch, vocabulary)
+    made = tuple(
+        InputField(name, array.shape[1:], array.dtype.name, *bounds.get(name, (0, 0)))
+        for name, array in batch.items()
+        if not name.endswith(LENGTHS)
+    )
     training.fields = evaluated.fields = made
     held_back = hold_back(shards.num_samples, options.evaluation_fraction)
     if options.evaluation_fraction:
         evaluated.read(first, first)
 
     def read_field(field: InputField, rows: slice) -> NDArray[Any]:
-        numbers = fields[field.name].numbers
-        if numbers is not None and field.name not in convert:
+        numbers = fields[field.name].numbers if field.name in fields else None
+        if numbers is not None and field.name not in convert and mapped is None:
             return numbers[rows]
         chosen = np.arange(rows.start, rows.stop)
         read: NDArray[Any] = training.read(chosen, chosen)[field.name]
@@ -172,6 +214,7 @@ def open_webdataset(options: WebdatasetOptions) -> Dataset:
     note = Note("data.path", f"{shards.num_samples:,} samples", f"in {len(files):,} shards")
     return RowDataset(
         *(made, held_back, training.read, read_field, (note,), options.workers),
+        longest=longest,
         read_held_back=evaluated.read,
     )
 
@@ -190,12 +233,24 @@ def _fields(options: WebdatasetOptions, shards: ShardReader) -> dict[str, ShardF
     return fields
 
 
-def _input(field: ShardField, array: NDArray[Any], is_converted: bool) -> InputField:
-    """Return a field as the model gets it, with the bounds of whole numbers."""
-    bounds = (0, 0)
-    if field.numbers is not None and not is_converted:
-        bounds = (max(0, int(field.numbers.max()) + 1), min(0, int(field.numbers.min())))
-    return InputField(field.name, array.shape[1:], array.dtype.name, *bounds)
+def _bounds(
+    options: WebdatasetOptions, fields: Mapping[str, ShardField], batch: Batch, vocabulary: int
+) -> dict[str, tuple[int, int]]:
+    """Return the exclusive upper bound and the lower bound of the whole numbers of fields, where
+    they are known.
+
+    batch: samples, of which a field of token numbers has integers.
+    vocabulary: the largest token number plus one.
+    """
+    bounds = {}
+    for name in fields.keys() - set(options.convert or {}):
+        numbers = fields[name].numbers
+        if numbers is not None:
+            bounds[name] = (max(0, int(numbers.max()) + 1), min(0, int(numbers.min())))
+        elif options.tokenizer is not None and fields[name].is_text:
+            filled = int((options.pad or {})[name].value) if name in (options.pad or {}) else 0
+            bounds[name] = (max(vocabulary, filled + 1), min(0, filled))
+    return {name: given for name, given in bounds.items() if batch[name].dtype.kind == "i"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,13 +260,23 @@ class _Read:
     shards: ShardReader
     fields: Mapping[str, ShardField]
     convert: Mapping[str, Callable[[Any], Any]]
+    encode: Encoder | None
+    mapped: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None
     images: ImageReader
 
     def __len__(self) -> int:
         return int(self.shards.num_samples)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return {name: self._value(number, field) for name, field in self.fields.items()}
+        sample: Mapping[str, Any]
+        sample = {name: self._value(number, field) for name, field in self.fields.items()}
+        if self.mapped is None:
+            return dict(sample)
+        try:
+            return dict(self.mapped(sample))
+        except Exception as error:
+            rule = f"raised {said(error)} for {self.shards.named(number)}"
+            raise ConfigError([Fault("data.map", "", rule, "correct it")]) from error
 
     def _value(self, number: int, field: ShardField) -> Any:
         """Return a field of a sample. Raises ConfigError where it cannot be read or converted."""
@@ -241,9 +306,13 @@ class _Read:
                 raise ConfigError(
                     [Fault(f"data.convert.{name}", "", rule, "correct it")]
                 ) from error
-        if isinstance(value, str | Mapping):
+        if isinstance(value, str) and self.encode is not None:
+            return self.encode(value)
+        if isinstance(value, str | Mapping) and self.mapped is None:
             rule = f"is a {type(value).__name__} and no numbers in {self._what(number, field)}"
             remedy = f"use 'data.convert={{{name}: {{_target_: my_data.numbers}}}}'"
+            if isinstance(value, str):
+                remedy = f"use data.tokenizer=DIR, or {remedy.removeprefix('use ')}"
             if isinstance(value, Mapping):
                 remedy = f"name a key, as 'data.fields={{{name}: json:KEY}}', or {remedy}"
             extension, _ = field.member(number)

@@ -63,7 +63,14 @@ _OF_CLASSES = {"model": MODEL_KEYS, "data": DATA_KEYS, "optimizer": OPTIMIZER_KE
 # Keys whose values are mappings that the config files leave empty: {} or null.
 _MAPPINGS = (
     *("data.collate", "data.columns", "data.convert", "data.evaluation", "data.field"),
-    *("data.fields", "data.evaluation_transform", "data.pack", "data.pad", "data.transform"),
+    *(
+        "data.fields",
+        "data.evaluation_transform",
+        "data.map",
+        "data.pack",
+        "data.pad",
+        "data.transform",
+    ),
     *("metrics", "model.adapters", "model.config", "model.loss", "optimizer.schedule"),
     "train.stop_after",
 )

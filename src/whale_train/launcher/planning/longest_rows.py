@@ -2,6 +2,7 @@
 
 from whale_train.config import Request
 from whale_train.data.sources.custom import CustomOptions
+from whale_train.data.sources.webdataset import WebdatasetOptions
 from whale_train.errors import Fault
 from whale_train.strategies.plan.plan import Plan
 
@@ -10,7 +11,8 @@ def refuse_longest(request: Request, plan: Plan, faults: list[Fault]) -> None:
     """Add a fault for a field that is cut to the longest row of each batch (`data.pad`), where the
     plan runs the model's graph or counts targets with it. A graph has the lengths that it was
     exported with."""
-    pads = request.data.pad if isinstance(request.data, CustomOptions) else None
+    data = request.data
+    pads = data.pad if isinstance(data, CustomOptions | WebdatasetOptions) else None
     cut = [name for name, pad in (pads or {}).items() if pad.longest]
     if not cut:
         return

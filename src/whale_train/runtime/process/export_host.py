@@ -15,7 +15,7 @@ from pathlib import Path
 
 from whale_train.checkpoints.url_path import Place, place_of
 from whale_train.config import Request
-from whale_train.data.sources.text_files import tokenizer_of
+from whale_train.data.open import tokenizer_of
 from whale_train.disk import failing_when_full
 from whale_train.machine.parents import end_with_parent
 from whale_train.models.export.export import model_on_meta

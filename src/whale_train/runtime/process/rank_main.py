@@ -19,7 +19,7 @@ from whale_train.checkpoints.checkpoint_files import MANIFEST, MODEL, folder_of
 from whale_train.checkpoints.url_path import Place, place_of
 from whale_train.config import EVALUATING, Request
 from whale_train.data.evaluation_sets import OpenedData, open_data
-from whale_train.data.sources.text_files import tokenizer_of
+from whale_train.data.open import tokenizer_of
 from whale_train.disk import failing_when_full, writing
 from whale_train.machine.hosts import read_hosts
 from whale_train.machine.limits import memory_bytes
