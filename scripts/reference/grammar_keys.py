@@ -54,6 +54,13 @@ STRATEGY = (
         "a number of at least 0, or `null`",
         "null",
     ),
+    FieldKey(
+        "strategy.logical_workers",
+        nodes.Strategy,
+        "logical_workers",
+        "a whole number of at least 1, or `null`",
+        "null",
+    ),
     FieldKey("replicate.degree", nodes.Replicate, "degree", _COUNT, "auto"),
     FieldKey("replicate.zero", nodes.Replicate, "zero", "`0`, `1`, `2`, `3`", "0"),
     FieldKey(

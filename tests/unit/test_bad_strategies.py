@@ -248,7 +248,8 @@ def test_keys_of_the_file() -> None:
     faults: list[Fault] = []
     assert read_strategy({"balance": "odd", "grap": 1}, "mine", faults) is None
     assert [str(fault) for fault in faults] == [
-        "strategy.grap is not a key here; did you mean graph? One of: balance, devices, graph",
+        "strategy.grap is not a key here; did you mean graph? One of: balance, devices, graph, "
+        "logical_workers",
         "strategy.graph is missing; give a node or a list of nodes",
     ]
     assert faults_of("replicate", balance="odd", devices=0) == [
