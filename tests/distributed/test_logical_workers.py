@@ -3,6 +3,7 @@
 import json
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +36,11 @@ def hashes(folder: Path, devices: int, *more: str, run: str = "run", status: int
     arguments = [*RUN, f"hardware.devices={devices}", f"hydra.run.dir={run}", *more]
     answer = whale_train(arguments, folder)
     assert answer.status == status, answer.stderr
-    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["parameters_sha256"] for line in lines]
+    return [line["parameters_sha256"] for line in lines(folder / run)]
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def plain_steps() -> list[str]:
@@ -79,9 +83,25 @@ def test_any_number_of_devices_computes_the_bits_of_plain_data_parallelism(folde
 
 
 def test_a_run_goes_on_with_other_devices_and_the_same_bits(folder: Path) -> None:
-    changed = [
-        hashes(folder, devices, f"train.steps={steps}", "train.resume=auto")
-        for devices, steps in ((4, 2), (2, 4), (3, STEPS))
-    ]
-    assert [len(x) for x in changed] == [2, 4, STEPS]
-    assert changed[-1] == hashes(folder, 2, run="whole")
+    """The bits are those of the weights, and of evaluations, which read worker 0's statistics."""
+    evaluated = ("data.evaluation_fraction=0.25", "train.evaluate_every=1")
+    for devices, steps in ((4, 2), (2, 4), (3, STEPS)):
+        hashes(folder, devices, *evaluated, f"train.steps={steps}", "train.resume=auto")
+    hashes(folder, 1, *evaluated, run="whole")
+    changed, whole = (lines(folder / run) for run in ("run", "whole"))
+    assert len({line["parameters_sha256"] for line in whole}) == STEPS
+    for key in ("step", "parameters_sha256", "evaluation_loss", "loss", "grad_norm"):
+        assert [line[key] for line in changed] == [line[key] for line in whole], key
+
+
+def test_a_verification_compares_bits(folder: Path) -> None:
+    arguments = [*RUN, "hardware.devices=3", "mode=verify", "verify.steps=3", "hydra.run.dir=run"]
+    answer = whale_train(arguments, folder)
+    assert answer.status == 0, answer.stderr
+    assert "equal: 3 steps on 3 ranks computed the bits that one process does (fp32)" in (
+        answer.stdout
+    )
+    content = json.loads((folder / "run" / "verify.json").read_text())
+    assert not content["dropout_off"]
+    assert {x["difference"] for x in content["differences"]} == {0.0}
+    assert {"loss", "gradient", "update", "buffer"} <= {x["what"] for x in content["differences"]}

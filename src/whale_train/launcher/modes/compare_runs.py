@@ -59,6 +59,8 @@ def compare(
     precision: str = "fp32",
     rounded_dirs: Sequence[Path] = (),
     shared: tuple[str, ...] = (),
+    *,
+    exact: bool = False,
 ) -> Verification:
     """Return the comparison of two finished runs of `request`.
 
@@ -69,8 +71,9 @@ def compare(
     rounded_dirs: run directories of further runs of one process, with other roundings of the
         weights.
     shared: properties that both runs share, so that the comparison cannot test them.
+    exact: True if the runs must have the same bits, as those of logical workers.
     """
-    tolerance = request.verify.tolerance or TOLERANCE[precision]
+    tolerance = 0.0 if exact else request.verify.tolerance or TOLERANCE[precision]
     steps = request.verify.steps
     with ExitStack() as stack:
         side = stack.enter_context(RecordedRun(plan_dir, ranks))
@@ -88,7 +91,7 @@ def compare(
         if rounded:
             rules = rules.with_roundings(rounded, alone)
         differences = list(rules.differences(side, alone))
-        undecided, elements = rules.undecided(alone)
+        undecided, elements = (0, rules.elements(alone)) if exact else rules.undecided(alone)
     differences.sort(key=lambda x: -math.inf if math.isnan(x.of_allowed) else -x.of_allowed)
     return Verification(
         *(ranks, steps, precision, tolerance),
@@ -123,7 +126,7 @@ def _first_rate(alone: RecordedRun) -> list[float]:
 class _Rules:
     """The tolerances of one comparison.
 
-    tolerance: relative tolerance of every difference.
+    tolerance: relative tolerance of every difference; 0: the bits must be the same.
     steps: number of compared steps.
     largest_first: the largest element of any gradient in the first step.
     largest_ever: the largest element of any gradient in any step.
@@ -180,15 +183,18 @@ class _Rules:
         """Return the number of elements whose update is determined by rounding alone, and the
         number of all trained elements."""
         lr_sum, farthest = self.whole_steps
-        sizes = {path: math.prod(alone.shape(path)) for path in alone.paths}
         if not math.isfinite(farthest):
-            return 0, sum(sizes.values())
+            return 0, self.elements(alone)
         moved = (self._moved(path, alone, is_first=False) for path in alone.paths)
         undecided = (
             int(np.sum(np.broadcast_to(x, alone.shape(path)) >= lr_sum))
             for path, x in zip(alone.paths, moved, strict=True)
         )
-        return sum(undecided), sum(sizes.values())
+        return sum(undecided), self.elements(alone)
+
+    def elements(self, alone: RecordedRun) -> int:
+        """Return the number of all trained elements."""
+        return sum(math.prod(alone.shape(path)) for path in alone.paths)
 
     def _of_steps(
         self,
@@ -243,8 +249,10 @@ class _Rules:
         values = np.maximum(np.abs(initial), np.abs(final))
         rounded = 4 * steps * ROUNDING["fp32"] * values
         proportional = self.tolerance * np.abs(update) * stretch(self.rounding, kind)
-        allowed = self._moved(path, alone, is_first=is_first) + rounded + proportional
         low, high = side.bounds(name, path, alone.shape(path))
+        allowed = np.array(0.0)
+        if self.tolerance:
+            allowed = self._moved(path, alone, is_first=is_first) + rounded + proportional
         return _difference(path, kind, low, high, update, allowed)
 
     def _moved(self, path: str, alone: RecordedRun, *, is_first: bool) -> Array:

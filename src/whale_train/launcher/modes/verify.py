@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -58,7 +59,9 @@ def verify_job(
             return finish(outcome, one_process, alone_dir, console)
         ranks, precision = resolved.plan.world_size, resolved.plan.precision
         shared = shared_by_both(request, resolved.profile)
-        verification = compare(request, run_dir, alone_dir, ranks, precision, shared=shared)
+        exact = resolved.plan.logical_workers is not None
+        sides = (request, run_dir, alone_dir, ranks, precision)
+        verification = compare(*sides, shared=shared, exact=exact)
         if verification.may_be_rounding and request.verify.tolerance is None:
             console.print(Portable(rounded_line(verification)))
             rounded = []
@@ -69,7 +72,7 @@ def verify_job(
                 outcome = processes[-1].wait(signals.poll)
                 if outcome.status != "done":
                     return finish(outcome, one_process, rounded[-1], console)
-            verification = compare(request, run_dir, alone_dir, ranks, precision, rounded, shared)
+            verification = compare(*sides, rounded, shared)
     except RendezvousTimeout as error:
         return never_met(error.outcome, run_dir)
     finally:
@@ -94,12 +97,15 @@ def only_steps(request: Request) -> Request:
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
     """Return the request and the plan of the same steps on the first device alone.
 
-    The batch is not split into micro-batches, and nothing is compiled. A CPU process may use all of
+    The batch is not split into micro-batches, but for those of logical workers, and nothing is
+    compiled. A CPU process may use all of
     the host's memory, whichever device it emulates. Raises PlanError where one process cannot hold
     the model and the batch.
     """
     names = request.names | {"strategy": "single"}
-    strategy = {"devices": 1, "graph": {"replicate": {}}}
+    strategy: dict[str, Any] = {"devices": 1, "graph": {"replicate": {}}}
+    if resolved.plan.logical_workers is not None:
+        strategy["logical_workers"] = resolved.plan.logical_workers.count
     train = request.train.model_copy(update={"accumulate": 1, "compile": False})
     alone = request.model_copy(update={"names": names, "strategy": strategy, "train": train})
     cluster = resolved.cluster.first(1)

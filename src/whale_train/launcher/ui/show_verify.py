@@ -50,6 +50,8 @@ def verdict_line(verified: Verification) -> str:
     """Return the verdict in one line: `equal: ...`, or `different: ...` with the reasons, such as
     the worst parameter and the first step with different losses."""
     run = f"{_counted(verified.steps, 'step')} on {_counted(verified.ranks, 'rank')}"
+    if verified.equal and not verified.tolerance:
+        return f"equal: {run} computed the bits that one process does ({verified.precision})"
     if verified.equal:
         said = f"equal: {run} computed what one process does, within {verified.tolerance:g} "
         if verified.stretched <= 1:

@@ -124,7 +124,9 @@ def _whole_model(
         assert counter is not None
         own = {model_path(path): buffer for path, buffer in module.named_buffers()}
         workers = logical.of_ranks[seat.rank]
-        states = WorkerStates(workers, {x: own[x] for x in logical.buffers}, request.seed)
-        of_all = (copies.sums or group, workers, logical.count, sizes[0], plan.loss_weights)
+        others = {path: x for path, x in own.items() if path not in logical.buffers}
+        of_workers = {path: own[path] for path in logical.buffers}
+        states = WorkerStates(workers, of_workers, others, request.seed)
+        of_all = (group, copies.sums or group, workers, logical.count, sizes[0], plan.loss_weights)
         return WorkerProgram(engine, sums, states, *of_all, counter, loads)
     return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads, agreement)

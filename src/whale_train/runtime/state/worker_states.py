@@ -5,7 +5,8 @@ A rank runs its workers one after another with one model, and exchanges their st
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +45,19 @@ class WorkerStates:
 
     workers: numbers of this rank's workers, in the order in which it runs them.
     buffers: the buffers that the forward writes, by path.
+    others: the buffers that it does not write, by path.
     seed: the seed of the run. Worker w draws what rank w of data parallelism would draw.
     """
 
-    def __init__(self, workers: Sequence[int], buffers: Mapping[str, Tensor], seed: int) -> None:
+    def __init__(
+        self,
+        workers: Sequence[int],
+        buffers: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
+        seed: int,
+    ) -> None:
         self._workers, self._buffers, self._seed = workers, buffers, seed
+        self._others: Mapping[str, Tensor] = others
         self._states: dict[int, _State] = {}
         self._present = workers[0]
         self._seed_all(0)
@@ -59,6 +68,20 @@ class WorkerStates:
             self._states[self._present] = self._current()
             self._set(self._states[worker])
             self._present = worker
+
+    @contextmanager
+    def checking_others(self) -> Iterator[None]:
+        """Check, in the first of such contexts, that no worker writes into a buffer that all share.
+
+        Raises RuntimeError with its path.
+        """
+        before = {path: buffer._version for path, buffer in self._others.items()}
+        yield
+        for path, buffer in self._others.items():
+            if buffer._version != before[path]:
+                rule = f"the forward writes into {path}, which its graph does not say: logical "
+                raise RuntimeError(f"{rule}workers would share it; use strategy=dp")
+        self._others = {}
 
     def show_first(self, group: dist.ProcessGroup) -> None:
         """Give the buffers of worker 0, which the first member of `group` runs first, to all.

@@ -8,6 +8,7 @@ first step is one that fp16 did not skip. A rank that trains alone adds the magn
 comparison is judged by (`Yardstick`). `launcher/modes/compare_runs.py` compares.
 
 Dropout is off: its masks differ from plan to plan, so with dropout no two plans have equal results.
+It stays on under logical workers, which have masks of their own.
 """
 
 import math
@@ -38,6 +39,7 @@ from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.rounded_weights import RoundedWeights
 from whale_train.runtime.train.step_programs import Program
+from whale_train.runtime.train.worker_program import WorkerProgram
 from whale_train.strategies.plan.plan import Plan
 
 
@@ -67,7 +69,9 @@ def record_verification(
         weights = (p for engine in program.engines for p in engine.module.parameters())
         rounded = RoundedWeights(weights, plan.precision, rounding)
     without = _WithoutDropout(program, rounded)
-    loop = Loop(request, plan, without, batches, metrics)
+    # Masks of logical workers are the same under any plan.
+    has_workers = isinstance(program, WorkerProgram)
+    loop = Loop(request, plan, program if has_workers else without, batches, metrics)
     recorder = _Recorder(program, plan, rank, yardstick)
     recorder.keep_values("initial")
     before, skipped = _random_states(), []
@@ -84,13 +88,15 @@ def record_verification(
     loop.settle()
     batches.close()
     recorder.keep_values("final")
+    if isinstance(program, WorkerProgram):
+        program.show_first_worker()
     recorder.keep_constants(state)
     report = {
         "parts": recorder.parts,
         "constants": recorder.constants,
         "skipped": skipped,
         "dropout_off": without.mode.met,
-        "drew_random": not all(map(torch.equal, before, _random_states())),
+        "drew_random": not has_workers and not all(map(torch.equal, before, _random_states())),
         "largest": yardstick.largest if yardstick is not None else {},
     }
     if yardstick is not None:

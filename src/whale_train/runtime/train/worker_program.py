@@ -38,6 +38,7 @@ class WorkerProgram:
     sums: the sums of the workers' gradients.
     states: the states of this rank's workers.
     group: the ranks that run the workers.
+    sums_group: a group of the same ranks, for sums that nothing overlaps with.
     workers: the numbers of this rank's workers, in the order of its micro-batches.
     count: the number of workers of a step.
     size: the number of samples of a worker.
@@ -52,6 +53,7 @@ class WorkerProgram:
         sums: WorkerSums,
         states: WorkerStates,
         group: dist.ProcessGroup,
+        sums_group: dist.ProcessGroup,
         workers: Sequence[int],
         count: int,
         size: int,
@@ -60,7 +62,8 @@ class WorkerProgram:
         loads: ExpertLoads | None,
     ) -> None:
         self.states, self.loads = states, loads
-        self._engine, self._sums, self._group = engine, sums, group
+        self._engine, self._sums = engine, sums
+        self._group, self._sums_group = group, sums_group
         self._workers, self._count, self._size = workers, count, size
         self._weights, self._counter = weights, counter
         self.shared_random: Sequence[SharedRandom] = ()
@@ -81,22 +84,27 @@ class WorkerProgram:
             watching = self.loads.watching
         batches = [{name: x.clone() for name, x in batch.items()} for batch in batches]  # aligned
         targets, losses = self._counted(batches), list[Tensor]()
-        for number, (worker, batch) in enumerate(zip(self._workers, batches, strict=True)):
-            self.states.switch(worker)
-            weight = self._weights.of_step(self._size)
-            means = GlobalMeans(self._group, weight, targets[number])
-            with span(self.trace, Instruction(Kind.FORWARD, 0, number)), watching(), means:
-                part = engine(**batch) * weight
-            with (
-                span(self.trace, Instruction(Kind.BACKWARD, 0, number)),
-                means.made_again.in_backward(),
-            ):
-                engine.backward([part], [scaled_ones(part, loss_scale)])
-            losses.append(part.detach().float())
-            self._sums.add()
+        with self.states.checking_others():
+            for number, (worker, batch) in enumerate(zip(self._workers, batches, strict=True)):
+                self.states.switch(worker)
+                weight = self._weights.of_step(self._size)
+                means = GlobalMeans(self._group, weight, targets[number])
+                with span(self.trace, Instruction(Kind.FORWARD, 0, number)), watching(), means:
+                    part = engine(**batch) * weight
+                with (
+                    span(self.trace, Instruction(Kind.BACKWARD, 0, number)),
+                    means.made_again.in_backward(),
+                ):
+                    engine.backward([part], [scaled_ones(part, loss_scale)])
+                losses.append(part.detach().float())
+                self._sums.add()
         self.states.switch(self._workers[0])
         engine.finish_backward()
         return PendingLoss(self._of_workers(losses).sum(), None)
+
+    def show_first_worker(self) -> None:
+        """Give the buffers of worker 0 to all ranks, for good. A collective."""
+        self.states.show_first(self._group)
 
     @torch.no_grad()
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
@@ -137,5 +145,5 @@ class WorkerProgram:
         for worker, value in zip(self._workers, values, strict=True):
             every[worker] = value
         if self._group.size() > 1:
-            dist.all_reduce(every, group=self._group)
+            dist.all_reduce(every, group=self._sums_group)
         return every

@@ -11,7 +11,7 @@ from functools import partial
 
 from whale_train.errors import Fault, listed
 from whale_train.strategies.grammar.nodes import Replicate, Strategy
-from whale_train.strategies.graph.operation_graph import Operation
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.logical_workers import Level, LogicalWorkers
 from whale_train.strategies.plan.plan import Decision
@@ -34,6 +34,8 @@ _UNORDERED = frozenset(
         *("put", "put_", "histc", "bincount", "median", "grid_sampler", "cumsum"),
     )
 )
+
+_NORMS_WITH_STATISTICS = ("batch_norm", "instance_norm")  # parts of the names of such operations
 
 
 def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -141,8 +143,19 @@ def planned_workers(job: PlanningContext, samples: Sequence[Sequence[object]]) -
         of_ranks=deal([len(of_device) for of_device in samples]),
         level=level,
         stops=stops,
-        buffers=tuple(job.graph.changed_buffers),
+        buffers=_written_buffers(job.graph),
     )
+
+
+def _paths_buffers(graph: OperationGraph) -> tuple[str, ...]:
+    """Return the paths of the buffers that a forward writes. Norms write their running statistics
+    without saying so in the graph."""
+    paths = dict.fromkeys(graph.changed_buffers)
+    for operation in graph.operations:
+        if any(name in operation.target for name in _NORMS_WITH_STATISTICS):
+            held = (graph[name] for name in operation.inputs)
+            paths |= dict.fromkeys(x.path for x in held if x.target == "buffer")
+    return tuple(paths)
 
 
 def _promised(job: PlanningContext) -> tuple[Level, tuple[str, ...]]:
