@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -224,12 +225,12 @@ def test_ranks_told_to_end_save_first_and_go_on(starter: str, job: Job) -> None:
     job.assert_nothing_left()
 
 
-def agent(number: int, job: Job, port: int) -> subprocess.Popen[str]:
+def agent(number: int, job: Job, port: int, strategy: Sequence[str]) -> subprocess.Popen[str]:
     """One of the hosts that torchrun may have two of, with two ranks."""
     conf = f"is_host={number == 0},last_call_timeout=3,keep_alive_interval=1"
     where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=hosts")
     elastic = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=5", *where)
-    overrides = ("hardware.devices=auto", "strategy=dp", "train.steps=600", *GOES_ON)
+    overrides = ("hardware.devices=auto", *strategy, "train.steps=600", *GOES_ON)
     job.start(
         *("-m", "torch.distributed.run", *elastic, f"--rdzv-conf={conf}", *COMMAND, *overrides),
         # Without it a host that comes later waits for an address that nobody writes again
@@ -242,21 +243,26 @@ def agent(number: int, job: Job, port: int) -> subprocess.Popen[str]:
 GOES_ON = ("checkpoint.every=5", "checkpoint.keep=3", "train.resume=auto", "hydra.run.dir=runs/a/b")
 
 
+WORKERS = ("strategy=elastic_dp", "strategy.logical_workers=4", "train.parameters_sha256=true")
+
+
 @pytest.mark.full
-def test_a_host_that_dies_and_comes_back(job: Job) -> None:
-    """4 ranks, 2 and 4 again: the losses of a run that was never stopped."""
+@pytest.mark.parametrize("strategy", [("strategy=dp",), WORKERS])
+def test_a_host_that_dies_and_comes_back(strategy: Sequence[str], job: Job) -> None:
+    """4 ranks, 2 and 4 again: the losses of a run that was never stopped, and its very bits where
+    it has logical workers."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    agent(0, job, port)
-    lost = agent(1, job, port)
+    agent(0, job, port, strategy)
+    lost = agent(1, job, port, strategy)
     job.wait_for_step(30)
     for pid in descendants(lost.pid):
         os.kill(pid, signal.SIGKILL)
     lost.wait()
     job.started.remove(lost)
     job.wait_for_step(60)
-    agent(1, job, port)
+    agent(1, job, port, strategy)
     assert job.wait() == [0, 0], job.said("err")
     metrics = job.metrics()
     assert [line["step"] for line in metrics] == list(range(1, 601))
@@ -270,10 +276,14 @@ def test_a_host_that_dies_and_comes_back(job: Job) -> None:
     assert worlds == [4, 2, 4]
     alone = Job(job.folder / "alone")
     alone.folder.mkdir()
-    alone.start(*COMMAND, "strategy=dp", "train.steps=600")
+    alone.start(*COMMAND, *strategy, "train.steps=600")
     assert alone.wait() == [0], alone.said("err")
-    expected = [line["loss"] for line in alone.metrics()]
-    assert [line["loss"] for line in metrics] == pytest.approx(expected, rel=2e-5)
+    expected = alone.metrics()
+    if strategy == WORKERS:
+        for key in ("parameters_sha256", "loss"):
+            assert [line[key] for line in metrics] == [line[key] for line in expected]
+    losses = [line["loss"] for line in expected]
+    assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=2e-5)
     job.assert_nothing_left()
 
 

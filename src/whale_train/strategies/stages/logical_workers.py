@@ -147,7 +147,7 @@ def planned_workers(job: PlanningContext, samples: Sequence[Sequence[object]]) -
     )
 
 
-def _paths_buffers(graph: OperationGraph) -> tuple[str, ...]:
+def _written_buffers(graph: OperationGraph) -> tuple[str, ...]:
     """Return the paths of the buffers that a forward writes. Norms write their running statistics
     without saying so in the graph."""
     paths = dict.fromkeys(graph.changed_buffers)
