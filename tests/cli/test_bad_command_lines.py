@@ -131,7 +131,7 @@ COMMAND_LINE = (
     Case(
         "near_experiment",
         "+experiment=smok",
-        "experiment=smok is not an option; did you mean smoke? One of: smoke",
+        "experiment=smok is not an option; did you mean smoke? One of: large_batch, smoke",
     ),
     *(
         Case(f"strategy_of_another_{name}", f"strategy={name}", f"strategy={name} {said}")
