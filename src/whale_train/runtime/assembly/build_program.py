@@ -22,6 +22,7 @@ from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
 from whale_train.runtime.loss.global_mean import target_counter
 from whale_train.runtime.train.step_programs import Program, WholeModel
 from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.training import bucket_elements
 
 
 def assemble(
@@ -95,6 +96,7 @@ def _whole_model(
         levels=two_level_sum(task_graph, seat.groups),
         narrow=narrow,
         reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
+        bucket_elements=bucket_elements(request.train.bucket_mb),
     )
     may_skip = not plan.exported
     engine = make_engine(

@@ -124,6 +124,8 @@ class Strategy:
     balance: how work is divided among devices, one of `BALANCE`.
     devices: devices of the inventory that it may use: the first so many, so many of each kind, or
         all (None).
+    prefer_intra_node: True if neighbours in a copy of the model share a host where they can; False
+        if copies of one part of it do.
     time_limit_s: seconds that the planner searches. 0: it simulates a fixed number of tasks. None:
         it simulates all candidates whose estimates are near the fastest.
     """
@@ -132,6 +134,7 @@ class Strategy:
     graph: tuple[Node, ...]
     balance: str = "hardware"
     devices: int | Mapping[str, int] | None = None
+    prefer_intra_node: bool = True
     time_limit_s: float | None = None
 
     @property
@@ -153,7 +156,8 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
     `faults`."""
     reader = _Reader(faults)
     before = len(faults)
-    given = reader.keys(mapping, "strategy", ("graph", "balance", "devices", "time_limit_s"))
+    keys = ("graph", "balance", "devices", "prefer_intra_node", "time_limit_s")
+    given = reader.keys(mapping, "strategy", keys)
     if "graph" not in given:
         reader.fault("strategy.graph", "", "is missing", "give a node or a list of nodes")
         return None
@@ -165,7 +169,15 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
     if limit is not None and not auto:
         rule = "limits the search of graph: auto, and the graph is given"
         reader.fault("strategy.time_limit_s", limit, rule, "use null, or strategy=auto")
-    return Strategy(name, graph, balance, devices, limit) if len(faults) == before else None
+    intra = given.get("prefer_intra_node", True)
+    if not isinstance(intra, bool):
+        reader.fault("strategy.prefer_intra_node", intra, "is no truth value", "use true or false")
+    elif auto and not intra:
+        rule = "places the stages of a given graph, and graph: auto is searched for"
+        reader.fault("strategy.prefer_intra_node", "false", rule, "use true, or give a graph")
+    if len(faults) > before:
+        return None
+    return Strategy(name, graph, balance, devices, intra, limit)
 
 
 class _Reader:
