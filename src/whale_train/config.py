@@ -89,10 +89,12 @@ class TrainOptions(_Section):
     accumulate: number of gradient accumulation steps: micro-batches of every device in a step.
     precision: the precision of training; None lets the devices decide.
     loss_scale: the first loss scale of fp16; None is 2^15.
+    loss_scale_fixed: whether the loss scale stays as it is. A step that overflows is still skipped.
     tf32: whether GPUs round the factors of fp32 products to 10 bits of mantissa.
     reduce_dtype: the dtype in which replicas exchange gradients: the precision of the run, or fp32.
     all_reduce: how replicas on several hosts sum gradients: `flat`, in one all-reduce;
         `hierarchical`, inside each host first; `auto` is the faster one as planned.
+    bucket_mb: MiB of fp32 gradients that replicas sum together.
     grad_clip: the gradient norm to clip to; None and 0 are off.
     grad_norm: whether the gradient norm is measured in every step.
     trace: whether the run writes a timeline of what every rank did.
@@ -125,9 +127,11 @@ class TrainOptions(_Section):
     accumulate: Annotated[_Whole, Field(ge=1, le=MOST_MICRO_BATCHES)] = 1
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: float | None = Field(None, ge=1)
+    loss_scale_fixed: bool = False
     tf32: bool = False
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     all_reduce: Literal["auto", "flat", "hierarchical"] = "auto"
+    bucket_mb: float = Field(25.0, gt=0, le=4096)
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False
@@ -744,6 +748,9 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
         rule = f"has no effect on train.precision={train.precision or 'fp32'}"
         remedy = "use train.precision=fp16, or null"
         faults.append(Fault("train.loss_scale", as_yaml(train.loss_scale), rule, remedy))
+    if train.loss_scale_fixed and train.loss_scale is None:
+        rule, remedy = "fixes no loss scale", "set train.loss_scale as well, or use false"
+        faults.append(Fault("train.loss_scale_fixed", "true", rule, remedy))
 
 
 def _refuse_tf32(train: TrainOptions, faults: list[Fault]) -> None:

@@ -84,10 +84,11 @@ COMMAND_LINE = (
     Case(
         "added_unknown_key",
         "+train.foo=1",
-        "train.foo=1 is not a key here; use one of: accumulate, all_reduce, compile, delink_at, "
-        "epochs, evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, "
-        "loss_scale, on_nan, precision, profile, reduce_dtype, report, resume, resume_data, "
-        "router_bias_rate, steps, stop_after, tensorboard, tf32, trace",
+        "train.foo=1 is not a key here; use one of: accumulate, all_reduce, bucket_mb, compile, "
+        "delink_at, epochs, evaluate_every, evaluation_samples, global_batch, grad_clip, "
+        "grad_norm, loss_scale, loss_scale_fixed, on_nan, precision, profile, reduce_dtype, "
+        "report, resume, resume_data, router_bias_rate, steps, stop_after, tensorboard, tf32, "
+        "trace",
     ),
     Case(
         "added_existing_key",
@@ -131,7 +132,7 @@ COMMAND_LINE = (
     Case(
         "near_experiment",
         "+experiment=smok",
-        "experiment=smok is not an option; did you mean smoke? One of: smoke",
+        "experiment=smok is not an option; did you mean smoke? One of: large_batch, smoke",
     ),
     *(
         Case(f"strategy_of_another_{name}", f"strategy={name}", f"strategy={name} {said}")

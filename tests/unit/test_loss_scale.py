@@ -45,6 +45,10 @@ def test_what_overflows_without_a_scale_is_an_error() -> None:
     assert after(LossScale(1.5), [False]) == 1  # not below
 
 
+def test_a_fixed_scale_stays() -> None:
+    assert after(LossScale(1024.0, fixed=True), [True] * 2500 + [False] * 3) == 1024
+
+
 def test_it_stays_where_its_square_fits_fp32() -> None:
     scale = LossScale(2.0**31)
     assert after(scale, [True] * 6000) == 2.0**32
@@ -110,6 +114,12 @@ FP16, LAMB, LARS = "train.precision=fp16", "optimizer.name=lamb", "optimizer.nam
             (FP16, "train.grad_norm=false"),
             ["train.grad_norm=false is off, and train.precision=fp16 finds overflow by the "
              "gradient's norm; use train.grad_norm=true"],
+        ),
+        ((FP16, "train.loss_scale=65536", "train.loss_scale_fixed=true"), []),
+        (
+            (FP16, "train.loss_scale_fixed=true"),
+            ["train.loss_scale_fixed=true fixes no loss scale; set train.loss_scale as well, or "
+             "use false"],
         ),
         (("train.accumulate=4",), []),
         (("train.accumulate=0",), ["train.accumulate=0 is below 1; use 1 or more"]),

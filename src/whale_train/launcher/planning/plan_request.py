@@ -67,7 +67,7 @@ from whale_train.strategies.hardware.calibration import stand_ins
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
 from whale_train.strategies.memory.malloc_headroom import THRESHOLD, explain_fragmentation
 from whale_train.strategies.plan.plan import Decision, Plan
-from whale_train.strategies.plan.training import GroupRule, Training
+from whale_train.strategies.plan.training import GroupRule, Training, bucket_elements
 from whale_train.strategies.resolver.parameter_groups import (
     explain_parameter_groups,
     refuse_unmatched,
@@ -132,6 +132,7 @@ def training_of(request: Request) -> Training:
         request.model.adapters is not None,
         request.train.reduce_dtype,
         request.train.all_reduce,
+        bucket_elements(request.train.bucket_mb),
         request.optimizer.no_decay == "norms_and_biases",
         tuple(
             GroupRule(x.match, x.weight_decay, x.lr_scale, trust_ratio=x.trust_ratio)

@@ -25,6 +25,7 @@ from whale_train.runtime.state.worker_states import WorkerStates
 from whale_train.runtime.train.step_programs import Program, WholeModel
 from whale_train.runtime.train.worker_program import WorkerProgram
 from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.training import bucket_elements
 
 
 def assemble(
@@ -99,6 +100,7 @@ def _whole_model(
         levels=two_level_sum(task_graph, seat.groups),
         narrow=narrow,
         reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
+        bucket_elements=bucket_elements(request.train.bucket_mb),
     )
     may_skip = not plan.exported
     sums = None

@@ -53,6 +53,7 @@ from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedChunk, PlannedSegment, PlannedShard
+from whale_train.strategies.plan.training import bucket_elements
 
 _Sharing = tuple[tuple[int, int], ...]  # the interval of a micro-batch that each member takes
 
@@ -154,7 +155,7 @@ def assemble_stages(
             owned = [SegmentModule((), (), held_here)]
             excess = engines[task_graphs[0].id].scale
         segments = Segments(owned)
-        copies = _copies(plan, task_graph, tensors, seat)
+        copies = _copies(request, plan, task_graph, tensors, seat)
         once = runs and plan.pipeline.one_backward
         engines[task_graph.id] = make_engine(
             *(request, plan, task_graph, segments, copies, seat, tensors),
@@ -335,7 +336,11 @@ def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:
 
 
 def _copies(
-    plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], seat: RankContext
+    request: Request,
+    plan: Plan,
+    task_graph: TaskGraph,
+    tensors: Mapping[str, Tensor],
+    seat: RankContext,
 ) -> Copies:
     """Return the groups with which the engine of `task_graph` shares its parameters."""
     assert plan.pipeline is not None
@@ -352,6 +357,7 @@ def _copies(
         levels=two_level_sum(task_graph, seat.groups),
         narrow=narrow_of(task_graph, held),
         reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
+        bucket_elements=bucket_elements(request.train.bucket_mb),
     )
 
 

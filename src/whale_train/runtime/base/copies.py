@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.futures import Future
 
+from whale_train.strategies.plan.training import BUCKET_ELEMENTS
+
 
 class LevelledSum(Protocol):
     """The sum of flat tensors over copies on several hosts, inside each host first."""
@@ -36,6 +38,7 @@ class Copies:
     narrow: parameters that an engine holds as the 16-bit values that autocast would make of them.
         DeepSpeed holds an fp32 master partition of the trained ones (docs/adr/007).
     reduce_dtype: the dtype in which gradients are sent within `group`.
+    bucket_elements: the number of gradients that are sent together.
     """
 
     group: dist.ProcessGroup | None
@@ -47,6 +50,7 @@ class Copies:
     levels: LevelledSum | None = None
     narrow: frozenset[nn.Parameter] = frozenset()
     reduce_dtype: torch.dtype = torch.float32
+    bucket_elements: int = BUCKET_ELEMENTS
 
     @property
     def size(self) -> int:

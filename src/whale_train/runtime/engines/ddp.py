@@ -24,7 +24,6 @@ from whale_train.runtime.engines.grad_reduce import GradientSums, Reduction
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.optim.cpu_norms import total_norm
 from whale_train.runtime.optim.optimizers import MakeOptimizer, skipping, state_of
-from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
 class TorchEngine:
@@ -75,6 +74,7 @@ class TorchEngine:
                 copies.shards,
                 copies.reduce_dtype,
                 copies.levels,
+                copies.bucket_elements,
             )
         elif sums is None and self.copies > 1 and self.parameters:
             assert not copies.shared
@@ -276,7 +276,7 @@ def _data_parallel(
         module,
         process_group=copies.group,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=REDUCE_BUCKET_ELEMENTS * 4 / 2**20,
+        bucket_cap_mb=copies.bucket_elements * 4 / 2**20,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,  # BatchNorm's statistics are global, so its buffers agree already
         find_unused_parameters=may_skip_parameters,

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from whale_train.runtime.base.copies import LevelledSum
 from whale_train.runtime.engines.bucket_queue import InOrder
-from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
+from whale_train.strategies.plan.training import BUCKET_ELEMENTS
 
 _Group = dist.ProcessGroup
 
@@ -51,6 +51,7 @@ class Reduction:
         the same gradient to the sum.
     dtype: the dtype in which gradients of `parameters` are sent; `shared` ones are sent in fp32.
     levels: sums gradients of `parameters` over `group` inside hosts first; None: at once.
+    bucket_elements: the number of gradients of `parameters` that are sent together.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class Reduction:
         excess: int,
         dtype: torch.dtype = torch.float32,
         levels: LevelledSum | None = None,
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         several = group is not None and group.size() > 1
         # The parameter that is used last is the first whose gradient is final.
-        buckets = in_buckets(reversed(parameters)) if several else ()
+        buckets = in_buckets(reversed(parameters), bucket_elements) if several else ()
         self._group, self._dtype, self._levels = group, dtype, levels
         self._buckets = InOrder(buckets, self._sum)
         self._shared = {p: holders for p, holders in shared.items() if p.requires_grad}
@@ -170,9 +172,11 @@ def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:
     return flat
 
 
-def in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def in_buckets(
+    parameters: Iterable[nn.Parameter], bucket_elements: int
+) -> list[list[nn.Parameter]]:
     """Return `parameters` in buckets of neighbours that have one dtype and at most
-    REDUCE_BUCKET_ELEMENTS elements in all.
+    `bucket_elements` elements in all.
 
     A larger parameter is a bucket of its own.
     """
@@ -180,7 +184,7 @@ def in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     filled = 0
     for parameter in parameters:
         fits = buckets and buckets[-1][0].dtype == parameter.dtype
-        if not fits or filled + parameter.numel() > REDUCE_BUCKET_ELEMENTS:
+        if not fits or filled + parameter.numel() > bucket_elements:
             buckets.append([])
             filled = 0
         buckets[-1].append(parameter)

@@ -21,7 +21,6 @@ from whale_train.runtime.engines.ddp import StreamedEngine
 from whale_train.runtime.engines.grad_reduce import Reduction, in_buckets
 from whale_train.runtime.optim.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.runtime.rehearse.recorded_group import RecordedGroup
-from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
 class Buckets(nn.Module):
@@ -37,7 +36,7 @@ class Buckets(nn.Module):
         self._syncs = True
         self.buckets: list[Tensor] = []
         trained = [p for p in module.parameters() if p.requires_grad]
-        for parameters in in_buckets(reversed(trained)):
+        for parameters in in_buckets(reversed(trained), copies.bucket_elements):
             bucket = torch.empty(
                 sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device="meta"
             )
@@ -126,7 +125,7 @@ class ZeroEngine:
             parameter.data = parameter.data.to(narrow)
         total = sum(p.numel() for p in self._trained)
         self._part = -(-total // self.copies)
-        self._bucket = min(total, REDUCE_BUCKET_ELEMENTS)
+        self._bucket = min(total, config["zero_optimization"]["reduce_bucket_size"])
         self.held: list[Tensor] = []  # tensors besides gradients and the optimizer's state
         self._partition = torch.empty(0 if self._offloads else self._part, device=device)
         self._optimizer: Any = None

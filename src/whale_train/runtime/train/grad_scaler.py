@@ -21,7 +21,7 @@ class LossScale:
     """The loss scale of the next step.
 
     `value`, an fp32 scalar on `device`, multiplies the loss. `good_steps` is the number of
-    consecutive finite steps before it.
+    consecutive finite steps before it. A `fixed` scale stays as it is.
     """
 
     def __init__(
@@ -29,7 +29,9 @@ class LossScale:
         value: float = START,
         good_steps: int = 0,
         device: torch.device = torch.device("cpu"),  # noqa: B008
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed
         self.value = torch.full((), value, device=device)
         self._good_steps = torch.full((), float(good_steps), device=device)
 
@@ -38,6 +40,8 @@ class LossScale:
 
         `is_finite` is a bool scalar on the device. Nothing is read on the host.
         """
+        if self._fixed:
+            return
         good = torch.where(is_finite, self._good_steps + 1, 0.0)
         grows = good == GOOD_STEPS
         grown = torch.minimum(self.value * 2, self.value.clamp(min=LARGEST))

@@ -84,7 +84,8 @@ class Loop:
             self._biases = RouterBiases(plan.router_biases, program.engines, rate)
         if plan.precision == "fp16":
             start = request.train.loss_scale or START
-            self.loss_scale = LossScale(start, device=batches.device)
+            fixed = request.train.loss_scale_fixed
+            self.loss_scale = LossScale(start, device=batches.device, fixed=fixed)
         self.data_waits_s: list[float] = []  # of every step
 
     def step(self, number: int) -> float:
@@ -186,6 +187,11 @@ class Loop:
                 self.plateau.add(loss)
         if on_nan == "stop" and scale is None and not math.isfinite(loss):
             raise NotFinite(_not_finite(step.number, "loss", ""), step.number)
+        if scale is not None and self._skipped_in_a_row == MOST_SKIPPED:
+            text = f"{MOST_SKIPPED} steps in a row were left out, the last of them step "
+            text += f"{step.number}, as their gradients overflowed fp16; use a lower "
+            text += "train.loss_scale"
+            raise NotFinite(text, step.number)
         if on_nan == "skip" and scale is None and self._skipped_in_a_row == MOST_SKIPPED:
             text = f"{MOST_SKIPPED} steps in a row were left out, the last of them step "
             text += f"{step.number}, as their loss or gradient norm was not finite; "
@@ -315,7 +321,8 @@ def train_steps(
     if resumed is not None:
         first = resumed.step
         batches.go_on(first, resumed.samples, resumed.stream)
-        if loop.loss_scale is not None and resumed.loss_scale is not None:
+        scales = loop.loss_scale is not None and not request.train.loss_scale_fixed
+        if scales and resumed.loss_scale is not None:
             saved_scale = resumed.loss_scale
             loop.loss_scale = LossScale(saved_scale.value, saved_scale.good_steps, batches.device)
         loop.skipped = resumed.skipped

@@ -74,7 +74,7 @@ class GradientTimes:
         summed = self._sum_s(candidate, group, part, sent)
         link = self.transfers.link(group, part)
         if zero == 0:
-            pieces = sum_pieces(elements)
+            pieces = sum_pieces(elements, self.training.bucket_elements)
             return max(summed / pieces, summed - (1 - 1 / pieces) * backward_s) + update
         if zero == 3:
             return gather_time_s(sent, copies, link) + update

@@ -135,7 +135,7 @@ def _summed_experts_s(
     if candidate.zero:
         width = of.blocks.findings.weight_width(1)
         return summed + gather_time_s(width * elements, count // spread, link)
-    pieces = sum_pieces(elements)
+    pieces = sum_pieces(elements, of.training.bucket_elements)
     return max(summed / pieces, summed - (1 - 1 / pieces) * backward_s)
 
 

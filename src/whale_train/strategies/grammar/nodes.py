@@ -21,7 +21,7 @@ RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
 MOST_MICRO_BATCHES = 10_000  # most micro-batches of a step; a plan orders each
-_KEYS = ("graph", "balance", "devices", "time_limit_s", "logical_workers")
+_KEYS = ("graph", "balance", "devices", "prefer_intra_node", "time_limit_s", "logical_workers")
 _BY_GLOB, _LISTED = "{*.q_proj.weight: column}", '[{weight: "*.q_proj.weight", pattern: column}]'
 
 
@@ -125,6 +125,8 @@ class Strategy:
     balance: how work is divided among devices, one of `BALANCE`.
     devices: devices of the inventory that it may use: the first so many, so many of each kind, or
         all (None).
+    prefer_intra_node: True if neighbours in a copy of the model share a host where they can; False
+        if copies of one part of it do.
     time_limit_s: seconds that the planner searches. 0: it simulates a fixed number of tasks. None:
         it simulates all candidates whose estimates are near the fastest.
     logical_workers: equal parts of the global batch that devices share, with the same bits on any
@@ -135,6 +137,7 @@ class Strategy:
     graph: tuple[Node, ...]
     balance: str = "hardware"
     devices: int | Mapping[str, int] | None = None
+    prefer_intra_node: bool = True
     time_limit_s: float | None = None
     logical_workers: int | None = None
 
@@ -169,10 +172,16 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
     if limit is not None and not auto:
         rule = "limits the search of graph: auto, and the graph is given"
         reader.fault("strategy.time_limit_s", limit, rule, "use null, or strategy=auto")
+    intra = given.get("prefer_intra_node", True)
+    if not isinstance(intra, bool):
+        reader.fault("strategy.prefer_intra_node", intra, "is no truth value", "use true or false")
+    elif auto and not intra:
+        rule = "places the stages of a given graph, and graph: auto is searched for"
+        reader.fault("strategy.prefer_intra_node", "false", rule, "use true, or give a graph")
     workers = reader.workers(given, auto)
     if len(faults) > before:
         return None
-    return Strategy(name, graph, balance, devices, limit, workers)
+    return Strategy(name, graph, balance, devices, intra, limit, workers)
 
 
 class _Reader:

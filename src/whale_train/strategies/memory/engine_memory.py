@@ -19,7 +19,7 @@ from whale_train.strategies.graph.operation_graph import (
 )
 from whale_train.strategies.memory.liveness import ActivationProfile, MemoryPoint
 from whale_train.strategies.plan.plan import MemoryEstimate
-from whale_train.strategies.plan.training import Training
+from whale_train.strategies.plan.training import BUCKET_ELEMENTS, Training
 
 # Bytes that a process takes for each byte of short-lived values. Allocators round sizes up and
 # leave holes between live and freed blocks (torch's on a GPU in blocks of 512 bytes and 2 MiB,
@@ -27,9 +27,9 @@ from whale_train.strategies.plan.training import Training
 # benchmarks/memory_accuracy.py. Without this factor, predictions are up to 4% too low.
 ROUNDED_UP = 1.03
 
-# Elements of a bucket of gradients, which are reduced together: the size of DeepSpeed's buckets
-# and of DistributedDataParallel's (25 MiB of fp32).
-REDUCE_BUCKET_ELEMENTS = 25 * 2**20 // 4
+# Elements that an update or a prefetch takes at once: as many as the gradients of a bucket by
+# default.
+REDUCE_BUCKET_ELEMENTS = BUCKET_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ def engine_of(
     by_block: bool,
     frozen: Mapping[str, float],
     order: Iterable[str] = (),
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> "Gradients":
     """Return the gradients of a rank's parameters, as the engine of the rank handles them.
 
@@ -160,6 +161,7 @@ def engine_of(
     by_block, frozen: as in `zero3_live_bytes`.
     order: paths of the parameters in the order in which a backward makes their gradients, as far as
         the order is known.
+    bucket_elements: number of gradients that are reduced together.
     """
     width = weights_bytes(elements, profile, precision, zero, apart=False).weights
     width /= max(1.0, sum(elements.values()))
@@ -171,7 +173,7 @@ def engine_of(
     if zero >= 2 and not frozen:
         ordered = ((path, elements[path]) for path in order)
         made = tuple(_made(ordered, profile, precision, zero, by_block))
-    return Gradients(zero, copies, total, gathered, width, on_cpu, offloads, made)
+    return Gradients(zero, copies, total, gathered, width, on_cpu, offloads, made, bucket_elements)
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,7 @@ class Gradients:
     offloads: True if the optimizer's state is on the host, and with it the partitions of gradients
         of ZeRO 2 and 3.
     made: the gradients in the order in which a backward makes them, as far as the order is known.
+    bucket_elements: number of gradients that are reduced together.
     """
 
     zero: int
@@ -285,6 +288,7 @@ class Gradients:
     on_cpu: bool
     offloads: bool = False
     made: tuple[GradientBucket, ...] = ()
+    bucket_elements: int = BUCKET_ELEMENTS
 
     @property
     def num_bytes(self) -> float:
@@ -389,12 +393,12 @@ class Gradients:
     @property
     def fits_a_bucket(self) -> bool:
         """Return True if all gradients fit one bucket, and so are reduced at once."""
-        return self.elements <= REDUCE_BUCKET_ELEMENTS
+        return self.elements <= self.bucket_elements
 
     @property
     def _bucket(self) -> float:
         """Return the bytes of a bucket of gradients."""
-        return 4 * min(self.elements, REDUCE_BUCKET_ELEMENTS)
+        return 4 * min(self.elements, self.bucket_elements)
 
 
 def unmeasured(activation_bytes: float, gradients: float, largest: float) -> ActivationProfile:

@@ -6,6 +6,17 @@ from typing import Any, Literal
 
 from whale_train.strategies.plan.optimizer_classes import OptimizerClass
 
+BUCKET_MB = 25.0  # MiB of fp32 gradients in a bucket, as DistributedDataParallel's
+
+
+def bucket_elements(megabytes: float) -> int:
+    """Return the number of fp32 gradients in a bucket of `megabytes` MiB, which is even:
+    DeepSpeed's ZeRO 1 and 2 need that."""
+    return max(2, 2 * round(megabytes * 2**17))
+
+
+BUCKET_ELEMENTS = bucket_elements(BUCKET_MB)
+
 
 @dataclass(frozen=True)
 class GroupRule:
@@ -44,6 +55,7 @@ class Training:
     reduce_dtype: dtype in which replicas send gradients, the precision or fp32.
     all_reduce: how replicas sum gradients over several hosts: `flat`, over all at once;
         `hierarchical`, inside each host first; or `auto`, whichever is faster.
+    bucket_elements: number of gradients that replicas sum together.
     no_decay: True if norms and biases have no weight decay, and under LARS no trust ratio, unless a
         group contains them.
     groups: rules for groups of parameters; a parameter follows the first that matches it.
@@ -65,6 +77,7 @@ class Training:
     adds_to_frozen: bool = False
     reduce_dtype: str = "fp32"
     all_reduce: Literal["auto", "flat", "hierarchical"] = "auto"
+    bucket_elements: int = BUCKET_ELEMENTS
     no_decay: bool = False
     groups: tuple[GroupRule, ...] = ()
     optimizers: tuple[OptimizerClass, ...] = ()

@@ -7,6 +7,7 @@ from typing import Any
 
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
+from whale_train.strategies.plan.training import BUCKET_ELEMENTS
 
 
 def deepspeed_config(
@@ -16,6 +17,7 @@ def deepspeed_config(
     optimizer: dict[str, Any] | None,
     on_cpu: bool,
     reduce_dtype: str = "fp32",
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> dict[str, Any] | None:
     """Return the config of a rank's engine; None where ZeRO is off and torch's
     DistributedDataParallel serves (docs/adr/003).
@@ -27,13 +29,14 @@ def deepspeed_config(
         optimizer object.
     on_cpu: True if the rank's device is a CPU process.
     reduce_dtype: dtype in which gradients are sent.
+    bucket_elements: number of gradients that are reduced together.
     """
     if node.zero == 0:
         return None
     zero: dict[str, Any] = {
         "stage": node.zero,
-        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-        "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        "reduce_bucket_size": bucket_elements,
+        "allgather_bucket_size": bucket_elements,
         # A gloo reduction runs on the very cores that compute, and unmanaged accumulation allows
         # overlap only where gradients are partitioned.
         "overlap_comm": node.zero >= 2 and not on_cpu,

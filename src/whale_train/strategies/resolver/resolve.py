@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whale_train.errors import Fault, PlanError, listed, nearest
+from whale_train.strategies.grammar.form import Form
 from whale_train.strategies.grammar.nodes import Node, Pipeline, Replicate, Strategy, every_node
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.cluster import Cluster
@@ -134,7 +135,9 @@ def refuse_without_model(
         _refuse_partitions(strategy.graph, training.optimizer, faults)
     _refuse_engines(strategy, training, faults)
     refuse_workers(strategy, cluster, training, faults)
-    form_of(strategy, cluster, training, faults)
+    form = form_of(strategy, cluster, training, faults)
+    if form is not None and not strategy.prefer_intra_node:
+        _refuse_placement(form, cluster, faults)
 
 
 def _used_devices(
@@ -223,6 +226,18 @@ def _refuse_split_parameters(plan: Plan) -> None:
         faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
     if faults:
         raise PlanError(faults)
+
+
+def _refuse_placement(form: Form, cluster: Cluster, faults: list[Fault]) -> None:
+    """Add a fault where it makes no difference whether the stages of a replica share a host, or the
+    replicas of a stage."""
+    several = form.copies > 1 and sum(stage.copies for stage in form.stages) > 1
+    if several and len(cluster.nodes) > 1:
+        return
+    rule = f"has no effect on one host, hardware={cluster.name}"
+    if not several:
+        rule = "has no effect without several replicas of a pipeline"
+    faults.append(Fault("strategy.prefer_intra_node", "false", rule, "use true"))
 
 
 def _refuse_levels(plan: Plan, training: Training) -> None:

@@ -462,7 +462,8 @@ def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dic
     if not training.optimizers:
         optimizer = deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded)
     on_cpu, reduce_dtype = job.cluster.on_cpu, training.reduce_dtype
-    return deepspeed_config(keeper, largest, training.grad_clip, optimizer, on_cpu, reduce_dtype)
+    sent = (reduce_dtype, training.bucket_elements)
+    return deepspeed_config(keeper, largest, training.grad_clip, optimizer, on_cpu, *sent)
 
 
 def _own_samples(job: PlanningContext, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 from whale_train.strategies.schedule.instructions import (
     COMPUTATIONS,
     ENDS,
@@ -23,10 +22,10 @@ from whale_train.strategies.simulate.simulator import UPDATE, Lane, Task
 PIECES = 8  # limit on the pieces in which a backward makes gradients ready to be reduced
 
 
-def sum_pieces(elements: float) -> int:
-    """Return the number of pieces in which `elements` gradients are reduced, as the last backward
-    makes them ready."""
-    return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
+def sum_pieces(elements: float, bucket_elements: int) -> int:
+    """Return the number of pieces in which `elements` gradients are reduced in buckets, as the last
+    backward makes them ready."""
+    return max(1, min(PIECES, ceil(elements / bucket_elements)))
 
 
 @dataclass(frozen=True)

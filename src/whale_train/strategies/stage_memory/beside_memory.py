@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from whale_train.strategies.memory.engine_memory import (
-    REDUCE_BUCKET_ELEMENTS,
     added,
     weights_bytes,
 )
@@ -83,7 +82,7 @@ def _at_update(
     """
     copies, zero = len(job.data_parallel[stage][0]), job.zero
     rest = 0.0 if zero > 1 else rest
-    moving = 2 * min(rest, REDUCE_BUCKET_ELEMENTS) if zero else 0.0
+    moving = 2 * min(rest, job.training.bucket_elements) if zero else 0.0
     moving += experts / copies if zero and copies > 1 else 0.0
     gradients = 4 * (experts + rest)
     return replace(need, gradients=gradients, activations=0.0, communication=4 * moving)

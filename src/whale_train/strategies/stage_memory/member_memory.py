@@ -212,6 +212,7 @@ class MemberMemory:
             by_block=not job.as_is,
             frozen=self._frozen,
             order=self._made_in_order if job.zero >= 2 else (),
+            bucket_elements=job.training.bucket_elements,
         )
         casts, steps = self._casts(order, sizes), self._steps(order, engine)
         # 16-bit copies that a single backward frees one by one count as values.

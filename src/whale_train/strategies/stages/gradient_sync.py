@@ -162,7 +162,9 @@ def _of_engine(
         return Sync(members, (ceil(workers / len(group)) + 1) * once, 1, False, link.busy)
     if zero == 0:
         summed = gradient_sum(job, groups, elements, crowd, in_memory).seconds
-        return Sync(members, summed, sum_pieces(elements), True, link.busy)
+        return Sync(
+            members, summed, sum_pieces(elements, job.training.bucket_elements), True, link.busy
+        )
     if zero == 3:
         scattered = gather_time_s(num_bytes, len(group), link)
         return Sync(members, scattered, 1, False, link.busy)

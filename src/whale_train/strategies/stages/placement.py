@@ -1,6 +1,7 @@
 """The placement of a strategy: which rank holds which shard of which stage of which replica.
 
-Ranks are numbered by replica of the pipeline, then by stage, copy of the stage, and shard. Where
+Ranks are numbered by replica of the pipeline, then by stage, copy of the stage, and shard, or with
+`prefer_intra_node: false` by stage and its copy, then by replica, and shard. Where
 stages name a kind of device, each takes the next ranks of that kind in this order.
 """
 
@@ -58,26 +59,36 @@ class RankGrid:
 
 
 def place_ranks(
-    stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
+    stages: Sequence[tuple[str | None, int, int]],
+    copies: int,
+    devices: Sequence[Device],
+    prefer_intra_node: bool = True,
 ) -> RankGrid:
     """Return the ranks of `copies` replicas of a pipeline of `stages`.
 
     stages: (kind of device or None for any, copies of the stage, shards of a copy) of each stage.
     devices: the devices, in rank order.
+    prefer_intra_node: True if neighbouring stages of a replica are neighbouring ranks, which share
+        a node where they can; False if the replicas of a stage are.
 
-    Replica by replica and stage by stage, each stage takes the next ranks of its kind.
+    Replica by replica and stage by stage, or stage by stage and replica by replica, each stage
+    takes the next ranks of its kind.
     """
     unseated: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
     for kind in {kind for kind, _, _ in stages} - {None}:
         unseated[kind] = iter([rank for rank, dev in enumerate(devices) if dev.name == kind])
-    positions = tuple(
-        tuple(
-            tuple(islice(unseated[kind], shards))
-            for kind, width, shards in stages
-            for _ in range(width)
+    wanted = [(kind, shards) for kind, width, shards in stages for _ in range(width)]
+    if prefer_intra_node:
+        positions = tuple(
+            tuple(tuple(islice(unseated[kind], shards)) for kind, shards in wanted)
+            for _ in range(copies)
         )
-        for _ in range(copies)
-    )
+    else:
+        by_position = [
+            [tuple(islice(unseated[kind], shards)) for _ in range(copies)]
+            for kind, shards in wanted
+        ]
+        positions = tuple(zip(*by_position, strict=True))
     stage_of = tuple(s for s, (_, width, _) in enumerate(stages) for _ in range(width))
     return RankGrid(positions, stage_of)
 
@@ -168,7 +179,8 @@ class PlanningContext:
     def seats(self) -> RankGrid:
         """Return the ranks at every position of every replica."""
         stages = [(stage.device, stage.copies, stage.shards) for stage in self.form.stages]
-        return place_ranks(stages, self.form.copies, self.cluster.devices)
+        intra = self.strategy.prefer_intra_node
+        return place_ranks(stages, self.form.copies, self.cluster.devices, intra)
 
     @property
     def profile(self) -> ModelProfile:
