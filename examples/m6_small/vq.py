@@ -95,8 +95,8 @@ def write_codes(model):
 
 def to_draw(sample) -> dict:
     """Return a text of a caption and codes as a sample of M6: the caption is the source."""
-    words, image = sample["input_ids"], np.zeros((3, 32, 32), np.float32)
-    return {"pixel_values": image, "input_ids": words, "labels": words, "task": 2}
+    words = sample["input_ids"]
+    return {"input_ids": words, "labels": words, "task": 2}
 
 
 @torch.no_grad()
@@ -105,8 +105,7 @@ def draw(model, m6, words, most):
     pixels, captions = zip(*pairs("pairs/held_out.tar"), strict=True)
     pixels, captions = pixels[:most], captions[:most]
     begins = torch.tensor([words.encode(f"{text} <sep>").ids[:-1] for text in captions])
-    blank = torch.zeros(len(captions), 3, 32, 32)
-    text = greedy(m6, blank, begins, 2, -1, 64)
+    text = greedy(m6, None, begins, 2, -1, 64)
     first = words.token_to_id("c0")
     codes = (text[:, begins.shape[1] :] - first).clamp(0, CODES - 1)
     return np.stack(pixels), captions, model.decode(codes.view(-1, 8, 8)).numpy()
@@ -137,7 +136,9 @@ def main():
     given = parser.parse_args()
     if given.what == "codes":
         return write_codes(quantiser(given.model))
-    pixels, captions, made = draw(quantiser(given.model), *load(given.m6), given.most)
+    pixels, captions, made = draw(
+        quantiser(given.model), *load(given.m6, image_size=None), given.most
+    )
     given_ones, pictures = as_bytes(pixels), as_bytes(made)
     sheet = [np.concatenate(pair, 1) for pair in zip(given_ones, pictures, strict=True)]
     rows = [np.concatenate(sheet[n : n + 8], 1) for n in range(0, len(sheet) // 8 * 8, 8)]

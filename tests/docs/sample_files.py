@@ -145,19 +145,22 @@ def _write_images(folder: Path) -> None:
 
 
 def _write_shards(folder: Path) -> None:
-    """Write a tar file of two images with their classes."""
+    """Write a tar file of two images with their classes and captions."""
     from PIL import Image
 
     (folder / "shards").mkdir()
     (folder / "shards/label").write_text("1")
+    (folder / "shards/caption").write_text("the cat sat on the mat")
     with tarfile.open(folder / "shards/train-000.tar", "w") as tar:
         for number in range(2):
             image = folder / f"shards/{number}.png"
             Image.new("RGB", (32, 24), (number, 20, 30)).save(image)
             tar.add(image, f"{number}.png")
             tar.add(folder / "shards/label", f"{number}.cls")
+            tar.add(folder / "shards/caption", f"{number}.txt")
             image.unlink()
     (folder / "shards/label").unlink()
+    (folder / "shards/caption").unlink()
 
 
 def _write_llama(folder: Path) -> None:
