@@ -26,6 +26,7 @@ from whale_train.optimizer_options import (
     refuse_long_schedule,
 )
 from whale_train.other_trainers import known_elsewhere
+from whale_train.schedule_options import ScheduleOptions
 from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
 from whale_train.strategies.plan.plan import Decision
 from whale_train.trackers.options import TrackerOptions, read_trackers
@@ -37,7 +38,7 @@ AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's ow
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
 Mode = Literal[
     "train", "plan", "rehearse", "verify", "calibrate", "export", "evaluate", "predict", "audit",
-    "view",
+    "view", "schedule",
 ]  # fmt: skip
 EVALUATING = ("evaluate", "predict")  # modes that take no steps from a checkpoint
 READING = ("export", *EVALUATING)  # modes that read a checkpoint
@@ -281,6 +282,8 @@ class Request(BaseModel):
     run: the run directory that `mode=audit` reads.
     against: the plan or run that `mode=view` shows beside the one of `checkpoint.path`.
     audit: the section of this name.
+    jobs: the file of the jobs that `mode=schedule` runs.
+    schedule: the section of this name.
     blank_labels: dtype and shape of labels that the model takes and the samples of `mode=predict`
         lack; None where no labels are missing.
     """
@@ -309,6 +312,8 @@ class Request(BaseModel):
     run: str | None = None
     against: str | None = None
     audit: AuditOptions = AuditOptions()
+    jobs: str | None = None
+    schedule: ScheduleOptions = ScheduleOptions()
     blank_labels: tuple[str, tuple[int, ...]] | None = None
 
     def to_json(self) -> str:
@@ -365,7 +370,7 @@ def read_request(
     names: Hydra's choices by config group, which name things in messages and plans.
     files: the plan's notes about the user's own config files.
     """
-    plain = {"audit": {}, **_plain(config)}
+    plain = {"audit": {}, "schedule": {}, **_plain(config)}
     faults: list[Fault] = []
     sections: dict[str, Any] = {"names": dict(names), "files": files}
     try:
@@ -385,6 +390,7 @@ def read_request(
         ("verify", VerifyOptions),
         ("checkpoint", CheckpointOptions),
         ("audit", AuditOptions),
+        ("schedule", ScheduleOptions),
     ):
         given = plain.get(key)
         if key == "checkpoint" and isinstance(given, str):  # as in mode=export checkpoint=PATH
@@ -400,6 +406,7 @@ def read_request(
             sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["run"] = validated(_RunPath, plain.get("run"), "run", faults)
+    sections["jobs"] = validated(_RunPath, plain.get("jobs"), "jobs", faults)
     sections["against"] = validated(_RunPath, plain.get("against"), "against", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
@@ -547,7 +554,7 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
     value = plain.get(key)
     if isinstance(value, dict):
         return {str(name): item for name, item in value.items()}
-    groupless = key in ("train", "verify", "checkpoint", "audit")
+    groupless = key in ("train", "verify", "checkpoint", "audit", "schedule")
     remedy = f"use {key}.KEY=VALUE" if groupless else f"use {key}=NAME or {key}.KEY=VALUE"
     faults.append(Fault(key, as_yaml(value), "is not a mapping", remedy))
     return None
@@ -568,6 +575,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
     run, mode = sections.get("run"), sections.get("mode")
     _refuse_run(sections, faults)
+    _refuse_schedule(sections, faults)
     if isinstance(checkpoint, CheckpointOptions):
         _refuse_path(checkpoint, mode, run, faults)
         if checkpoint.final == "best" and checkpoint.best is None:
@@ -691,6 +699,29 @@ def _refuse_run(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         faults.append(Fault("run", str(run), rule, remedy))
     if isinstance(audit, AuditOptions) and audit.step is not None:
         faults.append(Fault("audit.step", str(audit.step), rule, "use mode=audit, or null"))
+
+
+def _refuse_schedule(sections: Mapping[str, Any], faults: list[Fault]) -> None:
+    """Add a fault for a schedule without jobs, for jobs in a mode that schedules none, and for a
+    trace of jobs that are not simulated."""
+    jobs, options, mode = (sections.get(key) for key in ("jobs", "schedule", "mode"))
+    if mode == "schedule" and jobs is None:
+        remedy = "name a YAML file with a list of jobs, as jobs=jobs.yaml"
+        faults.append(Fault("jobs", "", "must be given to mode=schedule", remedy))
+    if mode not in ("schedule", None) and jobs is not None:
+        rule = f"has no effect on mode={mode}"
+        faults.append(Fault("jobs", str(jobs), rule, "use mode=schedule, or leave it out"))
+    if not isinstance(options, ScheduleOptions):
+        return
+    traces = {"trace": options.trace, "trace_jobs": options.trace_jobs}
+    given = {key: str(value) for key, value in traces.items() if value is not None}
+    for key, value in given.items():
+        if not options.simulate:
+            rule, remedy = "is simulated, and no job starts", "add schedule.simulate=true"
+            faults.append(Fault(f"schedule.{key}", value, rule, remedy))
+    if len(given) == 2:
+        rule = f"and schedule.trace_jobs={given['trace_jobs']} are both given"
+        faults.append(Fault("schedule.trace", given["trace"], rule, "leave one out"))
 
 
 def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> None:

@@ -55,6 +55,7 @@ from whale_train.launcher.modes.evaluate import (
 from whale_train.launcher.modes.explain import explain_job
 from whale_train.launcher.modes.export import export_checkpoint, export_into
 from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse_job
+from whale_train.launcher.modes.schedule import schedule_jobs
 from whale_train.launcher.modes.verify import verify_job
 from whale_train.launcher.modes.view import view_job
 from whale_train.launcher.planning.check_trackers import refuse_trackers
@@ -199,6 +200,8 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
         if request.mode == "view":
             return view_job(request, run_dir, console)
         with stop_signals() as signals:
+            if request.mode == "schedule":
+                return schedule_jobs(request, run_dir, console, at.arguments, signals)
             if request.mode == "export":
                 return export_checkpoint(request, run_dir, console, signals)
             if request.launcher.kind == "ssh" and place is None:
@@ -256,7 +259,7 @@ def _with_data(request: Request, place: LaunchPlace | None, console: Console) ->
     none. Raises ConfigError.
     """
     elsewhere = place is None and request.launcher.kind == "ssh"
-    if elsewhere or request.mode in ("calibrate", "export", "audit", "view"):
+    if elsewhere or request.mode in ("calibrate", "export", "audit", "view", "schedule"):
         return request
     if isinstance(request.data, ImageFolderOptions):
         request = request.model_copy(update={"data": with_classes(request.data)})
@@ -284,7 +287,8 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
         remedy = "use null, and for the second part train.resume=RUN model.share_layers=false"
         at = str(request.train.delink_at)
         raise ConfigError([Fault("train.delink_at", at, rule, remedy)])
-    if request.mode in ("plan", "rehearse", "export", "audit", "view") and place is not None:
+    alone = ("plan", "rehearse", "export", "audit", "view", "schedule")
+    if request.mode in alone and place is not None:
         rule = "needs no ranks, and some were started from outside"
         raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
 

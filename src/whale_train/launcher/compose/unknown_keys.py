@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from whale_train.config import READING
 from whale_train.errors import Fault, closest, listed
 from whale_train.other_trainers import known_elsewhere
+from whale_train.schedule_options import ScheduleOptions
 
 # Keys that identify a file of a group. They change with the choice of another file.
 _OF_FILES = ("kind", "name", "_target_")
@@ -30,16 +31,30 @@ _MODES = {
     "against": ("view",),
     "run": ("audit",),
     "audit.step": ("audit",),
+    "jobs": ("schedule",),
+    **{f"schedule.{name}": ("schedule",) for name in ScheduleOptions.model_fields},
 }
 _OF_RECORD = ("mode", "path", "run", "checkpoint", "checkpoint.path")
-# Modes that read the record of a run: the keys with an effect, and the remedy for any other key.
+_OF_SCHEDULE = (
+    *("mode", "jobs", "seed", "hardware", "hardware.devices", "hardware.nodes", "hardware.network"),
+    *("schedule", *(f"schedule.{name}" for name in ScheduleOptions.model_fields)),
+)
+# Modes that read a record or a file of requests: the keys with an effect, and the remedy for any
+# other key.
 READ_ALONE = {
     "export": (_OF_RECORD, "leave it out: the checkpoint has it"),
     "audit": ((*_OF_RECORD, "audit", "audit.step"), "leave it out: the run has it"),
     "view": (("mode", "path", "against"), "leave it out: the plan has it"),
+    "schedule": (*(_OF_SCHEDULE, "leave it out, or write it into the commands of jobs"),),
 }
 _WORD = r"\w[\w.]*\w"
-_NO_GROUPS = ("train", "verify", "checkpoint", "audit")  # sections without options to choose from
+_NO_GROUPS = (
+    "train",
+    "verify",
+    "checkpoint",
+    "audit",
+    "schedule",
+)  # sections without options to choose from
 
 
 def remedy_for(key: str, config: DictConfig | None) -> str:
@@ -126,6 +141,8 @@ def _settable(config: DictConfig, mode: object) -> list[str]:
         return ["mode", "path", "run", "audit.step"]
     if mode == "view":
         return ["mode", "path", "against", "hydra.run.dir"]
+    if mode == "schedule":
+        return [*_OF_SCHEDULE, "hydra.run.dir"]
     keys: list[str] = []
 
     def visit(value: object, path: str) -> None:

@@ -1,0 +1,288 @@
+"""Start, shrink, grow and re-plan real jobs of this host, as a policy decides.
+
+A job that is reconfigured saves a checkpoint, ends, and goes on from it under its other plan as
+soon as the devices are free. Nothing else of its request changes, least of all its global batch.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from whale_train.launcher.ranks.stop_signals import StopSignals
+from whale_train.launcher.schedule.job_process import TrainingProcess, last_step
+from whale_train.launcher.schedule.planned_job import PlannedJob, StepTimes
+from whale_train.strategies.cluster_scheduling.schedulable_job import (
+    Allocation,
+    JobState,
+    Policy,
+)
+
+Status = Literal["to come", "waiting", "running", "done", "failed", "refused", "interrupted"]
+_LOOK_S = 0.1
+_LISTED_S = 10.0  # assumed of a reconfiguration before one was measured
+_KILLED_AFTER_S = 60.0  # beyond a job's own grace period
+
+
+@dataclass
+class LiveJob:
+    """A job of the schedule, from its submission to its end.
+
+    planned: the job with its plans.
+    run_dir: its run directory.
+    status: what it does.
+    process: its process, if it has one.
+    target: what the policy last gave it.
+    waiting_since_s, started_s, ended_s: times from the start of the schedule.
+    history: what it ran on, with the time at which each began and the step after which.
+    stopped_at_s: when it was last told to stop, until it has taken a step again.
+    """
+
+    planned: PlannedJob
+    run_dir: Path
+    status: Status = "to come"
+    process: TrainingProcess | None = None
+    target: Allocation | None = None
+    waiting_since_s: float = 0.0
+    started_s: float | None = None
+    ended_s: float | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    stopped_at_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.planned.job.name
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether the job has been submitted and has not ended."""
+        return self.status in ("waiting", "running")
+
+    @property
+    def reconfigurations(self) -> int:
+        """Return the number of times that the job has gone on under another allocation."""
+        return max(0, len(self.history) - 1)
+
+    def state(self) -> JobState:
+        """Return the job as policies see it."""
+        left = self.planned.job.steps - last_step(self.run_dir)
+        return JobState(
+            self.planned.job,
+            self.target,
+            max(0, left),
+            self.waiting_since_s,
+            self.started_s,
+            self.reconfigurations,
+        )
+
+
+@dataclass
+class RunningJobs:
+    """The jobs of a schedule on this host.
+
+    jobs: the jobs, in the order of the file.
+    devices: number of devices.
+    variables: the environment and overrides of a job by the numbers of its devices.
+    policy: makes the policy of a reconfiguration time, in seconds.
+    round_s: the longest time between two decisions, in seconds.
+    changed: called with a line of text for each change, and after the state has changed.
+    """
+
+    jobs: list[LiveJob]
+    devices: int
+    placed: "Callable[[tuple[int, ...]], tuple[dict[str, str], tuple[str, ...]]]"
+    policy: Callable[[float], Policy]
+    reconfiguration_s: float | None
+    round_s: float
+    changed: Callable[[str], None]
+    measured_s: list[float] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def now_s(self) -> float:
+        """Return seconds since the start of the schedule."""
+        return time.monotonic() - self._began
+
+    @property
+    def expected_reconfiguration_s(self) -> float:
+        """Return the seconds that a reconfiguration is taken to cost."""
+        if self.reconfiguration_s is not None:
+            return self.reconfiguration_s
+        return fmean(self.measured_s) if self.measured_s else _LISTED_S
+
+    def run(self, signals: StopSignals) -> None:
+        """Run the jobs to their ends. Raises KeyboardInterrupt once every job has saved and ended,
+        where a signal has asked for that."""
+        decided_s = -self.round_s
+        try:
+            while any(job.is_active or job.status == "to come" for job in self.jobs):
+                signals.poll()
+                is_due = self.now_s - decided_s >= self.round_s
+                reasons = [*self._arrivals(), *self._ends()]
+                self._measure()
+                if reasons or is_due:
+                    self._decide(", ".join(reasons) or "a round")
+                    decided_s = self.now_s
+                self._start_ready()
+                time.sleep(_LOOK_S)
+        except BaseException:
+            self._stop_all()
+            raise
+
+    def _arrivals(self) -> list[str]:
+        """Submit the jobs whose time has come, and return what happened."""
+        said = []
+        for job in self.jobs:
+            if job.status == "to come" and job.planned.job.arrival_s <= self.now_s:
+                job.status, job.waiting_since_s = "waiting", self.now_s
+                said.append(f"{job.name} arrives")
+        return said
+
+    def _ends(self) -> list[str]:
+        """Take note of processes that have ended, and return which jobs have."""
+        said = []
+        for job in self.jobs:
+            ended = None if job.process is None else job.process.ended()
+            if ended is None or job.process is None:
+                continue
+            was_told = job.process.is_stopping
+            job.process = None
+            if was_told and ended == "interrupted":
+                if job.target is None:
+                    job.status, job.waiting_since_s = "waiting", self.now_s
+                continue  # goes on once there is room
+            job.status, job.ended_s, job.target = ended, self.now_s, None
+            said.append(f"{job.name} is {ended}")
+        return said
+
+    def _measure(self) -> None:
+        """Take note of the time that jobs lost by going on elsewhere."""
+        for job in self.jobs:
+            if job.stopped_at_s is None or job.process is None or job.process.is_stopping:
+                continue
+            if job.process.has_stepped:
+                self.measured_s.append(self.now_s - job.stopped_at_s)
+                job.stopped_at_s = None
+
+    def _refit(self) -> None:
+        """Correct the speed of each running job by the steps that it has taken."""
+        for job in self.jobs:
+            seconds = None if job.process is None else job.process.step_s()
+            if seconds is None or job.process is None:
+                continue
+            times = job.planned.job.throughput
+            assert isinstance(times, StepTimes)
+            allocation = job.process.allocation
+            times = times.with_measured((allocation.devices, allocation.plan), seconds)
+            job.planned = replace(job.planned, job=replace(job.planned.job, throughput=times))
+
+    def _decide(self, why: str) -> None:
+        """Ask the policy, and tell the jobs to stop whose allocation it changes."""
+        self._refit()
+        active = sorted(
+            (job for job in self.jobs if job.is_active), key=lambda job: job.planned.job.arrival_s
+        )
+        policy = self.policy(self.expected_reconfiguration_s)
+        given = policy(self.now_s, [job.state() for job in active], self.devices)
+        said = []
+        for job in active:
+            before, after = job.target, given.get(job.name)
+            if before == after:
+                continue
+            job.target = after
+            if after is None:
+                job.waiting_since_s = self.now_s
+            said.append(f"{job.name} {_text(before)} -> {_text(after)}")
+            if job.process is not None and job.process.allocation != after:
+                job.stopped_at_s = self.now_s
+                job.process.stop()
+        if said or why != "a round":
+            self.changed(f"{why}: {'; '.join(said) or 'nothing changes'}")
+
+    def _start_ready(self) -> None:
+        """Start the jobs whose devices are free."""
+        held = {slot for job in self.jobs if job.process is not None for slot in job.process.slots}
+        free = [slot for slot in range(self.devices) if slot not in held]
+        waiting = [job for job in self.jobs if job.target is not None and job.process is None]
+        waiting.sort(key=lambda job: (not job.planned.job.is_guaranteed, job.planned.job.arrival_s))
+        for job in waiting:
+            assert job.target is not None
+            if job.target.devices > len(free):
+                continue
+            slots, free = tuple(free[: job.target.devices]), free[job.target.devices :]
+            self._start(job, job.target, slots)
+
+    def _start(self, job: LiveJob, allocation: Allocation, slots: tuple[int, ...]) -> None:
+        variables, hardware = self.placed(slots)
+        command = job.planned.commands[allocation.plan]
+        arguments = [*command, *hardware, *_going_on(job, command)]
+        job.process = TrainingProcess.start(arguments, allocation, slots, job.run_dir, variables)
+        job.status = "running"
+        if job.started_s is None:
+            job.started_s = self.now_s
+        step = job.process.began_step
+        job.history.append(
+            {
+                "at_s": round(self.now_s, 3),
+                "devices": allocation.devices,
+                "plan": allocation.plan,
+                "after_step": step,
+            }
+        )
+        self.changed(f"{job.name} runs on {_text(allocation)} after step {step}")
+
+    def _stop_all(self) -> None:
+        """Have every job save and end, and wait for it. A second signal ends them at once."""
+        live = [job for job in self.jobs if job.process is not None]
+        try:
+            for job in live:
+                if job.process is not None:
+                    job.process.stop()
+            for job in live:
+                grace_s = job.planned.request.checkpoint.grace_s + _KILLED_AFTER_S
+                if job.process is not None:
+                    job.process.process.wait(grace_s)
+        finally:
+            for job in live:
+                if job.process is not None:
+                    job.process.kill()
+                    job.status, job.process = "interrupted", None
+                    job.ended_s = self.now_s
+
+
+def _going_on(job: LiveJob, command: Sequence[str]) -> list[str]:
+    """Return the overrides by which a job saves when it is told to end, and goes on from that."""
+    saves = any(text.startswith("checkpoint.every=") for text in command)
+    every = [] if saves else ["checkpoint.every=30min"]
+    return [*every, f"hydra.run.dir={job.run_dir}", "train.resume=auto"]
+
+
+def _text(allocation: Allocation | None) -> str:
+    """Return an allocation in words."""
+    if allocation is None:
+        return "waiting"
+    devices = "device" if allocation.devices == 1 else "devices"
+    return f"{allocation.devices} {devices} ({allocation.plan})"
+
+
+def on_processes(
+    slots: tuple[int, ...], hardware: tuple[str, ...]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the environment and the overrides of a job on so many CPU processes, which may stand
+    for devices of an inventory.
+
+    hardware: the overrides of the schedule's own hardware.
+    """
+    return {}, (*hardware, f"strategy.devices={len(slots)}")
+
+
+def on_gpus(slots: tuple[int, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the environment and the overrides of a job on the GPUs of these numbers, among those
+    that this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
+    chosen = [names[slot] if names else str(slot) for slot in slots]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}, ("hardware=local",)
