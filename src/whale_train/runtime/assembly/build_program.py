@@ -106,7 +106,9 @@ def _whole_model(
     sums = None
     if logical is not None:
         trained_ones = [p for p in module.parameters() if p.requires_grad]
-        sums = WorkerSums(trained_ones, copies.sums or group, logical.of_ranks)
+        sums = WorkerSums(
+            trained_ones, copies.sums or group, logical.of_ranks, copies.bucket_elements
+        )
     engine = make_engine(
         *(request, plan, task_graph, module, copies, seat, by_path),
         may_skip_parameters=may_skip,

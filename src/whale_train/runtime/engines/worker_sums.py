@@ -32,6 +32,7 @@ class WorkerSums:
     parameters: the trained parameters; the same on all ranks.
     group: the ranks that run the workers.
     of_ranks: the workers of each member of `group`, as a plan's `LogicalWorkers.of_ranks`.
+    bucket_elements: the number of gradients that are sent together.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class WorkerSums:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
         of_ranks: Sequence[Sequence[int]],
+        bucket_elements: int,
     ) -> None:
         self._group, self._ranks = group, len(of_ranks)
         self._rank = group.rank() if self._ranks > 1 else 0
@@ -47,7 +49,8 @@ class WorkerSums:
             for turn in range(max(map(len, of_ranks)))
         ]
         self._buckets = [
-            _Bucket(bucket, self._ranks, group) for bucket in in_buckets(reversed(parameters))
+            _Bucket(bucket, self._ranks, group)
+            for bucket in in_buckets(reversed(parameters), bucket_elements)
         ]
         self._turn = 0
 
