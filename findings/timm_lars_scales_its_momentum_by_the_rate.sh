@@ -14,13 +14,22 @@ set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q torch==2.13.0 torchvision numpy timm==1.0.31
+"$folder/venv/bin/pip" install -q torch==2.13.0 numpy
+"$folder/venv/bin/pip" install -q --no-deps timm==1.0.31  # its models alone need torchvision
 "$folder/venv/bin/python" -W ignore - <<'PY'
-import torch
-from timm.optim import Lars
+import importlib
+import sys
+import sysconfig
+import types
 
+import torch
+
+package = types.ModuleType("timm_optim")
+package.__path__ = [f"{sysconfig.get_path('purelib')}/timm/optim"]
+sys.modules["timm_optim"] = package
+module = importlib.import_module("timm_optim.lars")
 parameter = torch.nn.Parameter(torch.ones(1))
-optimizer = Lars([parameter], lr=1.0, momentum=0.5, trust_coeff=0.1, always_adapt=True)
+optimizer = module.Lars([parameter], lr=1.0, momentum=0.5, trust_coeff=0.1, always_adapt=True)
 moves = []
 for rate in (1.0, 0.0):
     optimizer.param_groups[0]["lr"] = rate

@@ -1,6 +1,7 @@
 """A rank slowed to its device's speed: how long it sleeps, and that it computes the same, as
 ranks with slow links do (test_links.py)."""
 
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,6 +57,18 @@ def test_the_fastest_never_sleeps() -> None:
     thread.compute(0.5)
     pace.settle()
     assert thread.slept == []
+
+
+def test_another_thread_is_not_slowed() -> None:
+    thread = Thread()
+    pace = thread.pace(2.0)
+    thread.compute(0.5)
+    other = threading.Thread(target=pace.settle)
+    other.start()
+    other.join()
+    assert thread.slept == []
+    pace.settle()
+    assert thread.slept == [0.5]
 
 
 def test_waiting_for_a_processor_and_oversleeping_count_as_slept() -> None:
@@ -152,6 +165,7 @@ def test_slowed_ranks_compute_the_same(strategy: str, jobs: Jobs, arrays: Path) 
     [
         pytest.param(("strategy=dp",), marks=pytest.mark.full),
         ("strategy=zero3", "launcher.device_speed=true"),
+        ("strategy=dp", "train.all_reduce=hierarchical", "launcher.device_speed=true"),
         pytest.param(("strategy.graph={split: {}}",), marks=pytest.mark.full),
         ("strategy.graph={pipeline: {stages: 4, micro_batches: 4, schedule: 1f1b}}",),
     ],

@@ -8,6 +8,7 @@ computing. The others then wait for it as they would for the device.
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 
 # A rank that started among many others may have waited for seconds, which steps must not make up.
 _MOST_OVERSLEPT_S = 0.5
@@ -21,6 +22,8 @@ class Pace:
         since any fixed time; None: from the kernel. The seconds of waiting count as slept.
     sleep: sleeps for a number of seconds.
     clock: returns seconds.
+
+    It is the pace of the thread that makes it. Other threads only communicate, and are not slowed.
 
     Excess sleep, because no processor was free or a sleep lasted too long, is subtracted from the
     next sleeps, up to half a second of it.
@@ -37,10 +40,14 @@ class Pace:
         self._computing = computing or _of_this_thread
         self._sleep, self._clock = sleep, clock
         self._owed = 0.0
+        self._thread = get_ident()
         self._last = self._computing()
 
     def settle(self) -> None:
-        """Sleep for the time that all computing since the last call still has to take."""
+        """Sleep for the time that all computing since the last call still has to take; in another
+        thread, return at once."""
+        if get_ident() != self._thread:
+            return
         on, waited = self._computing()
         self._owed += (on - self._last[0]) * (self.factor - 1) - (waited - self._last[1])
         self._owed = max(self._owed, -_MOST_OVERSLEPT_S)
