@@ -53,10 +53,14 @@ def split(seed):
 
 def drawn(combination, rng):
     """Return a picture of 32 x 32 pixels, its shape moved by a pixel at most, on dark noise."""
+    return painted(combination, rng.integers(0, 40, (32, 32, 3), np.uint8), rng.integers(-1, 2, 2))
+
+
+def painted(combination, background, move):
+    """Return the picture of a combination on a background, its shape moved by pixels."""
     size, colour, shape, place = combination
-    noise = rng.integers(0, 40, (32, 32, 3), np.uint8)
-    image, radius = Image.fromarray(noise), SIZES[size]
-    x, y = np.add(PLACES[place], rng.integers(-1, 2, 2)).tolist()
+    image, radius = Image.fromarray(background), SIZES[size]
+    x, y = np.add(PLACES[place], move).tolist()
     draw, fill = ImageDraw.Draw(image), COLOURS[colour]
     box = (x - radius, y - radius, x + radius, y + radius)
     if shape == "circle":

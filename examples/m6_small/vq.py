@@ -12,12 +12,13 @@ import argparse
 import io
 import json
 import tarfile
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 from caption import MEAN, STD, greedy, load, pairs
-from make_pairs import COMBINATIONS, caption, drawn, write_tokenizer
+from make_pairs import COMBINATIONS, caption, painted, write_tokenizer
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -118,13 +119,13 @@ def as_bytes(pixels):
 
 
 def nearest(pictures):
-    """Return the combination of the nearest of nine drawings of each, with moved shapes."""
-    rng = np.random.default_rng(0)
-    named = [combination for combination in COMBINATIONS for _ in range(9)]
-    drawings = np.stack([np.asarray(drawn(combination, rng)) for combination in named])
+    """Return the combination of the nearest of the nine pictures of each, without the noise."""
+    grey = np.full((32, 32, 3), 20, np.uint8)
+    named = list(product(COMBINATIONS, product((-1, 0, 1), repeat=2)))
+    drawings = np.stack([np.asarray(painted(x, grey, move)) for x, move in named])
     drawings = drawings.reshape(len(named), -1).astype(np.float32)
     flat = pictures.reshape(len(pictures), 1, -1).astype(np.float32)
-    return [named[np.square(drawings - one).sum(1).argmin()] for one in flat]
+    return [named[np.square(drawings - one).sum(1).argmin()][0] for one in flat]
 
 
 def main():
