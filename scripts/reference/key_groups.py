@@ -29,6 +29,7 @@ from whale_train.launcher.study.settings import StudySettings
 from whale_train.metrics_options import MetricOptions
 from whale_train.models.options import MODEL_KEYS, LossOptions, ModelOptions
 from whale_train.optimizer_options import OfClass, OptimizerOptions
+from whale_train.schedule_options import ScheduleOptions
 from whale_train.trackers.options import BuiltIn, OwnTrackerOptions
 
 CONF = Path(config.__file__).parent / "conf"
@@ -54,6 +55,7 @@ def key_groups() -> tuple[KeyGroup, ...]:
         KeyGroup("callbacks", "Your own code at moments of a run.", tuple(_callbacks(top))),
         _of_class("verify", "Options of `mode=verify`.", config.VerifyOptions, top),
         _of_class("audit", "Options of `mode=audit`.", config.AuditOptions, top),
+        _of_class("schedule", "Options of `mode=schedule`.", ScheduleOptions, top),
         KeyGroup("hydra", _ABOUT_HYDRA, tuple(_hydra(top))),
         *_sweeper_groups(),
     ]
@@ -86,6 +88,7 @@ def _of_files(name: str, about: str, kind: type[BaseModel]) -> KeyGroup:
 def _top_level(written: Written) -> Iterator[Key]:
     texts = texts_of(config.Request)
     sections = ("train", "checkpoint", "verify", "audit", "hydra", "defaults", "callbacks")
+    sections = (*sections, "schedule")
     for path in written:
         if "." in path or path in (*sections, "metrics", "trackers"):
             continue

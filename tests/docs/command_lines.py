@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = "whale-train"
 # Programs of a page that are not started here: other hosts, installers, builds.
 ELSEWHERE = ("make", "torchrun", "srun", "sbatch", "ssh", "scp", "pip", "docker", "git", "sudo")
-# Modes that read what an earlier command of the page has made: a plan of them would say nothing.
-READING = ("export", "evaluate", "predict", "audit", "view")
+# Modes that read what the page has made before: a plan of them would say nothing.
+READING = ("export", "evaluate", "predict", "audit", "view", "schedule")
 _WITHOUT_PLAN = (
     "mode=", "train.resume", "checkpoint=", "run=", "path=", "hydra.run.dir", "hydra.sweep",
     "launcher.wait", "launcher.device_speed", "launcher.link_speed", "verify.", "audit.", "hydra/",
@@ -53,7 +53,8 @@ class CommandLine:
     def starts_nothing(self) -> bool:
         """Return whether it shows something and ends: a plan, a help, what the machine has."""
         shows = {"doctor", "--help", "--hydra-help", "--cfg", "--version"} & set(self.words)
-        return bool(shows) or (self.mode == "plan" and not self.is_sweep)
+        simulates = self.mode == "schedule" and "schedule.simulate=true" in self.words
+        return bool(shows) or simulates or (self.mode == "plan" and not self.is_sweep)
 
     @property
     def is_sweep(self) -> bool:

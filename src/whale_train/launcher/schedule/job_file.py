@@ -55,17 +55,17 @@ def read_jobs(
     """
     faults: list[Fault] = []
     entries = _entries(path, faults)
-    for number, entry in enumerate(entries):
+    for number, entry in entries.items():
         if entry.devices > devices:
             key, rule = f"{_KEY}[{number}].devices", f"is more than the {devices} devices there are"
             faults.append(Fault(key, str(entry.devices), rule, f"use at most {devices}"))
-        if any(entry.name == other.name for other in entries[:number]):
+        if any(entry.name == entries[i].name for i in range(number) if i in entries):
             rule, remedy = "is the name of two jobs", "give each its own"
             faults.append(Fault(f"{_KEY}[{number}].name", entry.name, rule, remedy))
     choices = _choices(plans, faults)
     jobs = [
         job
-        for number, entry in enumerate(entries)
+        for number, entry in entries.items()
         if (job := _composed(number, entry, hardware, choices, faults)) is not None
     ]
     if faults:
@@ -73,22 +73,23 @@ def read_jobs(
     return jobs
 
 
-def _entries(path: str, faults: list[Fault]) -> tuple[JobEntry, ...]:
-    """Return the entries of the file, or none after adding its faults."""
+def _entries(path: str, faults: list[Fault]) -> dict[int, JobEntry]:
+    """Return the entries of the file by their place in it, without those whose faults it adds."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())
         remedy = "name a YAML file with a list of jobs, each {name, command, devices}"
         faults.append(Fault(_KEY, path, f"cannot be read ({said})", remedy))
-        return ()
+        return {}
     if isinstance(content, dict) and list(content) == [_KEY]:
         content = content[_KEY]
     if not isinstance(content, list) or not content:
         remedy = "write a list of jobs, each {name, command, devices}"
         faults.append(Fault(_KEY, path, "has no list of jobs", remedy))
-        return ()
-    return validated(tuple[JobEntry, ...], content, _KEY, faults) or ()
+        return {}
+    read = (validated(JobEntry, x, f"{_KEY}[{i}]", faults) for i, x in enumerate(content))
+    return {number: entry for number, entry in enumerate(read) if entry is not None}
 
 
 def _choices(plans: Sequence[str], faults: list[Fault]) -> dict[str, tuple[str, ...]]:

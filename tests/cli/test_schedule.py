@@ -1,0 +1,181 @@
+"""`mode=schedule`: real jobs that shrink and grow, simulated ones, and what is refused."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.cli.command import environment_for, processes_of, whale_train
+
+CPUS = ("mode=schedule", "hardware=cpu", "hardware.devices=4")
+SMALL = ["model=gpt", "model.depth=1", "model.width=32", "train.global_batch=16"]
+# A rank reads its share of every batch at the same pace whatever else the machine does, so that two
+# ranks are faster than one.
+TOKENS = """
+import time
+
+import torch
+
+
+class SlowTokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        drawn = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 257, (16,), generator=drawn)
+        return {"input_ids": tokens, "labels": tokens}
+"""
+SLOW = [*SMALL, "data._target_=slow_tokens.SlowTokens"]
+
+
+def written(folder: Path, jobs: list[dict[str, Any]]) -> str:
+    (folder / "slow_tokens.py").write_text(TOKENS)
+    (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
+    return "jobs=jobs.yaml"
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines] == list(range(1, len(lines) + 1))
+    return [x["loss"] for x in lines]
+
+
+@pytest.mark.timeout(280)
+def test_a_late_guarantee_gets_its_share_and_others_grow_back(tmp_path: Path) -> None:
+    jobs = [
+        {"name": "a", "command": [*SLOW, "train.steps=150"], "devices": 1},
+        {
+            "name": "b",
+            "command": [*SLOW, "train.steps=150", "seed=1"],
+            "devices": 1,
+            "guaranteed": False,
+        },
+        {
+            "name": "late",
+            "command": [*SLOW, "train.steps=12", "seed=2"],
+            "devices": 2,
+            "arrival_s": 12,
+        },
+    ]
+    given = [*CPUS, written(tmp_path, jobs), "hydra.run.dir=all", "schedule.plans=[dp,zero1]"]
+    given += ["schedule.reconfiguration_s=0", "schedule.least_useful_share=0"]
+    answer = whale_train([*given, "schedule.round_s=1000"], tmp_path, deadline_s=250.0)
+    assert (answer.status, answer.stderr, answer.left_running) == (0, "", ())
+    schedule = json.loads((tmp_path / "all/schedule.json").read_text())
+    by_name = {job["name"]: job for job in schedule["jobs"]}
+    assert [job["status"] for job in schedule["jobs"]] == ["done"] * 3
+    late = by_name["late"]
+    assert late["history"][0]["devices"] >= late["minimum_devices"] >= 1
+    assert late["started_s"] - late["arrival_s"] < 60
+    # Both began on two devices, shrank for the guarantee, and grew once it had ended.
+    for name in ("a", "b"):
+        held = [x["devices"] for x in by_name[name]["history"]]
+        assert held[0] == 2
+        assert min(held) == 1
+        assert held[-1] > 1
+    # Each has taken every step once, with the losses of a run that nothing touched.
+    for job in jobs:
+        alone = [*job["command"], "hardware=cpu", "hardware.devices=1", "strategy=dp"]
+        untouched = whale_train([*alone, f"hydra.run.dir={job['name']}"], tmp_path)
+        assert untouched.status == 0, untouched.stderr
+        ran = losses(tmp_path / "all/jobs" / job["name"])
+        assert ran == pytest.approx(losses(tmp_path / job["name"]), rel=2e-5)
+
+
+def test_ctrl_c_stops_every_job_and_keeps_its_checkpoint(tmp_path: Path) -> None:
+    jobs = [{"name": "a", "command": [*SLOW, "train.steps=5000"], "devices": 1}]
+    program = [sys.executable, "-m", "whale_train.launcher.cli", *CPUS, written(tmp_path, jobs)]
+    program += ["hydra.run.dir=all", "schedule.plans=[]"]
+    with (tmp_path / "said").open("w") as said:
+        running = subprocess.Popen(
+            program, cwd=tmp_path, env=environment_for(tmp_path), stdout=said, stderr=said
+        )
+    metrics = tmp_path / "all/jobs/a/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(losses(metrics.parent)) > 2):
+        assert running.poll() is None, (tmp_path / "said").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(100) == 130
+    assert processes_of(tmp_path) == ()
+    steps = [x.name for x in (metrics.parent / "checkpoints").glob("step_*/manifest.json")]
+    assert len(steps) == 1
+    schedule = json.loads((tmp_path / "all/schedule.json").read_text())
+    assert [job["status"] for job in schedule["jobs"]] == ["interrupted"]
+
+
+def test_a_simulated_trace_beside_the_other_policies(tmp_path: Path) -> None:
+    jobs = [
+        {"name": "one", "command": [*SMALL, "train.steps=50"], "devices": 1},
+        {"name": "two", "command": [*SMALL, "train.steps=90"], "devices": 2, "guaranteed": False},
+    ]
+    (tmp_path / "trace.csv").write_text(
+        "name,like,arrival_s,devices,steps,guaranteed\nx,one,0,,100,\ny,two,3.5,4,,true\n"
+    )
+    given = [*CPUS, written(tmp_path, jobs), "schedule.simulate=true", "schedule.plans=[zero1]"]
+    answer = whale_train([*given, "schedule.trace=trace.csv", "hydra.run.dir=csv"], tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    schedule = json.loads((tmp_path / "csv/schedule.json").read_text())
+    assert [job["name"] for job in schedule["jobs"]] == ["x", "y"]
+    assert [job["guaranteed"] for job in schedule["jobs"]] == [True, True]
+    assert set(schedule["policies"]) == {"replan", "resources", "plans", "first_come"}
+    assert not (tmp_path / "csv/jobs").exists()
+    assert "one more device" in answer.stdout
+    drawn = [*given, "schedule.trace_jobs=40", "hydra.run.dir=drawn", "seed=3"]
+    assert whale_train(drawn, tmp_path).status == 0
+    schedule = json.loads((tmp_path / "drawn/schedule.json").read_text())
+    assert len(schedule["jobs"]) == 40
+    assert {x["ended"] for x in schedule["policies"].values()} == {40}
+
+
+def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
+    jobs = [
+        {"name": "a", "command": SMALL, "devices": 1, "garanteed": True},
+        {"name": "b", "command": ["train.stepz=5"], "devices": 9},
+        {"name": "b", "command": ["mode=plan", "hardware=cpu"], "devices": 1},
+    ]
+    plans = "schedule.plans=['dp seed=4']"
+    answer = whale_train([*CPUS, written(tmp_path, jobs), plans, "hydra.run.dir=no"], tmp_path)
+    assert (answer.status, answer.stdout) == (2, "")
+    assert answer.stderr.splitlines() == [
+        "7 things are wrong with this request:",
+        "  jobs[0].garanteed=true is not a key here; did you mean guaranteed? One of: arrival_s, "
+        "command, devices, guaranteed, name",
+        "  jobs[1].devices=9 is more than the 4 devices there are; use at most 4",
+        "  jobs[2].name=b is the name of two jobs; give each its own",
+        "  schedule.plans=dp seed=4 sets seed, and a plan must not change what is computed; use "
+        "keys of strategy, and train.accumulate",
+        "  jobs[1].command: train.stepz=5 is not a key of the config; did you mean train.steps?",
+        "  jobs[2].command: mode is set by the schedule; leave it out: jobs are trained",
+        "  jobs[2].command: hardware is set by the schedule; leave it out: the schedule shares its "
+        "own hardware",
+    ]
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("mode=schedule",), "jobs must be given to mode=schedule; name a YAML file"),
+        (("jobs=x.yaml",), "jobs=x.yaml has no effect on mode=train; use mode=schedule"),
+        ((*CPUS, "jobs=x.yaml"), "jobs=x.yaml cannot be read (["),
+        ((*CPUS, "jobs=x.yaml", "train.steps=5"), "train.steps=5 has no effect on mode=schedule"),
+        (
+            (*CPUS, "jobs=x.yaml", "schedule.trace_jobs=5"),
+            "schedule.trace_jobs=5 is simulated, and no job starts; add schedule.simulate=true",
+        ),
+        ((*CPUS, "jobs=x.yaml", "schedule.polici=replan"), "did you mean schedule.policy?"),
+    ],
+)
+def test_what_is_refused(given: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    answer = whale_train([*given, "hydra.run.dir=no"], tmp_path)
+    assert (answer.status, answer.stdout) == (2, "")
+    assert said in answer.stderr
