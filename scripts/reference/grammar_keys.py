@@ -48,6 +48,13 @@ STRATEGY = (
         "auto",
     ),
     FieldKey(
+        "strategy.prefer_intra_node",
+        nodes.Strategy,
+        "prefer_intra_node",
+        "`true`, `false`",
+        "true",
+    ),
+    FieldKey(
         "strategy.time_limit_s",
         nodes.Strategy,
         "time_limit_s",

@@ -249,7 +249,7 @@ def test_keys_of_the_file() -> None:
     assert read_strategy({"balance": "odd", "grap": 1}, "mine", faults) is None
     assert [str(fault) for fault in faults] == [
         "strategy.grap is not a key here; did you mean graph? One of: balance, devices, graph, "
-        "logical_workers",
+        "logical_workers, prefer_intra_node",
         "strategy.graph is missing; give a node or a list of nodes",
     ]
     assert faults_of("replicate", balance="odd", devices=0) == [
