@@ -116,9 +116,9 @@ def overlapped(first: float, second: float, exponent: float) -> float:
     longer = max(first, second)
     if longer <= 0.0:
         return 0.0
-    return longer * float((first / longer) ** exponent + (second / longer) ** exponent) ** (
-        1 / exponent
-    )
+    total: float = (first / longer) ** exponent + (second / longer) ** exponent
+    joined: float = total ** (1 / exponent)
+    return longer * joined
 
 
 _LOWEST = (0.5, 1.0, 1e-16, 1e-16, 1e-3, 1.0, 1e-9)
