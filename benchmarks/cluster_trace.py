@@ -7,7 +7,7 @@ between nodes. The models are its seven, with their sizes; what their steps take
 seven-parameter model with figures of the catalogue in place of its measurements. Its trace is a
 busy half-day of the Philly trace, which is not shipped here: arrivals, durations and devices are
 drawn with that trace's shape, the plan of each job among those that fit its devices. Devices are
-counted, not placed. The paper's other schedulers are Sia and Synergy; the baselines here are not.
+counted, not placed. The paper compares with other schedulers than the baselines here.
 """
 
 import argparse

@@ -29,10 +29,11 @@ class SlowTokens(torch.utils.data.Dataset):
     def __getitem__(self, index):
         time.sleep(0.01)
         drawn = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, 257, (16,), generator=drawn)
+        tokens = torch.randint(0, 257, (64,), generator=drawn)
         return {"input_ids": tokens, "labels": tokens}
 """
-SLOW = [*SMALL, "data._target_=slow_tokens.SlowTokens"]
+SLOW = ["model=gpt", "model.depth=2", "train.global_batch=16"]
+SLOW += ["data._target_=slow_tokens.SlowTokens"]
 
 
 def written(folder: Path, jobs: list[dict[str, Any]]) -> str:
@@ -50,10 +51,10 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.timeout(280)
 def test_a_late_guarantee_gets_its_share_and_others_grow_back(tmp_path: Path) -> None:
     jobs = [
-        {"name": "a", "command": [*SLOW, "train.steps=150"], "devices": 1},
+        {"name": "a", "command": [*SLOW, "train.steps=110"], "devices": 1},
         {
             "name": "b",
-            "command": [*SLOW, "train.steps=150", "seed=1"],
+            "command": [*SLOW, "train.steps=110", "seed=1"],
             "devices": 1,
             "guaranteed": False,
         },
@@ -61,7 +62,7 @@ def test_a_late_guarantee_gets_its_share_and_others_grow_back(tmp_path: Path) ->
             "name": "late",
             "command": [*SLOW, "train.steps=12", "seed=2"],
             "devices": 2,
-            "arrival_s": 12,
+            "arrival_s": 8,
         },
     ]
     given = [*CPUS, written(tmp_path, jobs), "hydra.run.dir=all", "schedule.plans=[dp,zero1]"]
