@@ -1,6 +1,7 @@
 """The command itself: help and completion, plans, runs and what they write, sweeps."""
 
 import json
+import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -89,6 +90,35 @@ def test_tab_completes(typed: str, offered: set[str], tmp_path: Path) -> None:
     answer = whale_train(["--shell-completion", "query=bash"], tmp_path, line)
     assert (answer.status, answer.stderr) == (0, "")
     assert set(answer.stdout.split()) == offered
+
+
+def test_a_head_of_100_billion_classes_is_planned(tmp_path: Path) -> None:
+    """On 8,192 devices, which keep 12 bytes of each parameter for AdamW all through a step."""
+    classes, width, nodes = 10**11, 512, 1024
+    request = ["mode=plan", "model=class_head", "data=classes", f"model.num_classes={classes}"]
+    large = ["hardware=h200", "strategy=split", "train.global_batch=512"]
+    node = f"{{count: {nodes}, devices: 8, device: h200_sxm_141gb, link: nvlink4}}"
+    keys = [f"hardware.nodes=[{node}]", "hydra.run.dir=planned"]
+    answer = whale_train([*request, *large, *keys], tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    plan = Plan.from_json((tmp_path / "planned" / "plan.json").read_text())
+    head = plan.task_graphs[0].shards["head.weight"]
+    assert [head[0][0], head[-1][1]] == [0, classes]
+    assert all(before[1] == after[0] for before, after in pairwise(head))
+    held = (head[0][1] - head[0][0]) * (width + 1)
+    memory = plan.ranks[0].memory_bytes
+    assert memory.parameters + memory.optimizer == pytest.approx(12 * held, rel=0.01)
+    assert 0.5 * 141e9 < memory.total < 141e9
+
+    small = ["hardware=v100_512", "strategy=hybrid_split_dp", "train.global_batch=512"]
+    refused = whale_train([*request, *small], tmp_path)
+    assert refused.status == 2
+    assert re.fullmatch(
+        r"error: strategy\.graph\[1\]\.split\.modules=head has 100000000000 classes, \d+ more than "
+        r"the devices of hardware=v100_512 have memory for \(1\.2. PB short\); use more devices, a "
+        r"smaller train\.global_batch, strategy=split, or at most 1529\d{6} classes",
+        " ".join(refused.stderr.split()),
+    )
 
 
 def test_a_plan_needs_none_of_its_devices_and_starts_nothing(tmp_path: Path) -> None:

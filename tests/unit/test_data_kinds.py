@@ -10,7 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from whale_train.data.open import DataOptions, open_dataset
 from whale_train.data.order import step_indices
-from whale_train.data.sources.classes import ClassesOptions
+from whale_train.data.permutation import permute
+from whale_train.data.random_bits import stream_key
+from whale_train.data.sources.classes import ClassesOptions, balanced_labels
 from whale_train.data.sources.digits import DigitsOptions
 from whale_train.data.sources.images import ImagesOptions
 from whale_train.strategies.graph.operation_graph import InputField
@@ -65,6 +67,16 @@ def test_all_classes_occur_equally_often(num_classes: int, num_samples: int) -> 
     assert len(counts) == num_classes
     assert counts.max() - counts.min() <= 1
     assert (np.diff(labels) < 0).any()
+
+
+@pytest.mark.parametrize("num_classes", [10, 999_999, 10**11 + 1, 10**12])
+def test_labels_are_those_of_whole_numbers_without_a_limit(num_classes: int) -> None:
+    num_samples, key = 10**9, stream_key("labels", 0)
+    indices = np.arange(200)
+    exact = [
+        int(place) * num_classes // num_samples for place in permute(indices, num_samples, key)
+    ]
+    assert balanced_labels(indices, num_samples, num_classes, key).tolist() == exact
 
 
 def test_few_samples_of_a_million_classes_are_spread_over_all_of_them() -> None:
@@ -204,7 +216,7 @@ def test_images_follow_the_model() -> None:
     "wrong",
     [
         {"kind": "text", "evaluation_fraction": 1.0},
-        {"kind": "classes", "num_classes": 1_000_001},
+        {"kind": "classes", "num_classes": 10**12 + 1},
         {"kind": "digits", "path": "x"},
         {"kind": "arrays"},
         {"kind": "images", "size": 0},

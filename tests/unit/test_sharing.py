@@ -269,7 +269,7 @@ def test_a_head_that_is_too_large_by_how_much() -> None:
     assert refused(HYBRID, headed(10_000_000), TWO, training(2)) == (
         "strategy.graph[1].split.modules=head has 10000000 classes, 3000000 more than the devices "
         "of hardware=cluster have memory for (120 MB short); use more devices, a smaller "
-        "train.global_batch, or at most 7000000 classes"
+        "train.global_batch, strategy=split, or at most 7000000 classes"
     )
     found = shared(HYBRID, headed(7_000_000), TWO, training(2))
     assert found == Sharing((1, 1), (2_000_000, 5_000_000))
@@ -279,7 +279,7 @@ def test_evenly_the_smallest_device_limits_the_classes() -> None:
     assert refused(HYBRID, headed(10_000_000), TWO, training(2), balance="even") == (
         "strategy.graph[1].split.modules=head has 10000000 classes, 5999999 more than the devices "
         "of hardware=cluster have memory for (240 MB short); use more devices, a smaller "
-        "train.global_batch, or at most 4000001 classes"
+        "train.global_batch, strategy=split, or at most 4000001 classes"
     )
     found = shared(HYBRID, headed(4_000_001), TWO, training(2), balance="even")
     assert found == Sharing((1, 1), (2_000_000, 2_000_001))

@@ -1,4 +1,4 @@
-"""`data=classes`: vectors with their class, up to a million classes, generated on demand.
+"""`data=classes`: vectors with their class, up to 10^12 classes, generated on demand.
 
 Each class has a centre, which follows from the number of the class. A sample is the centre of its
 class plus noise: a model can learn it, and nothing is kept in memory.
@@ -19,6 +19,7 @@ from whale_train.strategies.graph.operation_graph import InputField
 # Centres have deviation 1 in each feature. With 256 features two centres are some 23 apart, so
 # that noise of deviation 0.5 leaves the classes well separated.
 _NOISE = np.float32(0.5)
+_MOST_CLASSES = 10**12  # times a vector of 1e6 features, counters of random bits are below 2^63
 
 
 class ClassesOptions(BaseModel):
@@ -35,7 +36,7 @@ class ClassesOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["classes"] = "classes"
-    num_classes: int = Field(1000, ge=2, le=1_000_000)
+    num_classes: int = Field(1000, ge=2, le=_MOST_CLASSES)
     num_features: int = Field(256, ge=1, le=1_000_000)
     num_samples: int = Field(1_000_000, ge=1, le=1_000_000_000)
     seed: int = 0
@@ -57,7 +58,10 @@ def balanced_labels(indices: Indices, num_samples: int, num_classes: int, key: B
     The numbers of samples of any two classes differ by at most one. Where there are fewer samples
     than classes, they are spread over all classes.
     """
-    return permute(indices, num_samples, key) * num_classes // num_samples
+    places = permute(indices, num_samples, key)
+    # places * num_classes // num_samples, in steps that an int64 holds
+    fewest, rest = divmod(num_classes, num_samples)
+    return places * fewest + places * rest // num_samples
 
 
 @dataclass(frozen=True)

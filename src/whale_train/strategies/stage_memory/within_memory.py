@@ -190,7 +190,9 @@ def _no_room_beside(room: MemoryBudget, stage: int, most: int) -> Fault:
         f"has {count} {units}, {count - most} more than the devices of hardware={job.cluster.name} "
         f"have memory for ({in_bytes(short)} short)"
     )
-    remedy = f"use more devices, a smaller train.global_batch, or at most {most} {units}"
+    # Beside copies each device has samples of its own, whose logits meet on every shard.
+    fewer = f"strategy=split, or at most {most}" if units == "classes" else f"or at most {most}"
+    remedy = f"use more devices, a smaller train.global_batch, {fewer} {units}"
     split = job.form.stages[stage].split
     assert split is not None
     return Fault(f"{split.path}.modules", ", ".join(split.modules), rule, remedy)
