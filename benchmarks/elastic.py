@@ -2,7 +2,7 @@
 
 python benchmarks/elastic.py
 python benchmarks/elastic.py --no-times
-python benchmarks/elastic.py --no-bits --rounds 40
+python benchmarks/elastic.py --no-bits --processes 1 --rounds 40
 
 The first table trains models with batch norms, dropout, embeddings and attention for some steps by
 `whale-train strategy=elastic_dp strategy.logical_workers=8`, on 1, 2, 3, 4 and 8 processes, and in
@@ -36,11 +36,7 @@ COUNTS = (1, 2, 3, 4, 8)
 CHANGES = (4, 2, 3)
 BERT = "{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64}"
 MODELS = {
-    "ResNet: batch norms": (
-        *("model=hf", "model.architecture=ResNetForImageClassification", "data=images"),
-        "model.config={embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], num_labels: 10}",
-        *("data.image_size=16", "data.num_classes=10"),
-    ),
+    "ResNet: batch norms": ("model=image_classifier", "model.width=8", "data=digits"),
     "BERT: embeddings, attention, dropout": (
         *("model=hf", "model.architecture=BertForMaskedLM", f"model.config={BERT}"),
         *("data=text", "data.sequence_length=16"),
@@ -55,6 +51,14 @@ def main() -> None:
     parser.add_argument("--bits", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--times", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=9, help="steps of each run")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        choices=(WORKERS, 1),
+        default=[WORKERS, 1],
+        help="to time",
+    )
     parser.add_argument("--rounds", type=int, default=20, help="turns a side")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
@@ -62,7 +66,7 @@ def main() -> None:
             show_bits(Path(folder), options.steps)
         if options.times:
             preload()
-            show_times(Path(folder), options.rounds)
+            show_times(Path(folder), options.processes, options.rounds)
 
 
 def show_bits(folder: Path, steps: int) -> None:
@@ -107,8 +111,8 @@ def hashes(
     return [json.loads(line)["parameters_sha256"] for line in lines]
 
 
-def show_times(folder: Path, rounds: int) -> None:
-    """Print the times of a step, on eight processes and on one."""
+def show_times(folder: Path, counts: Sequence[int], rounds: int) -> None:
+    """Print the times of a step, on each of `counts` processes."""
     common = [
         *("model=gpt", *(f"model.{key}={value}" for key, value in SHAPE.items())),
         *(f"data.sequence_length={SHAPE['sequence_length']}", "hardware=cpu", "optimizer=adamw"),
@@ -120,7 +124,8 @@ def show_times(folder: Path, rounds: int) -> None:
             "elastic_dp": [*elastic()],
         },
     }
-    for processes, compared in pairs.items():
+    for processes in counts:
+        compared = pairs[processes]
         turns = Turns(rounds, 3, warm_up=2)
         made = []
         for name, overrides in compared.items():
