@@ -13,6 +13,7 @@ ring's all-reduce. Ranks that share memory need no slices: their all-reduce has 
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,11 @@ class _Bucket:
         # Flat tensors that nobody reads. Making them anew would clear pages of memory.
         self._free: list[Tensor] = []
         self._given: Tensor | None = None  # what the parameters' `.grad` are views of
-        self._reached: list[bool] = []  # whether a parameter has a gradient, by place
+        self._filled: Tensor | None = None  # with the gradients of the worker that runs
+        self._reached: set[int] = set()  # the places whose parameter has a gradient, by `start`
+        for place in self._places if ranks > 1 else ():
+            hook = partial(self._take, place)
+            place.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def add(self, members: Sequence[int], rank: int) -> None:
         """Add the gradients of a round, whose workers run on the ranks `members`, in this order."""
@@ -167,8 +172,8 @@ class _Bucket:
             own, sums = sums, self._flat()
             dist.all_gather_into_tensor(sums, own, group=self._group)
         self._given = sums
-        for place, reached in zip(self._places, self._reached, strict=True):
-            if reached:
+        for place in self._places:
+            if place.start in self._reached:
                 place.parameter.grad = sums[place.start : place.stop].view_as(place.parameter)
 
     def _flat(self) -> Tensor:
@@ -177,22 +182,35 @@ class _Bucket:
             return self._free.pop()
         return self._like.new_empty(self._ranks * self._slice)
 
+    def _take(self, place: _Place, parameter: Tensor) -> None:
+        """Move the gradient that a backward has just made into the flat tensor, while it is in the
+        processor's caches."""
+        if self._filled is None:
+            if self._given is not None:  # by the step before, whose gradients are dropped
+                self._free.append(self._given)
+                self._given = None
+            self._filled, self._reached = self._flat(), set()
+        assert parameter.grad is not None
+        view = self._filled[place.start : place.stop].view_as(parameter)
+        if place.start in self._reached:  # by another call of the same backward
+            view.add_(parameter.grad)
+        else:
+            view.copy_(parameter.grad)
+        self._reached.add(place.start)
+        parameter.grad = None
+
     def _taken(self) -> Tensor:
-        """Return the gradients as one flat tensor, and leave the parameters without them.
+        """Return the gradients of a worker as one flat tensor.
 
         A parameter that the loss does not reach has zeros. The forward of every worker reaches the
         same parameters: that of an exported model.
         """
-        if self._given is not None:  # by the step before, whose gradients are dropped
-            self._free.append(self._given)
-            self._given = None
-        flat = self._flat()
-        self._reached = [place.parameter.grad is not None for place in self._places]
+        flat, self._filled = self._filled, None
+        if flat is None:
+            flat, self._reached = self._flat(), set()
         end = 0
         for place in self._places:
             flat[end : place.start] = 0.0
-            gradient, place.parameter.grad = place.parameter.grad, None
-            flat[place.start : place.stop] = 0.0 if gradient is None else gradient.reshape(-1)
-            end = place.stop
+            end = place.stop if place.start in self._reached else place.start
         flat[end:] = 0.0
         return flat
