@@ -8,8 +8,8 @@ from tests.cli.command import Answer, whale_train_process
 from tests.cli.refused import Case
 
 STRATEGIES = (
-    "3d, auto, dp, experts_dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, "
-    "split_sequence, split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, "
+    "3d, auto, dp, elastic_dp, experts_dp, hybrid_split_dp, interleaved, pipeline, single, split, "
+    "split_dp, split_sequence, split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, "
     "zero3_offload, zero_bubble"
 )
 
@@ -86,9 +86,9 @@ COMMAND_LINE = (
         "+train.foo=1",
         "train.foo=1 is not a key here; use one of: accumulate, all_reduce, bucket_mb, compile, "
         "delink_at, epochs, evaluate_every, evaluation_samples, global_batch, grad_clip, "
-        "grad_norm, loss_scale, loss_scale_fixed, on_nan, precision, profile, reduce_dtype, "
-        "report, resume, resume_data, router_bias_rate, steps, stop_after, tensorboard, tf32, "
-        "trace",
+        "grad_norm, loss_scale, loss_scale_fixed, on_nan, parameters_sha256, precision, profile, "
+        "reduce_dtype, report, resume, resume_data, router_bias_rate, steps, stop_after, tensorboard, "
+        "tf32, trace",
     ),
     Case(
         "added_existing_key",
@@ -345,7 +345,7 @@ VALUES = (
         "unknown_mode",
         "mode=trian",
         "mode=trian is unknown; did you mean train? One of: audit, calibrate, evaluate, "
-        "export, plan, predict, rehearse, train, verify, view",
+        "export, plan, predict, rehearse, schedule, train, verify, view",
     ),
     Case(
         "profile_beyond_the_run",

@@ -131,7 +131,7 @@ UNEXECUTED = (
         "compare_unknown",
         "mode=plan compare=[dp,zero7]",
         "compare=zero7 is not a strategy; did you mean zero3? One of: 3d, auto, dp, "
-        "experts_dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, "
+        "elastic_dp, experts_dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, "
         "split_sequence, split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, "
         "zero3_offload, zero_bubble",
     ),

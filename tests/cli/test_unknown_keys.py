@@ -133,7 +133,7 @@ def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
         ("hydra.run.dri=a train.stepz=1", ["hydra.run.dri=a: *run.dir?", "train.stepz=1: *"]),
         ("+train.lr=1", ["train.lr=1: use optimizer.lr=0.001"]),
         ("strategy.zero_stage=3", ["strategy.zero_stage: use strategy=zero1 (or zero2, zero3)"]),
-        ("strategy.balence=even", ["strategy.balence: did you mean balance?*graph"]),
+        ("strategy.balence=even", ["strategy.balence: did you mean balance?*graph*"]),
         (
             "train.stop_after.evaluations=3 train.stop_after.metrik=loss",
             ["train.stop_after.metric: write train.stop_after.metric=VALUE", "*metrik=loss: *"],
