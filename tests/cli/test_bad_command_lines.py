@@ -87,8 +87,8 @@ COMMAND_LINE = (
         "train.foo=1 is not a key here; use one of: accumulate, all_reduce, bucket_mb, compile, "
         "delink_at, epochs, evaluate_every, evaluation_samples, global_batch, grad_clip, "
         "grad_norm, loss_scale, loss_scale_fixed, on_nan, parameters_sha256, precision, profile, "
-        "reduce_dtype, report, resume, resume_data, router_bias_rate, steps, stop_after, tensorboard, "
-        "tf32, trace",
+        "reduce_dtype, report, resume, resume_data, router_bias_rate, steps, stop_after, "
+        "tensorboard, tf32, trace",
     ),
     Case(
         "added_existing_key",
