@@ -199,7 +199,15 @@ def test_the_strategies_we_ship(name: str) -> None:
 
 
 def test_no_strategy_file_is_left_out() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == {*STRATEGIES, "auto"}
+    assert {path.stem for path in CONF.glob("*.yaml")} == {*STRATEGIES, "auto", "elastic_dp"}
+
+
+def test_logical_workers() -> None:
+    mapping = yaml.safe_load((CONF / "elastic_dp.yaml").read_text())
+    copies = (Replicate("strategy.graph.replicate"),)
+    assert read_strategy(mapping, "elastic_dp", []) == Strategy(
+        "elastic_dp", copies, logical_workers=8
+    )
 
 
 def test_a_graph_left_to_the_planner() -> None:
