@@ -225,6 +225,7 @@ def _live(live: LiveJob, devices: int) -> dict[str, Any]:
         "status": live.status,
         "arrival_s": job.arrival_s,
         "started_s": live.started_s,
+        "first_step_s": live.first_step_s,
         "ended_s": live.ended_s,
         "reconfigurations": live.reconfigurations,
         "history": live.history,

@@ -36,7 +36,8 @@ class LiveJob:
     status: what it does.
     process: its process, if it has one.
     target: what the policy last gave it.
-    waiting_since_s, started_s, ended_s: times from the start of the schedule.
+    waiting_since_s, started_s, first_step_s, ended_s: times from the start of the schedule; the
+        third is when its first step was seen to be done.
     history: what it ran on, with the time at which each began and the step after which.
     stopped_at_s: when it was last told to stop, until it has taken a step again.
     """
@@ -48,6 +49,7 @@ class LiveJob:
     target: Allocation | None = None
     waiting_since_s: float = 0.0
     started_s: float | None = None
+    first_step_s: float | None = None
     ended_s: float | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     stopped_at_s: float | None = None
@@ -159,8 +161,10 @@ class RunningJobs:
         return said
 
     def _measure(self) -> None:
-        """Take note of the time that jobs lost by going on elsewhere."""
+        """Take note of first steps, and of the time that jobs lost by going on elsewhere."""
         for job in self.jobs:
+            if job.started_s is not None and job.first_step_s is None and last_step(job.run_dir):
+                job.first_step_s = self.now_s
             if job.stopped_at_s is None or job.process is None or job.process.is_stopping:
                 continue
             if job.process.has_stepped:
