@@ -23,20 +23,30 @@ from whale_train.strategies.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class _State:
-    """The state of a worker that another worker would change.
+class _RandomState:
+    """States of the generators that a forward may draw from.
 
     cpu: state of torch's default generator.
     cuda: state of the generator of the rank's GPU; None without one.
     python: state of Python's generator.
     numpy: state of NumPy's generator.
-    buffers: values of the buffers, by path.
     """
 
     cpu: Tensor
     cuda: Tensor | None
     python: Any
     numpy: Any
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state of a worker that another worker would change.
+
+    random: states of its generators.
+    buffers: values of the buffers, by path.
+    """
+
+    random: _RandomState
     buffers: Mapping[str, Tensor]
 
 
@@ -59,7 +69,8 @@ class WorkerStates:
         self._workers, self._buffers, self._seed = workers, buffers, seed
         self._others: Mapping[str, Tensor] = others
         self._states: dict[int, _State] = {}
-        self._present = workers[0]
+        self._present = self._draws = workers[0]
+        self._drawn: dict[int, _RandomState] = {}  # of workers that an evaluation has drawn as
         self._seed_all(0)
 
     def switch(self, worker: int) -> None:
@@ -91,13 +102,22 @@ class WorkerStates:
         """
         self.switch(self._workers[0])
         self._states[self._present] = self._current()
+        self._draws, self._drawn = self._present, {}
         for buffer in self._buffers.values():
             dist.broadcast(buffer, group=group, group_src=0)
 
+    def draw_as(self, worker: int) -> None:
+        """Draw as `worker` of this rank does, from `show_first` to `hide_first`: an evaluation may
+        draw numbers too. The buffers stay those of worker 0."""
+        if worker != self._draws:
+            self._drawn[self._draws] = _random_state()
+            _set_random(self._drawn.get(worker, self._states[worker].random))
+            self._draws = worker
+
     def hide_first(self) -> None:
-        """Give the worker that is present its own buffers again."""
-        for path, value in self._states[self._present].buffers.items():
-            self._buffers[path].copy_(value)
+        """Give the worker that is present its own buffers again, and its random states of
+        before."""
+        self._set(self._states[self._present])
 
     def read(self) -> dict[str, Any]:
         """Return the states for a checkpoint, by the number of the worker, as plain data."""
@@ -135,20 +155,11 @@ class WorkerStates:
 
     def _current(self) -> _State:
         """Return a copy of the state of the worker that is present."""
-        return _State(
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-            python=random.getstate(),
-            numpy=np.random.get_state(),
-            buffers={path: buffer.clone() for path, buffer in self._buffers.items()},
-        )
+        buffers = {path: buffer.clone() for path, buffer in self._buffers.items()}
+        return _State(_random_state(), buffers)
 
     def _set(self, state: _State) -> None:
-        torch.set_rng_state(state.cpu)
-        if state.cuda is not None:
-            torch.cuda.set_rng_state(state.cuda)
-        random.setstate(state.python)
-        np.random.set_state(state.numpy)
+        _set_random(state.random)
         for path, value in state.buffers.items():
             self._buffers[path].copy_(value)
 
@@ -158,10 +169,12 @@ class WorkerStates:
         kind, words, *position = plain["numpy"]
         cuda = plain.get("cuda")
         return _State(
-            cpu=tensor_of(plain["cpu"]),
-            cuda=tensor_of(cuda) if cuda and torch.cuda.is_available() else None,
-            python=(version, tuple(numbers), gauss),
-            numpy=(kind, np.array(words, np.uint32), *position),
+            random=_RandomState(
+                cpu=tensor_of(plain["cpu"]),
+                cuda=tensor_of(cuda) if cuda and torch.cuda.is_available() else None,
+                python=(version, tuple(numbers), gauss),
+                numpy=(kind, np.array(words, np.uint32), *position),
+            ),
             buffers={
                 path: tensor_of(plain["buffers"][path]).view(buffer.dtype).view(buffer.shape)
                 for path, buffer in self._buffers.items()
@@ -174,13 +187,32 @@ def _workers_of(plan: Plan) -> Sequence[Sequence[int]]:
     return plan.logical_workers.of_ranks
 
 
+def _random_state() -> _RandomState:
+    """Return a copy of the states of this process's generators."""
+    return _RandomState(
+        cpu=torch.get_rng_state(),
+        cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        python=random.getstate(),
+        numpy=np.random.get_state(),
+    )
+
+
+def _set_random(state: _RandomState) -> None:
+    torch.set_rng_state(state.cpu)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda)
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+
+
 def _plain(state: _State) -> dict[str, Any]:
     """Return a state as JSON data; tensors are hexadecimal text."""
-    version, numbers, gauss = state.python
-    kind, words, *position = state.numpy
+    drawn = state.random
+    version, numbers, gauss = drawn.python
+    kind, words, *position = drawn.numpy
     return {
-        "cpu": bytes_text(state.cpu),
-        **({} if state.cuda is None else {"cuda": bytes_text(state.cuda)}),
+        "cpu": bytes_text(drawn.cpu),
+        **({} if drawn.cuda is None else {"cuda": bytes_text(drawn.cuda)}),
         "python": [version, list(numbers), gauss],
         "numpy": [kind, words.tolist(), *position],
         "buffers": {path: bytes_text(value) for path, value in state.buffers.items()},

@@ -27,7 +27,8 @@ class EvaluatedCopies:
     `sizes` are the numbers of samples of this rank's micro-batches, and `weights` gives the weights
     of their losses. If a rank has several micro-batches, `counter` counts the targets. `agreement`
     is that of GlobalMeans. `rows` are the number of rows of the sums, and the row of each
-    micro-batch: the rows are summed one after another, on every rank (None: one row).
+    micro-batch: the rows are summed one after another, on every rank (None: one row). `begin` is
+    called with the row of each micro-batch, before its forward.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class EvaluatedCopies:
         counter: TargetCounter | None,
         agreement: ForwardAgreement | None = None,
         rows: tuple[int, Sequence[int]] | None = None,
+        begin: Callable[[int], None] | None = None,
     ) -> None:
-        self._agreement = agreement
+        self._agreement, self._begin = agreement, begin
         self._num_rows, self._rows = rows or (1, [0] * len(sizes))
         self._engine, self._group, self._sizes = engine, group, sizes
         self._weights, self._counter = weights, counter
@@ -69,6 +71,8 @@ class EvaluatedCopies:
             parts = zip(self._sizes, evaluated.micro_batches, evaluated.own, strict=True)
             for row, (size, batch, samples) in zip(self._rows, parts, strict=True):
                 share = self._weights.of_evaluation(size, held.samples)
+                if self._begin is not None:
+                    self._begin(row)
                 with self._means(
                     held, share, Targets(targets(number, batch), num_targets)
                 ) as means:

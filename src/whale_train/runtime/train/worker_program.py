@@ -108,12 +108,17 @@ class WorkerProgram:
 
     @torch.no_grad()
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
-        """Return the means over `held`, in evaluation mode and with the buffers of worker 0."""
+        """Return the means over `held`, in evaluation mode and with the buffers of worker 0.
+
+        A worker's samples are evaluated with its own random states, and training goes on with those
+        of before.
+        """
         module = self._engine.module
         sizes = [self._size] * len(self._workers)
         copies = EvaluatedCopies(
             *(self._engine, self._group, sizes, self._weights, self._counter),
             rows=(self._count, self._workers),
+            begin=self.states.draw_as,
         )
         self.states.show_first(self._group)
         module.eval()

@@ -75,13 +75,17 @@ def refuse_pieces(job: PlanningContext, micro_batches: int) -> None:
     pieces = form.copies * micro_batches
     key = f"{form.pipeline.path}.micro_batches" if form.pipeline else "train.accumulate"
     value, remedy = str(micro_batches), "use 1, and one copy" if form.pipeline else "use 1"
+    workers = job.strategy.logical_workers
+    if workers is not None:  # of which devices run one or several: refused for any number of them
+        micro_batches, pieces = workers, workers
+        key, value, remedy = "strategy.logical_workers", str(workers), "use strategy=dp"
     if pieces > 1 or form.members > 1:
-        refuse_shared_batch(job.findings, job.training, micro_batches, faults)
+        refuse_shared_batch(job.findings, job.training, micro_batches, faults, workers)
     if micro_batches > 1 and profile.graph is None:
         rule = (
             f"counts a step's targets by the model's graph, and {profile.name} cannot be exported"
         )
-        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", "use 1"))
+        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", remedy))
     elif micro_batches > 1:
         refuse_learned_targets(profile, key, value, remedy, faults)
     elif pieces > 1 and not job.as_is:

@@ -23,13 +23,18 @@ COMPARED = "compared before the first step"  # of models without a known loss
 
 
 def refuse_shared_batch(
-    findings: ModelAnalysis, training: Training, micro_batches: int, faults: list[Fault]
+    findings: ModelAnalysis,
+    training: Training,
+    micro_batches: int,
+    faults: list[Fault],
+    workers: int | None = None,
 ) -> None:
     """Add the faults of a model whose batch must not be divided, for a plan that divides it.
 
     The faults are samples that meet, a buffer that each of several micro-batches would write, and a
     `model.loss_over` that contradicts the graph. None is added if the request vouches that samples
-    are independent. `micro_batches` is the number of micro-batches of one replica.
+    are independent. `micro_batches` is the number of micro-batches of one replica, and `workers`
+    that of logical workers, where they are the parts (None: they are not).
     """
     profile, judgement = findings.profile, findings.samples
     if training.samples_are_independent:
@@ -47,14 +52,20 @@ def refuse_shared_batch(
             )
             rule += "of one copy are not there at the same time"
             remedy = "use one micro-batch: copies of the model exchange what is made of all samples"
+            if workers is not None:
+                rule = rule.replace("micro-batches of one copy", "logical workers of one device")
+                remedy = "use strategy=dp, whose copies exchange what is made of all samples"
         remedy = profile.unequal_remedy or remedy
         faults.append(Fault("model", profile.name, rule, remedy))
     elif micro_batches > 1 and judgement.counts is not None:
         rule = (
             f"changes in every call: {_said(judgement.counts)} writes into a buffer, once in each "
         )
-        rule += f"of {micro_batches} micro-batches instead of once a step"
+        parts = "micro-batches" if workers is None else "logical workers"
+        rule += f"of {micro_batches} {parts} instead of once a step"
         remedy = "use one micro-batch, or strategy=dp without train.accumulate"
+        if workers is not None:
+            remedy = "use strategy=dp"
         faults.append(Fault("model", profile.name, rule, remedy))
     asked = training.loss_over
     if asked is not None and judgement.kind in ("mean", "sum") and asked != judgement.kind:
