@@ -93,8 +93,18 @@ class Speed:
     def __hash__(self) -> int:
         return hash(self.model.name)
 
+    @cached_property
+    def _rates(self) -> dict[tuple[int, str], float]:
+        return {}
+
     def __call__(self, devices: int, plan: str) -> float:
         """Return samples a second, or 0.0 where the plan does not divide or fit the devices."""
+        rate = self._rates.get((devices, plan))
+        if rate is None:
+            rate = self._rates[devices, plan] = self._rate(devices, plan)
+        return rate
+
+    def _rate(self, devices: int, plan: str) -> float:
         shape, batch = self.shapes[plan], self.model.batch
         if devices % shape.devices:
             return 0.0

@@ -141,12 +141,13 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
         {"name": "a", "command": SMALL, "devices": 1, "garanteed": True},
         {"name": "b", "command": ["train.stepz=5"], "devices": 9},
         {"name": "b", "command": ["mode=plan", "hardware=cpu"], "devices": 1},
+        {"name": "c", "command": [*SMALL, "launcher=slurm"], "devices": 1},
     ]
     plans = "schedule.plans=['dp seed=4']"
     answer = whale_train([*CPUS, written(tmp_path, jobs), plans, "hydra.run.dir=no"], tmp_path)
     assert (answer.status, answer.stdout) == (2, "")
     assert answer.stderr.splitlines() == [
-        "7 things are wrong with this request:",
+        "8 things are wrong with this request:",
         "  jobs[0].garanteed=true is not a key here; did you mean guaranteed? One of: arrival_s, "
         "command, devices, guaranteed, name",
         "  jobs[1].devices=9 is more than the 4 devices there are; use at most 4",
@@ -157,6 +158,9 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
         "  jobs[2].command: mode is set by the schedule; leave it out: jobs are trained",
         "  jobs[2].command: hardware is set by the schedule; leave it out: the schedule shares its "
         "own hardware",
+        "  jobs[3].command: launcher is set by the schedule; leave it out: the jobs of a schedule "
+        "run on this host; to have Slurm or ssh start a job, submit it alone, without "
+        "mode=schedule",
     ]
     assert not (tmp_path / "no").exists()
 
@@ -167,6 +171,11 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
         (("mode=schedule",), "jobs must be given to mode=schedule; name a YAML file"),
         (("jobs=x.yaml",), "jobs=x.yaml has no effect on mode=train; use mode=schedule"),
         ((*CPUS, "jobs=x.yaml"), "jobs=x.yaml cannot be read (["),
+        (
+            (*CPUS, "jobs=x.yaml", "launcher=slurm"),
+            "launcher=slurm has no effect on mode=schedule; leave it out: the jobs of a schedule "
+            "run on this host; to have Slurm or ssh start a job, submit it alone",
+        ),
         ((*CPUS, "jobs=x.yaml", "train.steps=5"), "train.steps=5 has no effect on mode=schedule"),
         (
             (*CPUS, "jobs=x.yaml", "schedule.trace_jobs=5"),

@@ -171,6 +171,18 @@ def test_every_job_ends_and_guarantees_hold(drawn: list[tuple], name: str) -> No
                 assert record.job.throughput(held_then.devices, held_then.plan) >= asked * (
                     1 - 1e-9
                 )
+        # Counted from its history alone, each job has taken all of its steps.
+        spans = zip(record.history, [*record.history[1:], (record.ended_s, None)], strict=True)
+        steps = 0.0
+        for place, ((at, given_then), (until, _)) in enumerate(spans):
+            if given_then is not None and until is not None:
+                rate = record.job.throughput(given_then.devices, given_then.plan)
+                steps += max(0.0, until - at - 5.0 * (place > 0)) * rate
+        assert steps == pytest.approx(record.job.steps, abs=1e-4)
+        # The fewest devices as fast as the request, by looking at each number of them.
+        curve = curve_of(record.job.throughput, record.job.plans, DEVICES)
+        enough = [n for n in range(DEVICES + 1) if curve.rate(n) >= asked * (1 - 1e-9)]
+        assert not asked or devices_as_requested(record.job, curve) == enough[0]
     # At no time are more devices given than there are.
     changes = sorted(
         (at, i, 0 if x is None else x.devices)

@@ -44,6 +44,7 @@ from whale_train.launcher.compose.studies import (
 from whale_train.launcher.compose.sweeps import PARAMS, jobs, params_of, refuse_swept, value_of
 from whale_train.launcher.compose.unknown_keys import (
     READ_ALONE,
+    REMEDY_BY_GROUP,
     is_choice,
     remedy_for,
     remedy_for_flag,
@@ -600,8 +601,10 @@ def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Faul
     known = {*keys, *(fault.key for fault in wrong)}
     others = [o for o in parsed if o.key_or_group not in known]
     rule = f"has no effect on mode={mode}"
-    return [
-        Fault(o.key_or_group, value_of(o), rule, remedy)
-        for o in others
-        if not o.key_or_group.startswith("hydra")
-    ]
+    faults = []
+    for o in others:
+        if not o.key_or_group.startswith("hydra"):
+            group = o.key_or_group.partition(".")[0]
+            of_group = REMEDY_BY_GROUP.get((str(mode), group), remedy)
+            faults.append(Fault(o.key_or_group, value_of(o), rule, of_group))
+    return faults

@@ -5,6 +5,7 @@ started.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 
@@ -45,7 +46,7 @@ class SchedulableJob:
     throughput: Throughput
     is_guaranteed: bool = True
 
-    @property
+    @cached_property
     def requested_samples_per_s(self) -> float:
         """Return the speed on the requested devices under the requested plan; 0.0 where the request
         has no such plan."""

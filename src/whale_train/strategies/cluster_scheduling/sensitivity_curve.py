@@ -4,6 +4,7 @@ The curves, their slopes and the minimum resources of a guaranteed job are those
 2408.08586, its resource sensitivity curves).
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
@@ -87,6 +88,11 @@ class SensitivityCurve:
         return best
 
     @cached_property
+    def rates(self) -> tuple[float, ...]:
+        """Return samples a second on at most 0, 1, 2, ... devices."""
+        return tuple(point.samples_per_s for point in self.points)
+
+    @cached_property
     def _gains(self) -> tuple[Slope, ...]:
         return tuple(map(self._steepest_from, range(len(self.points))))
 
@@ -134,6 +140,5 @@ def devices_as_requested(job: SchedulableJob, curve: SensitivityCurve) -> int:
     if wanted <= 0.0 or wanted > curve.points[-1].samples_per_s * (1 + _EQUAL):
         at_most = curve.points[min(job.devices, len(curve.points) - 1)]
         return at_most.devices or curve.gain(0).devices
-    return next(
-        point.devices for point in curve.points if point.samples_per_s >= wanted * (1 - _EQUAL)
-    )
+    place = bisect_left(curve.rates, wanted * (1 - _EQUAL))  # rates never fall along the curve
+    return curve.points[place].devices

@@ -100,8 +100,15 @@ class _Live:
         computed_s = max(0.0, now_s - max(self.counted_s, self.ready_s))
         self.counted_s = now_s
         if computed_s and self.steps_per_s:
-            left = self.state.remaining_steps - computed_s * self.steps_per_s
-            self.state = replace(self.state, remaining_steps=left)
+            state = self.state
+            self.state = JobState(  # several times as fast as `replace`, at every event
+                state.job,
+                state.allocation,
+                state.remaining_steps - computed_s * self.steps_per_s,
+                state.waiting_since_s,
+                state.started_s,
+                state.reconfigurations,
+            )
 
     @property
     def end_s(self) -> float:
@@ -189,8 +196,8 @@ def _share(
     """Let the jobs go on as a policy has decided."""
     assert sum(x.devices for x in given.values()) <= devices, given
     for name, one in live.items():
-        allocation = given.get(name)
-        if allocation != one.state.allocation:
+        allocation, before = given.get(name), one.state.allocation
+        if allocation is not before and allocation != before:
             one.give(allocation, now_s, cost_s)
 
 
