@@ -1,10 +1,12 @@
 """Measure five small jobs under several plans, fit two models to some, print errors of the others.
 
-    python benchmarks/fitted_jobs.py [--repeats 3] [--steps 24] [--fit 4]
+    python benchmarks/fitted_jobs.py [--repeats 3] [--steps 40] [--fit 5]
 
-The first model is the planner's step time with five fitted numbers, the second Rubick's with seven.
-Every plan is a run of its own on 1, 2 or 4 CPU processes of this machine, repeated in turns; a
-plan's time is the least of the medians of its runs, since whatever else the machine does only adds.
+The first model is the planner's step time with fitted numbers, the second Rubick's with seven.
+Every plan is a run of its own on 1, 2 or 4 CPU processes of one thread each, as `mode=schedule`
+starts them, repeated in turns. A run's time is the first decile of its steps, and a plan's that of
+its quickest run, since whatever else the machine does only adds. A plan whose two quickest runs
+differ by more than a tenth is left out.
 """
 
 import argparse
@@ -12,9 +14,10 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from whale_train.strategies.cluster_scheduling.fitted_step_time import StepParts, fit_step_time
 from whale_train.strategies.cluster_scheduling.seven_parameters import (
@@ -38,7 +41,11 @@ JOBS: dict[str, tuple[str, ...]] = {
         "data=digits",
         "train.global_batch=64",
     ),
-    "wide_gpt": ("model=gpt", "model.depth=2", "model.width=256", f"train.global_batch={BATCH}"),
+    "bert": (
+        *("model=bert_large", "model.config.vocab_size=257", "model.config.num_hidden_layers=4"),
+        *("model.config.hidden_size=128", "model.config.num_attention_heads=4"),
+        *("model.config.intermediate_size=512", f"train.global_batch={BATCH}"),
+    ),
 }
 # Each plan: number of processes, overrides, and the degrees that the second model knows.
 PLANS: tuple[tuple[int, tuple[str, ...], PlanShape], ...] = (
@@ -55,6 +62,9 @@ PLANS: tuple[tuple[int, tuple[str, ...], PlanShape], ...] = (
 FITTED_ON = (0, 1, 2, 6, 3, 7, 5)  # the order in which plans are taken for the fit
 
 
+MOST_APART = 0.1  # relative difference of a plan's two quickest runs
+
+
 @dataclass(frozen=True)
 class Measured:
     """A plan of a job: the predicted parts, the measured seconds, the bytes of the parameters."""
@@ -67,9 +77,10 @@ class Measured:
 def run(job: tuple[str, ...], number: int, steps: int, folder: Path) -> Measured | None:
     """Return a measured run of a job under the plan of this number; None where it has none."""
     processes, overrides, _ = PLANS[number]
-    given = [*job, *overrides, "hardware=cpu", f"hardware.devices={processes}"]
-    given += [f"train.steps={steps}", "checkpoint.final=false", "train.report=false"]
-    program = [sys.executable, "-m", "whale_train.launcher.cli", *given, f"hydra.run.dir={folder}"]
+    given = [*job, *overrides, "hardware=cpu", "hardware.devices=4"]
+    given += [f"strategy.devices={processes}", "launcher.threads=1", f"train.steps={steps}"]
+    given += ["checkpoint.final=false", "train.report=false", f"hydra.run.dir={folder}"]
+    program = [sys.executable, "-m", "whale_train.launcher.cli", *given]
     done = subprocess.run(program, capture_output=True, text=True, timeout=600)
     if done.returncode == 2:
         return None
@@ -78,28 +89,38 @@ def run(job: tuple[str, ...], number: int, steps: int, folder: Path) -> Measured
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     names = ("compute_s", "communication_s", "optimizer_s", "idle_s")
     parts = StepParts(*(plan["predicted"][x] for x in names), plan["world_size"])
-    seconds = median(x["step_time_s"] for x in lines[4:])
+    seconds = quantiles((x["step_time_s"] for x in lines[4:]), n=10)[0]
     held = plan["ranks"][0]["memory_bytes"]["parameters"]
     return Measured(parts, seconds, held)
 
 
-def best_runs(job: tuple[str, ...], repeats: int, steps: int) -> dict[int, Measured]:
-    """Return the quickest run of each plan of a job, by the plan's number."""
-    best: dict[int, Measured] = {}
+def runs_of(job: tuple[str, ...], repeats: int, steps: int) -> dict[int, list[Measured]]:
+    """Return the runs of each plan of a job, the quickest first, by the plan's number."""
+    runs: dict[int, list[Measured]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(repeats):
             for number in range(len(PLANS)):
                 made = run(job, number, steps, Path(folder) / f"{turn}-{number}")
-                if made is not None and (number not in best or made.seconds < best[number].seconds):
-                    best[number] = made
-    return best
+                if made is not None:
+                    runs.setdefault(number, []).append(made)
+    return {number: sorted(x, key=lambda run: run.seconds) for number, x in runs.items()}
 
 
-def errors_of(best: dict[int, Measured], num_fitted: int) -> dict[int, tuple[float, float]]:
-    """Return the relative errors of both models for each plan that they were not fitted to."""
+def is_steady(runs: Sequence[Measured]) -> bool:
+    """Return whether the two quickest runs of a plan agree."""
+    return len(runs) < 2 or runs[1].seconds / runs[0].seconds - 1.0 <= MOST_APART
+
+
+def errors_of(
+    best: dict[int, Measured], whole: Measured, num_fitted: int
+) -> dict[int, tuple[float, float]]:
+    """Return the relative errors of both models for each plan that they were not fitted to.
+
+    best: the quickest run of each plan.
+    whole: a run on one process, of which only the prediction counts.
+    """
     order = [number for number in FITTED_ON if number in best][:num_fitted]
     ours = fit_step_time([(best[x].parts, best[x].seconds) for x in order])
-    whole = best[0]
     figures = ModelFigures(whole.parts.compute_s / 3, whole.parameter_bytes, 1e5, 4)
     links = Bandwidths(1e9, 1e9, 1e9, 1e10)
     theirs = fit_seven_parameters(
@@ -119,15 +140,21 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--fit", type=int, default=4, help="number of plans that are fitted to")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--fit", type=int, default=5, help="number of plans that are fitted to")
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
     options = parser.parse_args()
     every: list[tuple[float, float]] = []
+    unsteady = 0
     print(f"{'job':18}{'plan':54}{'measured':>10}{'predicted':>11}{'fitted':>9}{'seven':>9}")
     for name in options.jobs:
-        best = best_runs(JOBS[name], options.repeats, options.steps)
-        errors = errors_of(best, options.fit)
+        runs = runs_of(JOBS[name], options.repeats, options.steps)
+        unsteady += sum(not is_steady(x) for x in runs.values())
+        best = {number: x[0] for number, x in runs.items() if is_steady(x)}
+        if len(best) <= options.fit:
+            print(f"{name:18}only {len(best)} of {len(runs)} plans are steady", flush=True)
+            continue
+        errors = errors_of(best, runs[0][0], options.fit)
         for number, made in sorted(best.items()):
             processes, overrides, _ = PLANS[number]
             plan = f"{' '.join(overrides)} on {processes}"
@@ -137,6 +164,11 @@ def main() -> None:
                 every.append(errors[number])
                 row += "".join(f"{error:+9.1%}" for error in errors[number])
             print(row, flush=True)
+    print(
+        f"left out: {unsteady} plans whose two quickest runs differ by more than {MOST_APART:.0%}"
+    )
+    if not every:
+        return
     for place, title in enumerate(("the planner's, five numbers", "Rubick's, seven numbers")):
         sizes = [abs(errors[place]) for errors in every]
         said = f"median {median(sizes):.1%}, worst {max(sizes):.1%} of {len(sizes)} held-out plans"
