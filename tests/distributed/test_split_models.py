@@ -68,8 +68,9 @@ SPEECH = {
 
 @dataclass(frozen=True)
 class Case:
-    """`forward` and `backward` are the all-reduces over two members (None: not looked at): two a
-    block each way, one more forward for the embedding and one more backward for the head."""
+    """`forward` and `backward` are the collectives over two members (None: not looked at): two
+    all-reduces a block each way, one more forward for the embedding (an all-gather where no head is
+    tied to it) and one more backward for the head."""
 
     build: Callable[[], nn.Module]
     inputs: str = "tokens"
@@ -218,7 +219,8 @@ COUNTED = [n for n, case in MODELS.items() if case.forward is not None]
 @pytest.mark.parametrize("name", some(COUNTED, SOME.intersection(COUNTED)))
 def test_blocks_have_the_fewest_collectives(name: str) -> None:
     case, outcome = MODELS[name], outcomes(name)[0]["two", "auto"]
-    assert outcome.casts.get("reduce", 0) == case.forward
+    assert outcome.casts.get("reduce", 0) + outcome.casts.get("gather", 0) == case.forward
+    assert outcome.casts.get("gather", 0) <= 1  # of a table that no head is tied to
     assert outcome.casts.get("enter", 0) == case.backward
 
 
@@ -241,7 +243,7 @@ def test_patterns_of_a_block() -> None:
         "mlp.up_proj.weight": "column",
         "mlp.down_proj.weight": "row",
     }
-    assert patterns["model.embed_tokens.weight"] == "vocabulary"
+    assert patterns["model.embed_tokens.weight"] == "column"
     assert patterns["lm_head.weight"] == "vocabulary"
     experts = outcomes("mixtral")[0]["two", "auto"].patterns
     assert experts["model.layers.0.mlp.experts.gate_up_proj"] == "experts"

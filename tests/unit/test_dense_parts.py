@@ -124,7 +124,7 @@ def test_numbers_of_all_samples_are_made_of_all() -> None:
 def test_a_table_that_no_sample_has_a_part_in() -> None:
     parts = parts_of(rows_of_tokens(), "places")
     assert parts.operations == set()
-    assert casts_of(parts) == [("both", "placed", "reduce_enter")]
+    assert casts_of(parts) == [("both", "placed", "gather_enter")]
 
 
 GRAPHS: dict[str, tuple[Callable[[], ModelProfile], str]] = {

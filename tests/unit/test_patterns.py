@@ -136,12 +136,10 @@ def test_two_sums_a_block_each_way(depth: int) -> None:
     for number in range(depth):
         for key, pattern in BLOCK.items():
             assert found.patterns[f"blocks.{number}.{key}.weight"] == pattern
-    assert found.patterns["token.weight"] == found.patterns["head.weight"] == "vocabulary"
-    assert once(found) == {"reduce": 2 * depth + 1, "enter": 2 * depth + 1}
-    assert found.assignment.becomes == {
-        "embedded": "split_embedding",
-        "loss": "split_cross_entropy",
-    }
+    assert found.patterns["token.weight"] == "column"  # half the bytes of rows, whose sum is two
+    assert found.patterns["head.weight"] == "vocabulary"
+    assert once(found) == {"gather": 1, "reduce": 2 * depth, "enter": 2 * depth + 1}
+    assert found.assignment.becomes == {"loss": "split_cross_entropy"}
     assert found.whole == ()
     assert found.assignment.gathered == ()
 
@@ -168,7 +166,7 @@ def test_grouped_heads_are_cut_by_group() -> None:
 
 
 def test_fewer_groups_than_members_are_gathered() -> None:
-    found = choose(decoder(grouped=2), members=3)
+    found = choose(decoder(grouped=2), members=3, by_hand=(("token", "vocabulary"),))
     assert found.axes[found.weights["blocks.0.q.weight"].axis] == HEADS
     gathered = {c.value for c in found.assignment.casts if c.kind == "gather"}
     assert len(gathered) == 2  # keys and values
@@ -337,3 +335,13 @@ def test_operations_whose_parts_do_not_fit_are_told() -> None:
     found.assignment.layouts["blocks_0_up_weight"] = R
     (said, *_) = shape_check(graph, found.assignment, axes)
     assert said.startswith("blocks_0_u (aten.linear.default) on member 0: ")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_is_cut_as_moves_the_fewest_bytes(tied: bool) -> None:
+    """Columns are gathered (one time the values around the ring), rows are summed (two times); the
+    head that is tied to a table by columns would have logits of partial sums."""
+    free = choose(decoder(tied=tied), members=4)
+    assert free.patterns["token.weight"] == ("vocabulary" if tied else "column")
+    (cast,) = {(c.kind, c.target) for c in free.assignment.casts if c.value == "embedded"}
+    assert cast == ("reduce" if tied else "gather", R)

@@ -13,6 +13,7 @@ from whale_train.strategies.layouts.propagation import (
     Shard,
     differentiable,
 )
+from whale_train.strategies.layouts.rules.pointwise import pointwise
 from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
 from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding, find_weights
 
@@ -61,6 +62,30 @@ class Region:
         """Return the paths of the weights that an embedding reads."""
         readers = {path: self.graph[weight.reader] for path, weight in self.weights.items()}
         return {path for path, reader in readers.items() if RULES.get(reader.target) is embedding}
+
+    @cached_property
+    def tied_tables(self) -> Set[str]:
+        """Return the paths of the tables that an operation other than an embedding reads too, as a
+        head that is tied to them does."""
+        return {
+            path
+            for operation in self.operations
+            if RULES.get(operation.target) is not embedding
+            for path in map(self.parameters.get, operation.inputs)
+            if path in self.tables
+        }
+
+    @cached_property
+    def table_values(self) -> Set[str]:
+        """Return the names of lookups in tables, and of what is made of them element by element: a
+        sum of words and positions, its dropout."""
+        values = set[str]()
+        for operation in self.operations:
+            rule = RULES.get(operation.target)
+            made = [name for name in operation.inputs if name in self.gradients]
+            if rule is embedding or (rule is pointwise and made and values.issuperset(made)):
+                values.add(operation.name)
+        return values
 
     @cached_property
     def counted(self) -> dict[str, int]:

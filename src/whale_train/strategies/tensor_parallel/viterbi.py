@@ -146,17 +146,17 @@ class _Search:
     def shuns(self, candidate: WeightSharding) -> bool:
         """Return True if a candidate is only tried on request.
 
-        A table is not sharded by columns. Columns would need a gather where rows need an
-        all-reduce, but sums of tables (words and positions) share that all-reduce, and so do heads
-        that are tied to them. A weight that can follow the layout of the input is not sharded by
-        rows on its own: the input would have to be sharded for it.
+        A table that a head is tied to is not sharded by columns: the head's logits would be partial
+        sums. Nor is any table where values between products are sharded by tokens: its partial sums
+        are what is scattered to them. A weight that can follow the layout of the input is not sharded by rows on its own:
+        the input would have to be sharded for it.
         """
         path = candidate.layout.axis
         if candidate.pattern == "row":
             return self.region.weights[path].follows
         return (
             candidate.pattern == "column"
-            and path in self.region.tables
+            and path in (self.region.tables if self._by_tokens else self.region.tied_tables)
             and bool(self.region.counted[path])
         )
 
@@ -165,12 +165,15 @@ class _Search:
         decided: tuple[tuple[str, str, Layout], ...], keep_cut: bool = False,
     ) -> Iterator[State]:  # fmt: skip
         """Yield the states after `operation`: those of its rule and, in three cases, one with
-        unsharded inputs.
+        unsharded inputs; where a table sharded by columns ends, the latter alone.
 
         The cases are: no rule applies; the rule would shard values that have a gradient; or the
         operation directly follows a weight's product. A weight that was just sharded for this
         operation (`keep_cut`) is not gathered for it.
         """
+        if self.ends_table(operation, known):
+            yield from self.applied(state, operation, known, whole(known), decided, False)
+            return
         typing = self.typing_of(operation, known)
         num_states = 0
         if self._by_tokens and (typing is None or R in typing.wants.values()):
@@ -187,10 +190,25 @@ class _Search:
             and name not in self.region.weight_of
             for name, wish in typing.wants.items()
         )  # fmt: skip
-        moves = moves or any(isinstance(x, Shard) and name in self.region.made_by_weight
-                             for name, x in known.items())  # fmt: skip
+        moves = moves or any(
+            isinstance(x, Shard)
+            and (name in self.region.made_by_weight or name in self.region.table_values)
+            for name, x in known.items()
+        )
         if (not num_states and not keep_cut) or (num_states and moves):
             yield from self.applied(state, operation, known, whole(known), decided, typing is None)
+
+    def ends_table(self, operation: Operation, known: Mapping[str, Layout]) -> bool:
+        """Return True if `operation` reads lookups of a table sharded by columns, and is neither
+        element by element nor a product with a weight. The lookups are gathered for it: a norm or
+        a residual that kept their columns would need a collective in every block."""
+        region = self.region
+        return (
+            not self._by_tokens
+            and operation.name not in region.table_values
+            and operation.name not in region.made_by_weight
+            and any(isinstance(x, Shard) and n in region.table_values for n, x in known.items())
+        )
 
     def typing_of(self, operation: Operation, known: Mapping[str, Layout]) -> RuleResult | None:
         """Return the rule's result for `operation` with inputs laid out as `known`. It is cached,
