@@ -9,6 +9,7 @@ from whale_train.config import Request, in_steps
 from whale_train.errors import ConfigError, Fault, PlanError
 from whale_train.launcher.planning.plan_request import PlanningBase, planning_base
 from whale_train.launcher.schedule.job_file import AS_REQUESTED, ScheduledRequest
+from whale_train.machine.limits import cores
 from whale_train.strategies.cluster_scheduling.fitted_step_time import (
     FittedStepTime,
     StepParts,
@@ -137,5 +138,6 @@ def _parts(
         predicted.communication_s,
         predicted.optimizer_s,
         predicted.idle_s,
-        plan.world_size,
+        max(rank.micro_batches for rank in plan.ranks),
+        max(1.0, plan.world_size / cores()) if cluster.on_cpu else 1.0,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 _HELD = 0.03  # relative error of a step that weighs as much as a number twice the common ratio
+_HELD_AT_0 = 0.1  # relative error that weighs as much as a typical step that is not predicted
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,16 @@ class StepParts:
     """A predicted step: what the busiest rank does with its time, in seconds.
 
     compute_s, communication_s, optimizer_s, idle_s: the parts of `Prediction`.
-    ranks: number of ranks.
+    micro_batches: micro-batches of a rank.
+    crowding: ranks for each core that runs them, at least 1.
     """
 
     compute_s: float
     communication_s: float
     optimizer_s: float
     idle_s: float
-    ranks: int = 1
+    micro_batches: int = 1
+    crowding: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -40,7 +43,8 @@ class FittedStepTime:
     """A job's step time, as a sum of the predicted parts.
 
     compute, communication, optimizer, idle: measured seconds for each predicted one.
-    constant_s: seconds of every step that are not predicted.
+    constant_s: seconds of every step that are not predicted, on a core of the rank's own.
+    micro_batch_s: those of every micro-batch after the first.
     """
 
     compute: float = 1.0
@@ -48,6 +52,7 @@ class FittedStepTime:
     optimizer: float = 1.0
     idle: float = 1.0
     constant_s: float = 0.0
+    micro_batch_s: float = 0.0
 
     def seconds(self, parts: StepParts) -> float:
         """Return the time of a step, in seconds."""
@@ -56,7 +61,8 @@ class FittedStepTime:
             + self.communication * parts.communication_s
             + self.optimizer * parts.optimizer_s
             + self.idle * parts.idle_s
-            + self.constant_s
+            + self.constant_s * parts.crowding
+            + self.micro_batch_s * parts.crowding * (parts.micro_batches - 1)
         )
 
 
@@ -74,13 +80,15 @@ def fit_step_time(measured: Sequence[tuple[StepParts, float]]) -> FittedStepTime
     rows, wanted = [], []
     for parts, seconds in measured:
         values = (parts.compute_s, parts.communication_s, parts.optimizer_s, parts.idle_s)
-        rows.append([*(value / seconds for value in values), typical_s / seconds])
+        times = (parts.crowding, parts.crowding * (parts.micro_batches - 1))
+        rows.append([x / seconds for x in (*values, *(typical_s * x for x in times))])
         wanted.append(1.0)
-    for place in range(5):
-        row = [0.0] * 5
-        row[place] = _HELD / ratio if place < 4 else _HELD
+    for place in range(6):
+        row = [0.0] * 6
+        row[place] = _HELD / ratio if place < 4 else _HELD_AT_0
         rows.append(row)
         wanted.append(_HELD if place < 4 else 0.0)
     numbers, _ = nnls(np.array(rows), np.array(wanted))
-    compute, communication, optimizer, idle, constant = map(float, numbers)
-    return FittedStepTime(compute, communication, optimizer, idle, constant * typical_s)
+    compute, communication, optimizer, idle, constant, micro_batch = map(float, numbers)
+    unpredicted = (constant * typical_s, micro_batch * typical_s)
+    return FittedStepTime(compute, communication, optimizer, idle, *unpredicted)

@@ -68,11 +68,11 @@ class Region:
         """Return the paths of the tables that an operation other than an embedding reads too, as a
         head that is tied to them does."""
         return {
-            path
+            self.parameters[name]
             for operation in self.operations
             if RULES.get(operation.target) is not embedding
-            for path in map(self.parameters.get, operation.inputs)
-            if path in self.tables
+            for name in operation.inputs
+            if self.parameters.get(name) in self.tables
         }
 
     @cached_property

@@ -148,8 +148,8 @@ class _Search:
 
         A table that a head is tied to is not sharded by columns: the head's logits would be partial
         sums. Nor is any table where values between products are sharded by tokens: its partial sums
-        are what is scattered to them. A weight that can follow the layout of the input is not sharded by rows on its own:
-        the input would have to be sharded for it.
+        are what is scattered to them. A weight that can follow the layout of the input is not
+        sharded by rows on its own: the input would have to be sharded for it.
         """
         path = candidate.layout.axis
         if candidate.pattern == "row":
