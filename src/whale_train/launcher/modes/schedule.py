@@ -1,7 +1,6 @@
 """Run `mode=schedule`: several jobs on one inventory, simulated or started on this host."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from whale_train.launcher.ranks.run_dir import write_environment, write_json
 from whale_train.launcher.ranks.run_files import make_run_dir
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.schedule.job_file import read_jobs
-from whale_train.launcher.schedule.job_process import end_of_log
+from whale_train.launcher.schedule.job_process import HostStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, planned_job
-from whale_train.launcher.schedule.running_jobs import LiveJob, RunningJobs, on_gpus, on_processes
+from whale_train.launcher.schedule.running_jobs import LiveJob, RunningJobs
 from whale_train.launcher.schedule.submissions import read_trace
 from whale_train.launcher.ui.show_schedule import gains_table, outcome_table, policies_table
 from whale_train.launcher.ui.terminal import Portable
@@ -64,13 +63,14 @@ def schedule_jobs(
     hardware = [x for x in arguments if x.partition("=")[0].partition(".")[0] == "hardware"]
     if place.device == "cpu" and not options.simulate:  # jobs beside each other share the cores
         hardware.append(f"launcher.threads={max(1, cores() // devices)}")
+    starter = HostStarter(None if place.device == "cuda" else tuple(hardware))
     asked = read_jobs(request.jobs, devices, hardware, options.plans)
     planned: list[PlannedJob] = []
     faults: list[Fault] = []
     with console.status("planning the jobs"):
         for number, job in enumerate(asked):
             try:
-                planned.append(planned_job(number, job, devices))
+                planned.append(planned_job(number, job, devices, starter.may_hold))
             except RequestError as error:
                 faults += error.faults
     if faults:
@@ -83,7 +83,6 @@ def schedule_jobs(
     console.print(Portable(gains_table(list(zip(jobs, curves, strict=True)))))
     if options.simulate:
         return _simulate(request, submitted, devices, run_dir, console)
-    placed = on_gpus if place.device == "cuda" else partial(on_processes, hardware=tuple(hardware))
     folder = run_dir / JOBS
     folder.mkdir()
     live = [LiveJob(one, folder / one.job.name) for one in planned]
@@ -98,7 +97,7 @@ def schedule_jobs(
         write_json(run_dir / SCHEDULE, _record(request, running, decisions))
 
     running = RunningJobs(
-        *(live, devices, placed, policy, options.reconfiguration_s, options.round_s, changed)
+        *(live, devices, starter, policy, options.reconfiguration_s, options.round_s, changed)
     )
     try:
         running.run(signals)
@@ -110,7 +109,7 @@ def schedule_jobs(
     failed = [job for job in live if job.status != "done"]
     if not failed:
         return JobEnd("done", run_dir)
-    said = [f"{job.name} {job.status}:\n{end_of_log(job.run_dir)}" for job in failed]
+    said = [f"{job.name} {job.status}:\n{job.said}" for job in failed]
     return JobEnd("failed", run_dir, said="\n".join(said))
 
 

@@ -1,10 +1,9 @@
-"""Start, shrink, grow and re-plan real jobs of this host, as a policy decides.
+"""Start, shrink, grow and re-plan real jobs, as a policy decides.
 
 A job that is reconfigured saves a checkpoint, ends, and goes on from it under its other plan as
 soon as the devices are free. Nothing else of its request changes, least of all its global batch.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.schedule.job_process import TrainingProcess, last_step
+from whale_train.launcher.schedule.job_files import last_step
+from whale_train.launcher.schedule.job_starter import JobProcess, JobStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, StepTimes
 from whale_train.strategies.cluster_scheduling.schedulable_job import (
     Allocation,
@@ -34,6 +34,7 @@ class LiveJob:
     planned: the job with its plans.
     run_dir: its run directory.
     status: what it does.
+    said: what was last known of its end; '' before it has ended.
     process: its process, if it has one.
     target: what the policy last gave it.
     waiting_since_s, started_s, first_step_s, ended_s: times from the start of the schedule; the
@@ -45,7 +46,8 @@ class LiveJob:
     planned: PlannedJob
     run_dir: Path
     status: Status = "to come"
-    process: TrainingProcess | None = None
+    said: str = ""
+    process: JobProcess | None = None
     target: Allocation | None = None
     waiting_since_s: float = 0.0
     started_s: float | None = None
@@ -83,11 +85,11 @@ class LiveJob:
 
 @dataclass
 class RunningJobs:
-    """The jobs of a schedule on this host.
+    """The jobs of a schedule, wherever they run.
 
     jobs: the jobs, in the order of the file.
     devices: number of devices.
-    variables: the environment and overrides of a job by the numbers of its devices.
+    starter: starts jobs where they run.
     policy: makes the policy of a reconfiguration time, in seconds.
     round_s: the longest time between two decisions, in seconds.
     changed: called with a line of text for each change, and after the state has changed.
@@ -95,7 +97,7 @@ class RunningJobs:
 
     jobs: list[LiveJob]
     devices: int
-    placed: "Callable[[tuple[int, ...]], tuple[dict[str, str], tuple[str, ...]]]"
+    starter: JobStarter
     policy: Callable[[float], Policy]
     reconfiguration_s: float | None
     round_s: float
@@ -150,7 +152,7 @@ class RunningJobs:
             ended = None if job.process is None else job.process.ended()
             if ended is None or job.process is None:
                 continue
-            was_told = job.process.is_stopping
+            was_told, job.said = job.process.is_stopping, job.process.said()
             job.process = None
             if was_told and ended == "interrupted":
                 if job.target is None:
@@ -168,7 +170,8 @@ class RunningJobs:
             if job.stopped_at_s is None or job.process is None or job.process.is_stopping:
                 continue
             if job.process.has_stepped:
-                self.measured_s.append(self.now_s - job.stopped_at_s)
+                took_s = self.now_s - job.stopped_at_s - job.process.queued_s
+                self.measured_s.append(took_s)
                 job.stopped_at_s = None
 
     def _refit(self) -> None:
@@ -220,10 +223,9 @@ class RunningJobs:
             self._start(job, job.target, slots)
 
     def _start(self, job: LiveJob, allocation: Allocation, slots: tuple[int, ...]) -> None:
-        variables, hardware = self.placed(slots)
         command = job.planned.commands[allocation.plan]
-        arguments = [*command, *hardware, *_going_on(job, command)]
-        job.process = TrainingProcess.start(arguments, allocation, slots, job.run_dir, variables)
+        arguments = [*command, *_going_on(job, command)]
+        job.process = self.starter.start(arguments, allocation, slots, job.run_dir)
         job.status = "running"
         if job.started_s is None:
             job.started_s = self.now_s
@@ -247,12 +249,16 @@ class RunningJobs:
                     job.process.stop()
             for job in live:
                 grace_s = job.planned.request.checkpoint.grace_s + _KILLED_AFTER_S
-                if job.process is not None:
-                    job.process.process.wait(grace_s)
+                deadline = time.monotonic() + grace_s
+                while job.process is not None and job.process.ended() is None:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(_LOOK_S)
         finally:
             for job in live:
                 if job.process is not None:
                     job.process.kill()
+                    job.said = job.process.said()
                     job.status, job.process = "interrupted", None
                     job.ended_s = self.now_s
 
@@ -270,23 +276,3 @@ def _text(allocation: Allocation | None) -> str:
         return "waiting"
     devices = "device" if allocation.devices == 1 else "devices"
     return f"{allocation.devices} {devices} ({allocation.plan})"
-
-
-def on_processes(
-    slots: tuple[int, ...], hardware: tuple[str, ...]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment and the overrides of a job on so many CPU processes, which may stand
-    for devices of an inventory.
-
-    hardware: the overrides of the schedule's own hardware.
-    """
-    return {}, (*hardware, f"strategy.devices={len(slots)}")
-
-
-def on_gpus(slots: tuple[int, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment and the overrides of a job on the GPUs of these numbers, among those
-    that this process sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else None
-    chosen = [names[slot] if names else str(slot) for slot in slots]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}, ("hardware=local",)
