@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from whale_train.config import Request
 from whale_train.launcher.job_end import EXIT_STATUS
 from whale_train.launcher.schedule.job_files import end_of_log, last_step, log_of, step_s_after
 from whale_train.launcher.schedule.job_starter import Ended
+from whale_train.launcher.schedule.planned_job import counts_of
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
 
 _MAIN = "whale_train.launcher.schedule.job_main"
@@ -39,9 +41,9 @@ class TrainingProcess:
     is_stopping: bool = False
 
     @property
-    def queued_s(self) -> float:
-        """Return 0.0: this host has no queue."""
-        return 0.0
+    def is_queued(self) -> bool:
+        """Return False: a process of this host runs at once."""
+        return False
 
     @property
     def has_stepped(self) -> bool:
@@ -77,7 +79,6 @@ class TrainingProcess:
         """End the process at once, and its ranks, which end with it."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,17 @@ class HostStarter:
 
     hardware: tuple[str, ...] | None
 
+    def counts(self, devices: int) -> tuple[int, ...]:
+        """Return the numbers of devices that plans are made for."""
+        return counts_of(devices)
+
     def may_hold(self, devices: int) -> bool:
         """Return True: a job of this host may have any number of its devices."""
         return True
 
     def start(
         self,
+        request: Request,
         arguments: Sequence[str],
         allocation: Allocation,
         slots: tuple[int, ...],

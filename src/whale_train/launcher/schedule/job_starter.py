@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
+from whale_train.config import Request
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
 
 Ended = Literal["done", "failed", "refused", "interrupted"]
@@ -43,9 +44,9 @@ class JobProcess(Protocol):
         ...
 
     @property
-    def queued_s(self) -> float:
-        """Return the seconds since the start in which the job had no devices, because something
-        else held them: not the schedule's own jobs, and not the job's preparations."""
+    def is_queued(self) -> bool:
+        """Return whether the job waits in a queue of the engine that runs it, without devices. To
+        the schedule it holds them."""
         ...
 
     def step_s(self) -> float | None:
@@ -70,19 +71,24 @@ class JobProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the job at once with all its ranks, and wait for that."""
+        """End the job at once with all its ranks, without waiting for it."""
         ...
 
 
 class JobStarter(Protocol):
     """A place where jobs run: this host, or a cluster's own engine."""
 
+    def counts(self, devices: int) -> tuple[int, ...]:
+        """Return the numbers of devices, of `devices` in all, that plans are made for."""
+        ...
+
     def may_hold(self, devices: int) -> bool:
-        """Return whether a job can run on so many devices here. No plan is made for others."""
+        """Return whether a job may ask for so many devices, beside the numbers of `counts`."""
         ...
 
     def start(
         self,
+        request: Request,
         arguments: Sequence[str],
         allocation: Allocation,
         slots: tuple[int, ...],
@@ -90,6 +96,7 @@ class JobStarter(Protocol):
     ) -> JobProcess:
         """Start a job, and return at once.
 
+        request: the job's request under the plan that it asks for.
         arguments: command-line arguments of the job, its run directory included; those for its
             devices are added here.
         allocation: number of devices, and the name of the plan that `arguments` have.

@@ -21,7 +21,9 @@ from whale_train.strategies.cluster_scheduling.schedulable_job import (
     Policy,
 )
 
-Status = Literal["to come", "waiting", "running", "done", "failed", "refused", "interrupted"]
+Status = Literal[
+    "to come", "waiting", "queued", "running", "done", "failed", "refused", "interrupted"
+]
 _LOOK_S = 0.1
 _LISTED_S = 10.0  # assumed of a reconfiguration before one was measured
 _KILLED_AFTER_S = 60.0  # beyond a job's own grace period
@@ -41,6 +43,8 @@ class LiveJob:
         third is when its first step was seen to be done.
     history: what it ran on, with the time at which each began and the step after which.
     stopped_at_s: when it was last told to stop, until it has taken a step again.
+    queued_at_s: when it began to wait in the queue of the engine that runs it, while it does.
+    queued_s: seconds in that queue since it was last told to stop.
     """
 
     planned: PlannedJob
@@ -55,6 +59,8 @@ class LiveJob:
     ended_s: float | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     stopped_at_s: float | None = None
+    queued_at_s: float | None = None
+    queued_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -63,12 +69,18 @@ class LiveJob:
     @property
     def is_active(self) -> bool:
         """Return whether the job has been submitted and has not ended."""
-        return self.status in ("waiting", "running")
+        return self.status in ("waiting", "queued", "running")
 
     @property
     def reconfigurations(self) -> int:
         """Return the number of times that the job has gone on under another allocation."""
         return max(0, len(self.history) - 1)
+
+    def leave_queue(self, now_s: float) -> None:
+        """Take note that the job is not in its engine's queue at `now_s`."""
+        if self.queued_at_s is not None:
+            self.queued_s += now_s - max(self.queued_at_s, self.stopped_at_s or 0.0)
+            self.queued_at_s = None
 
     def state(self) -> JobState:
         """Return the job as policies see it."""
@@ -126,6 +138,7 @@ class RunningJobs:
                 signals.poll()
                 is_due = self.now_s - decided_s >= self.round_s
                 reasons = [*self._arrivals(), *self._ends()]
+                self._note_queues()
                 self._measure()
                 if reasons or is_due:
                     self._decide(", ".join(reasons) or "a round")
@@ -154,6 +167,7 @@ class RunningJobs:
                 continue
             was_told, job.said = job.process.is_stopping, job.process.said()
             job.process = None
+            job.leave_queue(self.now_s)
             if was_told and ended == "interrupted":
                 if job.target is None:
                     job.status, job.waiting_since_s = "waiting", self.now_s
@@ -161,6 +175,34 @@ class RunningJobs:
             job.status, job.ended_s, job.target = ended, self.now_s, None
             said.append(f"{job.name} is {ended}")
         return said
+
+    def _note_queues(self) -> None:
+        """Take note of the jobs that have left the queue of their engine, or are in it again."""
+        for job in self.jobs:
+            if job.process is None or job.process.is_queued == (job.status == "queued"):
+                continue
+            if job.process.is_queued:
+                job.status, job.queued_at_s = "queued", self.now_s
+                self.changed(f"{job.name} is queued for {_text(job.process.allocation)}")
+            else:
+                self._runs(job, job.process)
+
+    def _runs(self, job: LiveJob, process: JobProcess) -> None:
+        """Take note that an attempt of a job has its devices."""
+        job.status = "running"
+        job.leave_queue(self.now_s)
+        if job.started_s is None:
+            job.started_s = self.now_s
+        allocation, step = process.allocation, process.began_step
+        job.history.append(
+            {
+                "at_s": round(self.now_s, 3),
+                "devices": allocation.devices,
+                "plan": allocation.plan,
+                "after_step": step,
+            }
+        )
+        self.changed(f"{job.name} runs on {_text(allocation)} after step {step}")
 
     def _measure(self) -> None:
         """Take note of first steps, and of the time that jobs lost by going on elsewhere."""
@@ -170,7 +212,7 @@ class RunningJobs:
             if job.stopped_at_s is None or job.process is None or job.process.is_stopping:
                 continue
             if job.process.has_stepped:
-                took_s = self.now_s - job.stopped_at_s - job.process.queued_s
+                took_s = self.now_s - job.stopped_at_s - job.queued_s
                 self.measured_s.append(took_s)
                 job.stopped_at_s = None
 
@@ -204,7 +246,7 @@ class RunningJobs:
                 job.waiting_since_s = self.now_s
             said.append(f"{job.name} {_text(before)} -> {_text(after)}")
             if job.process is not None and job.process.allocation != after:
-                job.stopped_at_s = self.now_s
+                job.stopped_at_s, job.queued_s = self.now_s, 0.0
                 job.process.stop()
         if said or why != "a round":
             self.changed(f"{why}: {'; '.join(said) or 'nothing changes'}")
@@ -225,42 +267,36 @@ class RunningJobs:
     def _start(self, job: LiveJob, allocation: Allocation, slots: tuple[int, ...]) -> None:
         command = job.planned.commands[allocation.plan]
         arguments = [*command, *_going_on(job, command)]
-        job.process = self.starter.start(arguments, allocation, slots, job.run_dir)
-        job.status = "running"
-        if job.started_s is None:
-            job.started_s = self.now_s
-        step = job.process.began_step
-        job.history.append(
-            {
-                "at_s": round(self.now_s, 3),
-                "devices": allocation.devices,
-                "plan": allocation.plan,
-                "after_step": step,
-            }
-        )
-        self.changed(f"{job.name} runs on {_text(allocation)} after step {step}")
+        request = job.planned.request
+        job.process = self.starter.start(request, arguments, allocation, slots, job.run_dir)
+        job.status = "waiting"
+        if not job.process.is_queued:
+            self._runs(job, job.process)
 
     def _stop_all(self) -> None:
         """Have every job save and end, and wait for it. A second signal ends them at once."""
         live = [job for job in self.jobs if job.process is not None]
+        grace_s = max((job.planned.request.checkpoint.grace_s for job in live), default=0.0)
+        processes = [job.process for job in live if job.process is not None]
         try:
-            for job in live:
-                if job.process is not None:
-                    job.process.stop()
-            for job in live:
-                grace_s = job.planned.request.checkpoint.grace_s + _KILLED_AFTER_S
-                deadline = time.monotonic() + grace_s
-                while job.process is not None and job.process.ended() is None:
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(_LOOK_S)
+            for process in processes:
+                process.stop()
+            _wait_for(processes, grace_s + _KILLED_AFTER_S)
         finally:
-            for job in live:
-                if job.process is not None:
-                    job.process.kill()
-                    job.said = job.process.said()
-                    job.status, job.process = "interrupted", None
-                    job.ended_s = self.now_s
+            for process in processes:
+                process.kill()
+            _wait_for(processes, _KILLED_AFTER_S)
+            for job, process in zip(live, processes, strict=True):
+                job.said = process.said()
+                job.status, job.process = "interrupted", None
+                job.ended_s = self.now_s
+
+
+def _wait_for(processes: Sequence[JobProcess], most_s: float) -> None:
+    """Wait until all processes have ended, at most `most_s` seconds."""
+    deadline = time.monotonic() + most_s
+    while any(process.ended() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _going_on(job: LiveJob, command: Sequence[str]) -> list[str]:
