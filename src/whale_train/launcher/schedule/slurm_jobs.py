@@ -32,8 +32,8 @@ _COMMANDS = ("sbatch", "squeue", "scancel")
 _LOOK_S = 1.0  # between two questions to Slurm
 # A notice may come before a job's tasks can hear it, so it is repeated; a task heeds the first.
 _NOTICE_S = 5.0
-# Seconds in which a job's ranks leave once rank 0 has ended. Ranks that rank 0 never met would wait
-# for it much longer.
+# Seconds in which a job's ranks leave once rank 0 has ended. Before the first step, some may never
+# have met rank 0, and would wait for it much longer.
 _LEAVING_S = 30.0
 _RESULT_S = 30.0  # seconds after which a shared file system has a job's result
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
@@ -155,7 +155,8 @@ class SlurmProcess:
         now_s = time.monotonic()
         if self._has_result():
             self._result_s = self._result_s or now_s
-            if now_s - self._result_s > _LEAVING_S and not self._is_cut_short:
+            leaving_s = _LEAVING_S if self.has_stepped else 0.0
+            if now_s - self._result_s >= leaving_s and not self._is_cut_short:
                 self._is_cut_short = True
                 cancel(self.job.job_id)
         elif self.is_stopping and now_s - self._noticed_s > _NOTICE_S:
