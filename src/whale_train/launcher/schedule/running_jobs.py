@@ -179,12 +179,12 @@ class RunningJobs:
     def _note_queues(self) -> None:
         """Take note of the jobs that have left the queue of their engine, or are in it again."""
         for job in self.jobs:
-            if job.process is None or job.process.is_queued == (job.status == "queued"):
+            if job.process is None:
                 continue
-            if job.process.is_queued:
+            if job.process.is_queued and job.status != "queued":
                 job.status, job.queued_at_s = "queued", self.now_s
                 self.changed(f"{job.name} is queued for {_text(job.process.allocation)}")
-            else:
+            elif not job.process.is_queued and job.status != "running":
                 self._runs(job, job.process)
 
     def _runs(self, job: LiveJob, process: JobProcess) -> None:
