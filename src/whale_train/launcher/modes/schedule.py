@@ -80,7 +80,10 @@ def schedule_jobs(
     faults: list[Fault] = []
     for number, job in enumerate(asked):
         if not starter.may_hold(job.entry.devices):
-            rule, remedy = "is not what Slurm can give", "use " + ", ".join(map(str, counts))
+            rule, remedy = (
+                "is neither part of a node nor whole nodes",
+                "use " + ", ".join(map(str, counts)),
+            )
             at = f"jobs[{number}].devices"
             faults.append(Fault(at, str(job.entry.devices), rule, remedy))
     if faults:

@@ -63,8 +63,10 @@ class SlurmNodes:
         if cluster is not None:
             first = cluster.nodes[0]
             if any(x != first for x in cluster.nodes) or len(cluster.kinds) > 1:
-                rule = "has nodes or devices that differ, and a schedule counts devices of Slurm"
-                remedy = "use an inventory of equal nodes; for others, one schedule each"
+                rule = (
+                    "has nodes or devices that differ, and a schedule does not choose Slurm's nodes"
+                )
+                remedy = "use an inventory of equal nodes, and a schedule for each kind"
                 new.append(Fault("hardware", name, rule, remedy))
         faults += new
         if new or cluster is None:
@@ -117,7 +119,7 @@ def _faults_of_options(options: LauncherOptions) -> list[Fault]:
     """Return a fault for each option of sbatch that says what the schedule decides."""
     remedy = f"leave it out; for a kind of GPU, use launcher.sbatch.{_GPUS_PER_TASK}=KIND:1"
     return [
-        Fault(f"launcher.sbatch.{key}", str(value), "is what a schedule decides", remedy)
+        Fault(f"launcher.sbatch.{key}", str(value), "is decided for each job", remedy)
         for key, value in options.sbatch.items()
         if _written(key) in _SIZES
     ]
