@@ -1,4 +1,4 @@
-"""`mode=schedule launcher=slurm` under a real Slurm of one node with four devices to share."""
+"""`mode=schedule launcher=slurm` under a real Slurm of two nodes."""
 
 import json
 import os
@@ -21,23 +21,34 @@ pytestmark = [
 ]
 COMMAND = (
     *("-m", "whale_train.launcher.cli", "mode=schedule", "launcher=slurm", "jobs=jobs.yaml"),
-    *("hardware=cpu", "hardware.devices=4", "hydra.run.dir=all"),
+    "hydra.run.dir=all",
+)
+FOUR = ("hardware=cpu", "hardware.devices=4")
+TWO_NODES = (
+    "hardware=v100_512",
+    "hardware.nodes=[{count: 2, devices: 1, device: cpu_process, link: shared_memory}]",
 )
 OWN = {"a": ["train.steps=110"], "b": ["train.steps=110", "seed=1"], "late": ["train.steps=4"]}
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[HostApart]:
+def hosts(tmp_path: Path) -> Iterator[list[HostApart]]:
     (tmp_path / "own").mkdir()
-    with hosts_apart(tmp_path / "own", ("apple",)) as (host,):
-        yield host
+    with hosts_apart(tmp_path / "own", ("apple", "pear")) as hosts:
+        yield hosts
 
 
 @pytest.fixture
-def slurm(host: HostApart, tmp_path: Path) -> Iterator[Mapping[str, str]]:
+def slurm(hosts: list[HostApart], tmp_path: Path) -> Iterator[Mapping[str, str]]:
     (tmp_path / "slurm").mkdir()
-    with slurm_on([host], tmp_path / "slurm") as variables:
+    with slurm_on(hosts, tmp_path / "slurm") as variables:
         yield variables
+
+
+@pytest.fixture
+def host(hosts: list[HostApart]) -> HostApart:
+    """Return the host that jobs are submitted on."""
+    return hosts[0]
 
 
 def start(
@@ -79,7 +90,7 @@ def test_a_late_guarantee_gets_its_share_and_others_grow_back(
     jobs[1] |= {"guaranteed": False}
     jobs[2] |= {"devices": 2, "arrival_s": 12}
     given = ["schedule.round_s=1000", "schedule.reconfiguration_s=0"]
-    start(job, host, slurm, jobs, *given, "schedule.least_useful_share=0")
+    start(job, host, slurm, jobs, *FOUR, *given, "schedule.least_useful_share=0")
     assert job.wait(250) == [0], job.said("out") + job.said("err")
     schedule = json.loads((job.folder / "all/schedule.json").read_text())
     assert [one["status"] for one in schedule["jobs"]] == ["done"] * 3
@@ -106,11 +117,11 @@ def test_a_late_guarantee_gets_its_share_and_others_grow_back(
 def test_a_job_waits_in_the_queue_and_ctrl_c_leaves_nothing_there(
     job: Job, host: HostApart, slurm: Mapping[str, str]
 ) -> None:
-    hold = ("sbatch", "--parsable", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    other = ask(host, slurm, *hold).strip()
+    hold = ("sbatch", "--parsable", "--exclusive", "--nodes=2", "--output=/dev/null")
+    other = ask(host, slurm, *hold, "--wrap=sleep 1000").strip()
     wait_until(job, lambda: "RUNNING" in ask(host, slurm, "squeue", "--format=%T"))
     jobs = [{"name": "a", "command": [*SLOW, "train.steps=5000"], "devices": 2}]
-    start(job, host, slurm, jobs, "schedule.plans=[]")
+    start(job, host, slurm, jobs, *TWO_NODES, "schedule.plans=[]")
     wait_until(job, lambda: "a is queued for 2 devices" in job.said("out"))
     assert "a runs on" not in job.said("out")
     ask(host, slurm, "scancel", other)
@@ -134,7 +145,7 @@ def test_a_notice_of_slurm_is_obeyed_and_a_foreign_scancel_is_a_failure(
     job: Job, host: HostApart, slurm: Mapping[str, str]
 ) -> None:
     jobs = [{"name": "a", "command": [*SLOW, "train.steps=5000"], "devices": 1}]
-    start(job, host, slurm, jobs, "schedule.plans=[]")
+    start(job, host, slurm, jobs, *FOUR, "schedule.plans=[]")
     wait_until(job, lambda: steps(job, "a") > 2)
     ask(host, slurm, "scancel", "--signal=USR2", "1")  # as before Slurm takes the node
     wait_until(job, lambda: job.said("out").count("a runs on") == 2)
@@ -149,7 +160,7 @@ def test_what_slurm_says_of_a_job_that_it_does_not_take(
     job: Job, host: HostApart, slurm: Mapping[str, str]
 ) -> None:
     jobs = [{"name": "a", "command": [*FAST, "train.steps=5"], "devices": 1}]
-    start(job, host, slurm, jobs, "launcher.sbatch.partition=nowhere")
+    start(job, host, slurm, jobs, *FOUR, "launcher.sbatch.partition=nowhere")
     assert job.wait() == [1]
     assert job.said("err").endswith(
         "error: a failed:\nlauncher.sbatch is not taken by Slurm (error: invalid partition "
