@@ -23,7 +23,7 @@ _MAIN = "whale_train.launcher.schedule.job_main"
 
 @dataclass
 class TrainingProcess:
-    """A process that trains a job, as a `JobProcess`.
+    """A process that trains a job, as a `JobAttempt`.
 
     process: the process.
     allocation: what it runs on.

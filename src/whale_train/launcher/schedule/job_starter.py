@@ -14,13 +14,13 @@ from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
 Ended = Literal["done", "failed", "refused", "interrupted"]
 
 
-class JobProcess(Protocol):
+class JobAttempt(Protocol):
     """One attempt of a job, from its start to its end: it holds its devices until `ended` says how
     it ended."""
 
     @property
     def allocation(self) -> Allocation:
-        """Return what the job runs on."""
+        """Return the number of devices and the plan that the job runs on."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class JobStarter(Protocol):
         allocation: Allocation,
         slots: tuple[int, ...],
         run_dir: Path,
-    ) -> JobProcess:
+    ) -> JobAttempt:
         """Start a job, and return at once.
 
         request: the job's request under the plan that it asks for.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.schedule.job_files import last_step
-from whale_train.launcher.schedule.job_starter import JobProcess, JobStarter
+from whale_train.launcher.schedule.job_starter import JobAttempt, JobStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, StepTimes
 from whale_train.strategies.cluster_scheduling.schedulable_job import (
     Allocation,
@@ -51,7 +51,7 @@ class LiveJob:
     run_dir: Path
     status: Status = "to come"
     said: str = ""
-    process: JobProcess | None = None
+    process: JobAttempt | None = None
     target: Allocation | None = None
     waiting_since_s: float = 0.0
     started_s: float | None = None
@@ -187,7 +187,7 @@ class RunningJobs:
             elif not job.process.is_queued and job.status != "running":
                 self._runs(job, job.process)
 
-    def _runs(self, job: LiveJob, process: JobProcess) -> None:
+    def _runs(self, job: LiveJob, process: JobAttempt) -> None:
         """Take note that an attempt of a job has its devices."""
         job.status = "running"
         job.leave_queue(self.now_s)
@@ -292,7 +292,7 @@ class RunningJobs:
                 job.ended_s = self.now_s
 
 
-def _wait_for(processes: Sequence[JobProcess], most_s: float) -> None:
+def _wait_for(processes: Sequence[JobAttempt], most_s: float) -> None:
     """Wait until all processes have ended, at most `most_s` seconds."""
     deadline = time.monotonic() + most_s
     while any(process.ended() is None for process in processes) and time.monotonic() < deadline:

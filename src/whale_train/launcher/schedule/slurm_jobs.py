@@ -65,7 +65,7 @@ class SlurmQueue:
 
 @dataclass
 class SlurmProcess:
-    """A job of Slurm that trains a job of the schedule, as a `JobProcess`.
+    """A job of Slurm that trains a job of the schedule, as a `JobAttempt`.
 
     job: submitit's job; None for one that Slurm has not taken.
     refusal: what Slurm said of a job that it has not taken.
@@ -135,7 +135,7 @@ class SlurmProcess:
         return self._end
 
     def said(self) -> str:
-        """Return what Slurm said of the job's end, and the end of what the job has printed."""
+        """Return how Slurm ended the job, and the last lines that the job printed."""
         if self.job is None:
             return self.refusal
         lines = []
@@ -238,7 +238,7 @@ class SlurmStarter:
 
 
 def slurm_starter(request: Request, hardware: Sequence[str], folder: Path) -> SlurmStarter:
-    """Return what submits the jobs of a schedule to Slurm.
+    """Return the starter of a schedule whose jobs go to Slurm.
 
     request: the request of the schedule.
     hardware: command-line arguments that make its inventory.

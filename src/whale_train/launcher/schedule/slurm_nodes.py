@@ -83,9 +83,9 @@ class SlurmNodes:
 
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of devices that plans are made for."""
-        within = {*counts_of(self.per_node), self.per_node}
-        whole = {nodes * self.per_node for nodes in counts_of(self.nodes)}
-        return tuple(sorted(within | whole))
+        of_one = {*counts_of(self.per_node), self.per_node}
+        of_several = {nodes * self.per_node for nodes in counts_of(self.nodes)}
+        return tuple(sorted(of_one | of_several))
 
     def size(self, devices: int) -> tuple[int, int]:
         """Return the number of nodes and the ranks per node of a job with so many devices."""
