@@ -39,10 +39,13 @@ def queue_states(ids: Sequence[str], *, with_ended: bool = False) -> dict[str, s
 
 
 def notify(job_id: str) -> None:
-    """Cancel a job that has no nodes yet, and send the tasks of any other SIGUSR2, by which they
-    save and end."""
+    """Cancel a job that has no nodes yet, and send the tasks of a running one SIGUSR2, by which
+    they save and end.
+
+    A running job that has no tasks yet does not hear of it, and scancel does not say so.
+    """
     _scancel("--state=PENDING", job_id)
-    _scancel("--signal=USR2", job_id)
+    _scancel("--state=RUNNING", "--signal=USR2", job_id)
 
 
 def cancel(job_id: str) -> None:
