@@ -24,10 +24,11 @@ COMMAND = (
     "hydra.run.dir=all",
 )
 FOUR = ("hardware=cpu", "hardware.devices=4")
-TWO_NODES = (
-    "hardware=v100_512",
-    "hardware.nodes=[{count: 2, devices: 1, device: cpu_process, link: shared_memory}]",
-)
+TWO_NODES = ("hardware=pair", "--config-dir=conf")
+PAIR = """nodes:
+  - {count: 2, devices: 1, device: cpu_process, link: shared_memory}
+network: ethernet_10g
+"""
 OWN = {"a": ["train.steps=110"], "b": ["train.steps=110", "seed=1"], "late": ["train.steps=4"]}
 
 
@@ -88,7 +89,7 @@ def test_a_late_guarantee_gets_its_share_and_others_grow_back(
         {"name": name, "command": [*SLOW, *words], "devices": 1} for name, words in OWN.items()
     ]
     jobs[1] |= {"guaranteed": False}
-    jobs[2] |= {"devices": 2, "arrival_s": 12}
+    jobs[2] |= {"devices": 2, "arrival_s": 25}
     given = ["schedule.round_s=1000", "schedule.reconfiguration_s=0"]
     start(job, host, slurm, jobs, *FOUR, *given, "schedule.least_useful_share=0")
     assert job.wait(250) == [0], job.said("out") + job.said("err")
@@ -117,6 +118,8 @@ def test_a_late_guarantee_gets_its_share_and_others_grow_back(
 def test_a_job_waits_in_the_queue_and_ctrl_c_leaves_nothing_there(
     job: Job, host: HostApart, slurm: Mapping[str, str]
 ) -> None:
+    (job.folder / "conf/hardware").mkdir(parents=True)
+    (job.folder / "conf/hardware/pair.yaml").write_text(PAIR)
     hold = ("sbatch", "--parsable", "--exclusive", "--nodes=2", "--output=/dev/null")
     other = ask(host, slurm, *hold, "--wrap=sleep 1000").strip()
     wait_until(job, lambda: "RUNNING" in ask(host, slurm, "squeue", "--format=%T"))

@@ -135,7 +135,7 @@ class SlurmProcess:
         return self._end
 
     def said(self) -> str:
-        """Return how Slurm ended the job, and the last lines that the job printed."""
+        """Return the last lines that the job printed, after the way that Slurm ended it."""
         if self.job is None:
             return self.refusal
         lines = []
