@@ -142,14 +142,16 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
         {"name": "b", "command": ["train.stepz=5"], "devices": 9},
         {"name": "b", "command": ["mode=plan", "hardware=cpu"], "devices": 1},
         {"name": "c", "command": [*SMALL, "launcher=slurm"], "devices": 1},
+        {"name": "d/e", "command": SMALL, "devices": 1},
     ]
     plans = "schedule.plans=['dp seed=4']"
     answer = whale_train([*CPUS, written(tmp_path, jobs), plans, "hydra.run.dir=no"], tmp_path)
     assert (answer.status, answer.stdout) == (2, "")
     assert answer.stderr.splitlines() == [
-        "8 things are wrong with this request:",
+        "9 things are wrong with this request:",
         "  jobs[0].garanteed=true is not a key here; did you mean guaranteed? One of: arrival_s, "
         "command, devices, guaranteed, name",
+        "  jobs[4].name=d/e is not the name of a folder; use letters, digits, -, _ and .",
         "  jobs[1].devices=9 is more than the 4 devices there are; use at most 4",
         "  jobs[2].name=b is the name of two jobs; give each its own",
         "  schedule.plans=dp seed=4 sets seed, and a plan must not change what is computed; use "
