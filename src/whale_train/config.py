@@ -30,7 +30,7 @@ from whale_train.schedule_options import ScheduleOptions
 from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
 from whale_train.strategies.plan.plan import Decision
 from whale_train.trackers.options import TrackerOptions, read_trackers
-from whale_train.validation import DURATION, as_yaml, no_truth_value, validated
+from whale_train.validation import DURATION, HOST, as_yaml, no_truth_value, validated
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 PLATEAU = "plateau"  # a value of train.delink_at
@@ -174,7 +174,7 @@ class LauncherOptions(_Section):
     """
 
     kind: Literal["auto", "local", "emulate", "ssh", "slurm"] = "auto"
-    hosts: tuple[Annotated[str, Field(min_length=1, pattern=r"^[^-\s]\S*$")], ...] = ()
+    hosts: tuple[Annotated[str, Field(min_length=1, pattern=HOST)], ...] = ()
     python: str | None = Field(None, min_length=1)
     nodes: _Count | None = None
     ranks_per_node: _Count | None = None

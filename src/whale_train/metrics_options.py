@@ -5,13 +5,14 @@ classes have them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.errors import ConfigError, Fault
 from whale_train.own_code import PATH, TargetKind, called, made_object, said
-from whale_train.validation import as_yaml
+from whale_train.validation import as_yaml, validated
 
 KEY = "metrics"
 _METHODS = ("update", "compute", "reset")
@@ -54,7 +55,11 @@ def read_metrics(value: object, faults: list[Fault]) -> dict[str, MetricOptions]
             faults.append(Fault(key, "", rule, "use another name, such as f1"))
         else:
             arguments = {str(x): item for x, item in entry.items() if x != "_target_"}
-            metrics[str(name)] = MetricOptions(target=entry["_target_"], arguments=arguments)
+            given = {"target": entry["_target_"], "arguments": arguments}
+            options = validated(MetricOptions, given, key, wrong := list[Fault]())
+            faults += [replace(x, key=x.key.replace(".target", "._target_")) for x in wrong]
+            if not wrong:
+                metrics[str(name)] = options
     return metrics
 
 

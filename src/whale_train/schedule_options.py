@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from whale_train.validation import no_truth_value
+from whale_train.validation import FOLDER, no_truth_value
 
 _Whole = Annotated[int, BeforeValidator(no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
@@ -55,7 +55,7 @@ class JobEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    name: str = Field(pattern=r"^\w[\w.-]*$")
+    name: str = Field(pattern=FOLDER)
     command: tuple[str, ...]
     devices: _Count
     guaranteed: bool = True

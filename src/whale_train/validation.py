@@ -13,8 +13,12 @@ from pydantic_core import PydanticCustomError
 
 from whale_train.errors import Fault, nearest
 from whale_train.other_trainers import known_elsewhere
+from whale_train.own_code import PATH
 
 DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
+HOST = r"^[^-\s]\S*$"
+FOLDER = r"^\w[\w.-]*$"
+IDENTIFIER = r"^[A-Za-z]\w*$"
 
 
 def as_yaml(value: object) -> str:
@@ -147,8 +151,6 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         if bound in context:
             limit = f"{context[bound]:g}"
             return Fault(key, shown, f"{rule} {limit}", remedy.format(limit))
-    if context.get("pattern") == DURATION:
-        return Fault(key, shown, "is not a time", "use one, such as 30min")
     if kind == "int_from_float" and math.isfinite(given):
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
@@ -166,6 +168,10 @@ def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -
         return Fault(key, shown, "is not a mapping", f"write {key}.NAME=VALUE")
     if kind.startswith("string") and isinstance(given, list | dict):
         return Fault(key, shown, "is not one text", "give one alone")
+    if kind == "string_too_short":
+        return Fault(key, "''", "is empty", "give a text")
+    if kind == "string_pattern_mismatch":
+        return Fault(key, shown, *_FORMS[context["pattern"]])
     rule, remedy = next(
         (rule_and_remedy for start, rule_and_remedy in _TYPES.items() if kind.startswith(start)),
         (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
@@ -178,6 +184,14 @@ _BOUNDS = {
     "gt": ("is not above", "use more than {}"),
     "le": ("is above", "use {} or less"),
     "lt": ("is not below", "use less than {}"),
+}
+# The rule and the remedy of a text that a pattern of pydantic does not match, by the pattern.
+_FORMS = {
+    DURATION: ("is not a time", "use one, such as 30min"),
+    HOST: ("is not the name of a host", "use one, such as user@host"),
+    FOLDER: ("is not the name of a folder", "use letters, digits, -, _ and ."),
+    IDENTIFIER: ("is not a name", "use letters, digits and _, a letter first"),
+    PATH: ("is not the path of a class or function", "name one, as my_module.Mine"),
 }
 _QUOTED = "put it in quotes"
 _TYPES = {

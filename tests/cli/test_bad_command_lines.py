@@ -231,6 +231,15 @@ COMMAND_LINE = (
 
 VALUES = (
     Case(
+        "texts_of_another_form",
+        """metrics.f1._target_=F1 launcher=ssh 'launcher.hosts=[-a, "b c"]' checkpoint.to="''" """,
+        "launcher.hosts[0]=-a is not the name of a host; use one, such as user@host",
+        "launcher.hosts[1]=b c is not the name of a host; use one, such as user@host",
+        "checkpoint.to='' is empty; give a text",
+        "metrics.f1._target_=F1 is not the path of a class or function; name one, as "
+        "my_module.Mine",
+    ),
+    Case(
         "steps_not_a_number",
         "train.steps=ten",
         "train.steps=ten is not a whole number; use one, such as 8",

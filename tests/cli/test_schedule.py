@@ -156,26 +156,67 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
         {"name": "b", "command": ["train.stepz=5"], "devices": 9},
         {"name": "b", "command": ["mode=plan", "hardware=cpu"], "devices": 1},
         {"name": "c", "command": [*SMALL, "launcher=slurm"], "devices": 1},
+        {"name": "d/e", "command": SMALL, "devices": 1},
+        {"name": "f", "command": ["--config-dir=my", *SMALL], "devices": 1},
+        {"name": "g", "command": [*SMALL, "strategy.devices.a100=2"], "devices": 1},
     ]
-    plans = "schedule.plans=['dp seed=4']"
+    plans = "schedule.plans=['dp seed=4','dp strategy.devices=2']"
     answer = whale_train([*CPUS, written(tmp_path, jobs), plans, "hydra.run.dir=no"], tmp_path)
     assert (answer.status, answer.stdout) == (2, "")
     assert answer.stderr.splitlines() == [
-        "8 things are wrong with this request:",
+        "12 things are wrong with this request:",
         "  jobs[0].garanteed=true is not a key here; did you mean guaranteed? One of: arrival_s, "
         "command, devices, guaranteed, name",
+        "  jobs[4].name=d/e is not the name of a folder; use letters, digits, -, _ and .",
         "  jobs[1].devices=9 is more than the 4 devices there are; use at most 4",
         "  jobs[2].name=b is the name of two jobs; give each its own",
         "  schedule.plans=dp seed=4 sets seed, and a plan must not change what is computed; use "
         "keys of strategy, and train.accumulate",
+        "  schedule.plans: strategy.devices is set by the schedule; leave it out: devices of the "
+        "job says how many",
         "  jobs[1].command: train.stepz=5 is not a key of the config; did you mean train.steps?",
         "  jobs[2].command: mode is set by the schedule; leave it out: jobs are trained",
         "  jobs[2].command: hardware is set by the schedule; leave it out: the schedule shares its "
         "own hardware",
         "  jobs[3].command: launcher is set by the schedule; leave it out: the schedule's own "
         "launcher starts all jobs",
+        "  jobs[5].command: --config-dir=my is no override of a job; leave it out: jobs have the "
+        "--config-dir of the schedule's own command",
+        "  jobs[6].command: strategy.devices.a100 is set by the schedule; leave it out: devices of "
+        "the job says how many",
     ]
     assert not (tmp_path / "no").exists()
+
+
+def test_jobs_without_a_plan_are_refused_by_one_fault_each(tmp_path: Path) -> None:
+    """A job that fits nowhere is refused for what it requests; one that the policy would never
+    start, before anybody waits for it. Both read the schedule's own inventory."""
+    (tmp_path / "my/hardware").mkdir(parents=True)
+    device = (
+        "{name: small, memory_bytes: 20e6, flops: {fp32: 1e12}, memory_bandwidth_bytes_s: 1e11}"
+    )
+    nodes = f"nodes: [{{count: 1, devices: 4, link: pcie3_x16, device: {device}}}]\n"
+    (tmp_path / "my/hardware/lab.yaml").write_text(nodes)
+    lab = ["--config-dir=my", "mode=schedule", "hardware=lab", "hydra.run.dir=no"]
+    large = {
+        "name": "a",
+        "command": ["model=gpt", "model.depth=1", "model.width=512"],
+        "devices": 2,
+    }
+    given = [*lab, written(tmp_path, [large]), "schedule.simulate=true"]
+    answer = whale_train(given, tmp_path)
+    assert (answer.status, answer.stdout) == (2, "")
+    assert answer.stderr.startswith("error: jobs[0].command: strategy=dp needs ")
+    assert answer.stderr.count("\n") == 1
+    piped = {"name": "a", "command": [*SMALL, "model.depth=2", "strategy=3d"], "devices": 2}
+    given = [*lab, written(tmp_path, [piped]), "schedule.policy=first_come"]
+    answer = whale_train(given, tmp_path)
+    assert (answer.status, answer.stdout, answer.stderr) == (
+        2,
+        "",
+        "error: jobs[0].devices=2 is a number for which schedule.policy=first_come has no plan; "
+        "use schedule.policy=replan, or 4\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,6 +241,10 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
             "schedule.trace_jobs=5 is simulated, and no job starts; add schedule.simulate=true",
         ),
         ((*CPUS, "jobs=x.yaml", "schedule.polici=replan"), "did you mean schedule.policy?"),
+        (
+            ("mode=schedule", "jobs=x.yaml", "hardware=dgx_a100", "hardware.devices=4"),
+            "hardware.devices=4 is not a key of the config; hardware=cpu, local have it",
+        ),
     ],
 )
 def test_what_is_refused(given: tuple[str, ...], said: str, tmp_path: Path) -> None:

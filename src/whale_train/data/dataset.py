@@ -16,13 +16,12 @@ from pydantic import StringConstraints
 from whale_train.data.permutation import permute
 from whale_train.data.random_bits import stream_key
 from whale_train.strategies.graph.operation_graph import InputField
+from whale_train.validation import IDENTIFIER
 
 Indices = NDArray[np.int64]
 LENGTHS = " lengths"  # suffix of a batch's arrays `[n]` with the lengths of a field before padding
 Batch = dict[str, NDArray[Any]]
-EvaluationSets = Mapping[
-    Annotated[str, StringConstraints(pattern=r"^[A-Za-z]\w*$")], Mapping[str, Any]
-]
+EvaluationSets = Mapping[Annotated[str, StringConstraints(pattern=IDENTIFIER)], Mapping[str, Any]]
 
 
 class Dataset(Protocol):

@@ -90,7 +90,7 @@ class ModelOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    target: str = Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+    target: str = Field(alias="_target_", pattern=PATH)
     loss: Literal["model", "cross_entropy", "own"] = "model"
     own_loss: LossOptions | None = None
     class_dim: Annotated[Literal[1, -1] | None, BeforeValidator(no_truth_value)] = None

@@ -73,7 +73,7 @@ def remedy_for(key: str, config: DictConfig | None) -> str:
     mode = OmegaConf.select(config, "mode")
     keys = _settable(config, mode)
     instead = known_elsewhere(key) if mode not in READ_ALONE else None
-    options = _options_with(key) if mode not in READ_ALONE else []
+    options = _options_with(key) if mode not in READ_ALONE or key in keys else []
     name = key.rpartition(".")[2]
     same = [x for x in keys if x.rpartition(".")[2] == name and x.count(".") < 2]
     close = same[0] if len(same) == 1 else _spelled(key, keys)

@@ -1,6 +1,8 @@
 """Run `mode=schedule`: several jobs on one inventory, simulated, or started here or by Slurm."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from rich.text import Text
 
 from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault, RequestError
+from whale_train.launcher.compose.command_line import parsed_flags, parsed_overrides
 from whale_train.launcher.job_end import JobEnd
 from whale_train.launcher.planning.devices.devices_here import HostPlacement
 from whale_train.launcher.planning.devices.placing import place_of, this_host_of
@@ -28,7 +31,11 @@ from whale_train.machine.limits import cores
 from whale_train.strategies.cluster_scheduling.baseline_policies import policies
 from whale_train.strategies.cluster_scheduling.job_trace import draw_trace
 from whale_train.strategies.cluster_scheduling.replan_policy import ReplanOptions
-from whale_train.strategies.cluster_scheduling.schedulable_job import Policy, SchedulableJob
+from whale_train.strategies.cluster_scheduling.schedulable_job import (
+    JobState,
+    Policy,
+    SchedulableJob,
+)
 from whale_train.strategies.cluster_scheduling.sensitivity_curve import (
     SensitivityCurve,
     curve_of,
@@ -43,8 +50,6 @@ from whale_train.strategies.cluster_scheduling.simulate_schedule import (
 SCHEDULE = "schedule.json"
 JOBS = "jobs"  # the folder of the jobs' run directories
 SLURM = "slurm"  # the folder of submitit's files
-# What arguments that make the inventory begin with.
-_INVENTORY = ("hardware=", "hardware.", "--config-dir=", "hydra.searchpath=")
 _SIMULATED_S = 78.0  # a checkpoint and a resume of Rubick's jobs, on average (arXiv 2408.08586)
 
 
@@ -65,7 +70,7 @@ def schedule_jobs(
     options = request.schedule
     place = _place(request)
     devices = len(place.cluster.devices)
-    hardware = [x for x in arguments if x.startswith(_INVENTORY)]
+    hardware = _of_all_jobs(arguments)
     starter: JobStarter
     if request.launcher.kind == "slurm":
         hardware += threads_on_slurm(request.launcher) if place.cluster.on_cpu else []
@@ -99,6 +104,8 @@ def schedule_jobs(
     jobs = [one.job for one in planned]
     curves = [curve_of(job.throughput, job.plans, devices) for job in jobs]
     submitted = _submitted(request, jobs, devices, counts)
+    if not options.simulate:
+        _refuse_never_run(request, jobs, devices, counts)
     run_dir = make_run_dir(request, run_dir)
     write_environment(run_dir)
     console.print(Portable(gains_table(list(zip(jobs, curves, strict=True)))))
@@ -145,6 +152,37 @@ def _place(request: Request) -> HostPlacement:
     if faults or place is None:
         raise ConfigError(faults)
     return place
+
+
+def _of_all_jobs(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of the schedule that every job has too: its hardware, and where its own
+    config files are."""
+    flags = parsed_flags(arguments)
+    folder = [] if flags.config_dir is None else [f"--config-dir={flags.config_dir}"]
+    overrides = parsed_overrides(flags.overrides)
+    keys = [override.key_or_group for override in overrides]
+    is_shared = [x.partition(".")[0] == "hardware" or x == "hydra.searchpath" for x in keys]
+    return [*folder, *compress((str(x.input_line) for x in overrides), is_shared)]
+
+
+def _refuse_never_run(
+    request: Request, jobs: Sequence[SchedulableJob], devices: int, counts: Sequence[int]
+) -> None:
+    """Raise ConfigError for jobs to which the policy gives no devices even where they are alone:
+    the schedule would wait for them without end."""
+    options = request.schedule
+    policy = policies(_options(request, 0.0))[options.policy]
+    faults = []
+    for number, job in enumerate(jobs):
+        alone = JobState(job, None, job.steps, 0.0, None, 0)
+        if not policy(0.0, [alone], devices):
+            rule = f"is a number for which schedule.policy={options.policy} has no plan"
+            others = {n: replace(alone, job=replace(job, devices=n)) for n in counts}
+            able = [n for n, other in others.items() if policy(0.0, [other], devices)]
+            remedy = ", or ".join(["use schedule.policy=replan", *map(str, able)])
+            faults.append(Fault(f"jobs[{number}].devices", str(job.devices), rule, remedy))
+    if faults:
+        raise ConfigError(faults)
 
 
 def _options(request: Request, reconfiguration_s: float) -> ReplanOptions:

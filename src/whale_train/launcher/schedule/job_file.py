@@ -24,8 +24,10 @@ _SET_HERE = {
     "hardware": "leave it out: the schedule shares its own hardware",
     "launcher": "leave it out: the schedule's own launcher starts all jobs",
     "hydra.run.dir": "leave it out: it is jobs/NAME in the schedule's directory",
+    "strategy.devices": "leave it out: devices of the job says how many",
     "train.resume": "leave it out: a job goes on from its own checkpoints",
 }
+_WITH_ALL_KEYS = ("hardware", "strategy.devices")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def read_jobs(
     """Return the jobs of the file at `path`.
 
     devices: number of devices of the cluster, which no job may exceed.
-    hardware: overrides for the devices of the cluster, which every job is composed with.
+    hardware: arguments for the devices of the cluster, which every job is composed with.
     plans: the plans of `schedule.plans`.
 
     Raises ConfigError with all faults.
@@ -104,7 +106,10 @@ def _choices(plans: Sequence[str], faults: list[Fault]) -> dict[str, tuple[str, 
             faults += [replace(x, key=f"schedule.plans: {x.key}") for x in error.faults]
             continue
         for key in keys:
-            if key.partition(".")[0] != "strategy" and key != "train.accumulate":
+            if key == "strategy.devices":
+                rule = "is set by the schedule"
+                faults.append(Fault(f"schedule.plans: {key}", "", rule, _SET_HERE[key]))
+            elif key.partition(".")[0] != "strategy" and key != "train.accumulate":
                 rule = f"sets {key}, and a plan must not change what is computed"
                 remedy = "use keys of strategy, and train.accumulate"
                 faults.append(Fault("schedule.plans", text, rule, remedy))
@@ -124,6 +129,11 @@ def _composed(
     number: the job's place in the file.
     """
     at = f"{_KEY}[{number}].command"
+    flags = [text for text in entry.command if text.startswith("-")]
+    if flags:
+        remedy = "leave it out: jobs have the --config-dir of the schedule's own command"
+        faults += [Fault(f"{at}: {x}", "", "is no override of a job", remedy) for x in flags]
+        return None
     try:
         keys = [override.key_or_group for override in parsed_overrides(entry.command)]
     except ConfigError as error:
@@ -133,7 +143,7 @@ def _composed(
         Fault(f"{at}: {key}", "", "is set by the schedule", remedy)
         for key in keys
         for ours, remedy in _SET_HERE.items()
-        if key == ours or (ours == "hardware" and key.startswith("hardware."))
+        if key == ours or (ours in _WITH_ALL_KEYS and key.startswith(f"{ours}."))
     ]
     if wrong:
         faults += wrong

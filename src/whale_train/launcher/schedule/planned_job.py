@@ -96,16 +96,17 @@ def planned_job(number: int, asked: ScheduledRequest, counts: Sequence[int]) -> 
     except ConfigError as error:
         raise ConfigError([replace(x, key=f"{key}: {x.key}") for x in error.faults]) from None
     parts: dict[Choice, StepParts] = {}
-    refusals: list[Fault] = []
+    refusals: dict[Choice, list[Fault]] = {}
     analysis = ModelAnalysis(base.profile, base.training.precision)
     for name, one in asked.by_plan.items():
         for count in sorted({*counts, asked.entry.devices}):
             try:
                 parts[count, name] = _parts(one, count, base, analysis)
             except PlanError as error:
-                refusals += error.faults
+                refusals[count, name] = list(error.faults)
     if not parts:
-        raise ConfigError([replace(x, key=f"{key}: {x.key}") for x in dict.fromkeys(refusals)])
+        first_refused = refusals[asked.entry.devices, AS_REQUESTED]
+        raise ConfigError([replace(x, key=f"{key}: {x.key}") for x in first_refused])
     times = StepTimes(parts, FittedStepTime(), {}, request.train.global_batch)
     entry = asked.entry
     job = SchedulableJob(

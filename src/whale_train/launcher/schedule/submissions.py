@@ -48,17 +48,27 @@ def read_trace(
     """
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         remedy = "name a CSV file with the columns name, like, arrival_s"
         raise ConfigError([Fault(KEY, path, f"cannot be read ({error})", remedy)]) from None
+    columns = reader.fieldnames or ()
+    if missing := [name for name in ("name", "like", "arrival_s") if name not in columns]:
+        rule = f"has no column {', '.join(missing)} in its first line"
+        remedy = "write name,like,arrival_s there, and one submission in each further line"
+        raise ConfigError([Fault(KEY, path, rule, remedy)])
     by_name = {job.name: job for job in kinds}
     faults: list[Fault] = []
     jobs: list[SchedulableJob] = []
     names: set[str] = set()
     for number, row in enumerate(rows):
         at = f"{KEY}[{number}]"
-        given = {str(key): value for key, value in row.items() if value not in (None, "")}
+        if None in row:
+            rule = f"has more values than the {len(columns)} columns of the first line"
+            faults.append(Fault(at, "", rule, "leave the last ones out, or name their columns"))
+            continue
+        given = {key: value for key, value in row.items() if value not in (None, "")}
         read: _Row | None = validated(_Row, given, at, faults)
         if read is None:
             continue
@@ -68,8 +78,9 @@ def read_trace(
             faults.append(Fault(f"{at}.like", read.like, "is no job of the jobs' file", remedy))
             continue
         asked = read.devices or kind.devices
-        if asked not in counts:
-            remedy = f"use one of {', '.join(map(str, counts))}"
+        planned = sorted({*counts, kind.devices})
+        if asked not in planned:
+            remedy = f"use one of {', '.join(map(str, planned))}"
             faults.append(Fault(f"{at}.devices", str(asked), "is not planned for", remedy))
         if read.name in names:
             rule = "is the name of two submissions"

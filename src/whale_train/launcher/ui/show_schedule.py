@@ -74,12 +74,15 @@ def policies_table(schedules: Mapping[str, SimulatedSchedule]) -> Table:
     heads = ("policy", "jobs ended", "mean completion", "99th percentile", "makespan", "re-planned")
     table = Table(*heads, box=None, pad_edge=False, header_style="dim")
     for name, schedule in schedules.items():
+        times = (
+            schedule.average_completion_s,
+            schedule.completion_percentile_s(0.99),
+            schedule.makespan_s,
+        )
         table.add_row(
             name,
             f"{len(schedule.ended)} of {len(schedule.records)}",
-            in_seconds(schedule.average_completion_s),
-            in_seconds(schedule.completion_percentile_s(0.99)),
-            in_seconds(schedule.makespan_s),
+            *(in_seconds(x) if schedule.ended else "none ends" for x in times),
             f"{schedule.reconfigurations} times",
         )
     return table
