@@ -69,7 +69,7 @@ class Progress:
             self._began = time.monotonic()
 
     def _tell(self) -> None:
-        done = 1 - self._work(self._left) / self._work(self._counts)
+        done = 1 - self._work(self._left) / (self._work(self._counts) or 1.0)
         parts, passed = int(done * PARTS + 1e-6), time.monotonic() - self._began
         if not self._told < parts < PARTS or passed < SHORT_S:
             return

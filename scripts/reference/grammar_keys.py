@@ -7,6 +7,7 @@ hand, and the few keys and values that have another form in the config than in t
 from dataclasses import dataclass
 
 from whale_train.strategies.grammar import nodes
+from whale_train.strategies.grammar.recompute import RECOMPUTE
 from whale_train.strategies.hardware import cluster
 
 
@@ -35,6 +36,7 @@ def _choices(names: tuple[str, ...]) -> str:
 _COUNT = "a whole number of at least 1, or `auto`"
 _PATHS = "a path or a glob, or a list of them"
 _NODES = "a node, or a list of nodes"
+_AGAIN = f"{_choices(RECOMPUTE)}, a list of paths or globs of modules, or `{{memory: FRACTION}}`"
 _FIGURE = "a number above 0"
 
 STRATEGY = (
@@ -85,6 +87,7 @@ STRATEGY = (
         "none",
     ),
     FieldKey("replicate.modules", nodes.Replicate, "modules", _PATHS, "*"),
+    FieldKey("replicate.recompute", nodes.Replicate, "recompute", _AGAIN, "null"),
     FieldKey("replicate.of", nodes.Replicate, "of", _NODES, "null"),
     FieldKey("split.degree", nodes.Split, "degree", _COUNT, "auto"),
     FieldKey("split.dim", nodes.Split, "dim", _choices(nodes.SPLIT_DIMS), "auto"),
@@ -97,9 +100,10 @@ STRATEGY = (
         f"is one of {_choices(nodes.PATTERNS)}",
         "null",
     ),
+    FieldKey("split.recompute", nodes.Split, "recompute", _AGAIN, "null"),
     FieldKey("split.of", nodes.Split, "of", _NODES, "null"),
     FieldKey("stage.modules", nodes.Stage, "modules", f"{_PATHS}, or `auto`", "auto"),
-    FieldKey("stage.recompute", nodes.Stage, "recompute", _choices(nodes.RECOMPUTE), "none"),
+    FieldKey("stage.recompute", nodes.Stage, "recompute", _AGAIN, "null"),
     FieldKey("stage.device", nodes.Stage, "device", "the name of a device, or `auto`", "auto"),
     FieldKey("stage.of", nodes.Stage, "of", _NODES, "null"),
     FieldKey(

@@ -7,6 +7,7 @@ from torch import Tensor, fx, nn
 
 from whale_train.runtime.base.node_meta import BLOCK
 from whale_train.runtime.graph.block_modules import Blocks
+from whale_train.runtime.graph.shard_rng import SharedRandom
 
 aten = torch.ops.aten
 
@@ -40,7 +41,8 @@ def test_a_value_goes_when_its_last_reader_has_run() -> None:
     total.meta[BLOCK] = "norm"
     graph.output((total, x))
     module = fx.GraphModule(root, graph)
-    blocks = Blocks(nn.Module(), {True: (module, ()), False: (module, ())}, lambda block: None)
+    graphs, random = {True: (module, ()), False: (module, ())}, SharedRandom(0, torch.device("cpu"))
+    blocks = Blocks(nn.Module(), graphs, frozenset(), random)
     blocks.eval()
     given = torch.ones(2)
     with torch.no_grad():

@@ -153,6 +153,11 @@ STRATEGIES: dict[str, tuple[int, str] | tuple[int, str, tuple[float, ...]]] = {
         (1, 3, 1),
     ),
     "recompute": (2, pipeline("[{stage: {recompute: full}}, {stage: {recompute: full}}]")),
+    "copies_again": (2, "{replicate: {recompute: full}}"),
+    "zero3_again": (2, "{replicate: {zero: 3, recompute: full}}"),
+    "split_again": (2, "{split: {recompute: full}}"),
+    "hybrid_again": (2, "[{replicate: {recompute: full}}, {split: {modules: head}}]"),
+    "partly": (2, "{replicate: {zero: 2, recompute: {memory: 0.6}}}"),
     "stages_by_device": (
         4,
         "{replicate: {of: "
@@ -233,6 +238,8 @@ def refusal(model: str, strategy: str) -> str:
     is the embedding of another stage is not its own to split."""
     if model == "resnet" and "pipeline" in STRATEGIES[strategy][1]:
         return BATCH_NORM
+    if model == "picks" and strategy.endswith(("_again", "partly")):
+        return "finds no list of blocks in Picks; name the modules, as recompute: [first]"
     return TIED if strategy.startswith("pipeline_hybrid") and model in TIES else ""
 
 

@@ -340,6 +340,9 @@ LARGE = [
         ("{split: {}}", 0.10),
         (pipeline(4, micro_batches=8), 0.10),
         (pipeline("[{stage: {recompute: full}}, {stage: {recompute: full}}]"), 0.10),
+        ("{replicate: {recompute: full}}", 0.05),
+        ("{replicate: {zero: 2, recompute: {memory: 0.5}}}", 0.05),
+        ("{split: {recompute: full}}", 0.10),
         ("[{replicate: {}}, {split: {modules: head}}]", 0.05),
     ],
 )

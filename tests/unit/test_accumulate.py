@@ -274,7 +274,7 @@ def test_what_ranks_do_in_a_step_of_several_backwards(strategy: str, pieces: int
 
 
 def test_a_copy_that_is_recomputed_keeps_no_casts() -> None:
-    graph = {"pipeline": {"stages": [{"stage": {"recompute": "full"}}, {"stage": {}}]}}
+    graph = {"pipeline": {"stages": [{"stage": {"recompute": ["*"]}}, {"stage": {}}]}}
     train = replace(training(64), precision="fp16")
     plan = resolve(strategy_of({"graph": graph}), mixed().first(2), bert(), train)
     assert [rank.keeps_casts for rank in plan.ranks] == [False, True]

@@ -72,12 +72,12 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"replicate": {"degre": 2}},
             f"{REPLICATE}.degre is not a key here; did you mean degree? "
-            "One of: degree, modules, of, offload, zero",
+            "One of: degree, modules, of, offload, recompute, zero",
         ),
         (
             {"split": {"zero": 1}},
             "strategy.graph.split.zero is not a key here; use one of: degree, dim, modules, of, "
-            "patterns",
+            "patterns, recompute",
         ),
         (
             {"pipeline": {"stages": [{"stage": {"degree": 2}}]}},
@@ -175,7 +175,8 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"pipeline": {"stages": [{"stage": {"recompute": True}}]}},
-            f"{PIPELINE}.stages[0].stage.recompute=True is unknown; use one of: auto, full, none",
+            f"{PIPELINE}.stages[0].stage.recompute=True is not known to recompute; "
+            "use none, full, auto, a list of modules, or {memory: 0.5}",
         ),
         (
             {"pipeline": {"stages": 2, "schedule": "1f1"}},

@@ -16,6 +16,7 @@ from whale_train.strategies.grammar.nodes import (
     Strategy,
     read_strategy,
 )
+from whale_train.strategies.grammar.recompute import Recompute
 
 CONF = Path(__file__).parents[2] / "conf" / "strategy"
 
@@ -57,7 +58,7 @@ def test_defaults() -> None:
                 Stage(
                     "strategy.graph.pipeline.stages[0].stage",
                     modules=None,
-                    recompute="none",
+                    recompute=None,
                     of=(),
                 ),
             ),
@@ -81,8 +82,9 @@ def test_every_key() -> None:
     stage = {"modules": ["a", "b"], "recompute": "full"}
     pipeline = {"micro_batches": 6, "schedule": "zero_bubble", "stages": [{"stage": stage}]}
     path = "strategy.graph.pipeline"
+    full = Recompute(f"{path}.stages[0].stage.recompute", "full")
     assert read({"pipeline": pipeline}).graph == (
-        Pipeline(path, (Stage(f"{path}.stages[0].stage", ("a", "b"), "full"),), 6, "zero_bubble"),
+        Pipeline(path, (Stage(f"{path}.stages[0].stage", ("a", "b"), full),), 6, "zero_bubble"),
     )
 
 

@@ -7,6 +7,7 @@ from whale_train.config import Request
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_stages import assemble_stages
+from whale_train.runtime.assembly.recompute_modules import recompute_modules
 from whale_train.runtime.assembly.shard_params import narrow_of
 from whale_train.runtime.assembly.shared_init import own_copy
 from whale_train.runtime.base.autocast import NARROW
@@ -94,6 +95,7 @@ def _whole_model(
         blocks = compile_blocks(module, seat.compiler)
         if task_graph.zero == 3:
             gather_whole(blocks)
+    recompute_modules(module, plan.recomputed)
     copies = Copies(
         group,
         sums=seat.groups.get(sums_of(task_graph)),

@@ -49,7 +49,6 @@ from whale_train.runtime.pipeline.chunk import (
 )
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.pipeline.route import MessageTypes, PipelinePlace, Route
-from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedChunk, PlannedSegment, PlannedShard
@@ -228,13 +227,13 @@ class _Writer:
         owner = self._weight_gradients or WeightGradients()
         for at, counts in ((here, None), (evaluated, self._counts)):
             write_segment_graph(segment, planned, self._graph, self._canonical, at, counts, owner)
-        again = described.recompute == "full"
+        again = frozenset(described.recomputed)
         gathered = self._plan.task_graphs[planned.task_graph].zero == 3
         segment.stream(self._streamed)
         if self._compiler is not None:
-            segment.compile(self._compiler)
+            segment.compile(self._compiler, again)
         if again or gathered:
-            segment.divide(partial(_recomputed, here.random if again else None))
+            segment.divide(again, here.random)
         return planned.task_graph, segment
 
     def _lent_to(self, planned: PlannedSegment) -> dict[str, nn.Parameter]:
@@ -359,12 +358,6 @@ def _copies(
         reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
         bucket_elements=bucket_elements(request.train.bucket_mb),
     )
-
-
-def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
-    """Return `random` if `block` is one of the model's repeated blocks, which are recomputed, else
-    None."""
-    return random if is_repeated(block) else None
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from whale_train.models.batch_parts.dropout_off import drops
 from whale_train.models.batch_parts.target_means import target_mean
 from whale_train.models.export.export import model_path
+from whale_train.runtime.base.recompute import is_second_run
 from whale_train.runtime.compile.compiler import Compiler, are_operations_seen
 from whale_train.runtime.kernels.sync_batch_norm import GlobalBatchNorm
 from whale_train.strategies.graph.operation_graph import is_repeated
@@ -51,6 +52,7 @@ class _Block:
         self._forward, self._compiler, self._name = forward, compiler, name
         self._code = compiler.code(forward)
         self._seen: _Calls | None = None
+        self._ran_code = False
 
     def wrapped(self) -> Callable[..., Any]:
         """Return the function that replaces the forward, with the forward's signature."""
@@ -67,7 +69,10 @@ class _Block:
                 result = self._forward(*args, **kwargs)
             self._seen = calls
             return result
-        if self._seen.losses or are_operations_seen(drops=self._seen.drops):
+        if not is_second_run():  # which repeats the first one
+            eager = self._seen.losses or are_operations_seen(drops=self._seen.drops)
+            self._ran_code = not eager
+        if not self._ran_code:
             return self._forward(*args, **kwargs)
         with self._compiler.compiling(self._name):
             return self._code(*args, **kwargs)

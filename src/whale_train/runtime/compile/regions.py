@@ -5,7 +5,7 @@ product that computes its weight's gradient itself.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import fx
@@ -14,30 +14,34 @@ from torch._ops import OpOverload
 from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.kernels.rms_norm import rms_norm
-from whale_train.strategies.graph.operation_graph import is_repeated
+from whale_train.strategies.graph.operation_graph import is_repeated, unit_of
 
 _FEWEST = 2  # the least number of computing operations for which a region is worth its call
 
 
-def compile_regions(graph: fx.GraphModule, compiler: Compiler) -> None:
+def compile_regions(
+    graph: fx.GraphModule, compiler: Compiler, recomputed: Container[str] = ()
+) -> None:
     """Replace the regions of `graph` that are worth a call by calls of code of `compiler`, in
-    place."""
-    for nodes in _regions(graph.graph):
+    place. A region is inside or outside of a module in `recomputed`."""
+    for nodes in _regions(graph.graph, recomputed):
         if sum(map(_computes, nodes)) >= _FEWEST:
             _replace(graph, nodes, compiler)
     graph.graph.lint()
     graph.recompile()
 
 
-def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the regions of a graph, each a list of consecutive nodes of one block."""
+def _regions(graph: fx.Graph, recomputed: Container[str]) -> list[list[fx.Node]]:
+    """Return the regions of a graph, each a list of consecutive nodes of one block, or of one of
+    the modules in `recomputed`."""
     regions: list[list[fx.Node]] = [[]]
     last = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         block = node.meta.get(BLOCK, "")
-        place = block if is_repeated(block) else ""
+        place = unit_of(node.meta.get(MODULE, ""), recomputed)
+        place = place or (block if is_repeated(block) else "")
         if place != last or not _is_torchs(node):
             regions.append([])
         last = place

@@ -5,18 +5,17 @@ becomes one module per block. Recomputation (Chen et al. 2016, arXiv 1604.06174)
 a block and computes the block's other values again for its backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
 
-from whale_train.runtime.base.autocast import as_now
-from whale_train.runtime.base.node_meta import BLOCK
+from whale_train.runtime.base.node_meta import BLOCK, MODULE
+from whale_train.runtime.base.recompute import Recomputed
 from whale_train.runtime.graph.shard_rng import SharedRandom
+from whale_train.strategies.graph.operation_graph import unit_of
 
 
 class BlockModule(nn.Module):
@@ -34,7 +33,7 @@ class BlockModule(nn.Module):
                 self.register_parameter(name, tensor)
             else:
                 self.register_buffer(name, tensor)
-        self._random = random
+        self._again = None if random is None else Recomputed(lambda: _SameDraws(random))
         # The graphs are not submodules: they own nothing, and an engine must not walk into them.
         self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
 
@@ -51,38 +50,42 @@ class BlockModule(nn.Module):
         With `random`, a training forward saves its inputs only, and is recomputed in the backward.
         """
         graph, names = self._graphs[self.training]
-        arguments = (*values, *(getattr(self, name) for name in names))
-        if self._random is None or not self.training or not torch.is_grad_enabled():
-            result: tuple[Any, ...] = graph(*arguments)
+        if self._again is None or not self.training or not torch.is_grad_enabled():
+            result: tuple[Any, ...] = graph(*values, *self._held(names))
             return result
-        random = self._random
-        recomputed: tuple[Any, ...] = checkpoint(
-            graph, *arguments, use_reentrant=False, context_fn=lambda: _same_draws(random)
-        )
-        return recomputed
+        # Tensors that several blocks read, and one of them may update, come as values.
+        given = {i: x for i, x in enumerate(values) if isinstance(x, Tensor) and _is_constant(x)}
+        own = [(self._buffers, name) for name, x in self._buffers.items() if x is not None]
+        buffers: Any = [*own, *((given, i) for i in given)]
+
+        def run(*values: Any) -> tuple[Any, ...]:
+            read = (given.get(i, x) for i, x in enumerate(values))
+            result: tuple[Any, ...] = graph(*read, *self._held(names))
+            return result
+
+        again: tuple[Any, ...] = self._again(run, buffers, *values)
+        return again
+
+    def _held(self, names: Sequence[str]) -> Iterator[Tensor]:
+        return (getattr(self, name) for name in names)
 
 
-def _same_draws(
-    random: SharedRandom,
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a forward and of its recomputation, in which the shared random draws
-    are equal.
+def _is_constant(value: Tensor) -> bool:
+    return value.is_leaf and not (value.requires_grad or isinstance(value, nn.Parameter))
 
-    The second context restores the shared state and the autocast mode of the first run. The rank's
-    own random state is restored by `torch.utils.checkpoint`.
-    """
-    before, autocast_again = random.state, as_now()
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        now, random.state = random.state, before
-        try:
-            with autocast_again():
-                yield
-        finally:
-            random.state = now
+class _SameDraws:
+    """The context of a second run, in which the shared random draws are those that follow the
+    making of this object. `torch.utils.checkpoint` restores the rank's own random state."""
 
-    return nullcontext(), again()
+    def __init__(self, random: SharedRandom) -> None:
+        self._random, self._before = random, random.state
+
+    def __enter__(self) -> None:
+        self._now, self._random.state = self._random.state, self._before
+
+    def __exit__(self, *_: object) -> None:
+        self._random.state = self._now
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,11 @@ class Run:
     tensors: tuple[str, ...]
 
 
-def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], tuple[str, ...]]:
-    """Return the graph of `module` as runs of consecutive operations of one block, and the names of
-    the values that the graph returns.
+def in_runs(
+    module: fx.GraphModule, tensors: Sequence[str], recomputed: Container[str] = ()
+) -> tuple[list[Run], tuple[str, ...]]:
+    """Return the graph of `module` as runs of consecutive operations of one block, or of one of the
+    modules in `recomputed`, and the names of the values that the graph returns.
 
     `tensors` are the names of the placeholders that are parameters and buffers.
     """
@@ -118,7 +123,7 @@ def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], 
             output = node.args[0]
         if node.op in ("placeholder", "output"):
             continue
-        block = node.meta.get(BLOCK, "")
+        block = unit_of(node.meta.get(MODULE, ""), recomputed) or node.meta.get(BLOCK, "")
         if block != last:
             seen[block] = seen.get(block, -1) + 1
             parts.append((f"{block}#{seen[block]}", []))
@@ -153,17 +158,18 @@ class Blocks(nn.Module):
     """Graphs of a segment that run block by block.
 
     `graphs` maps training (True) and evaluation (False) to a graph and the attributes of `owner`
-    that hold the tensors of the graph's last placeholders. `recompute` maps a block's path to the
-    block's shared random state, or to None for a block that is not recomputed. A tensor that only
-    one block reads moves out of `owner` into that block, unless its attribute is in `lent` (another
-    engine owns it).
+    that hold the tensors of the graph's last placeholders. `recomputed` are the paths of the
+    modules that are computed again in the backward, with `random`, the shared random state. A
+    tensor that only one block reads moves out of `owner` into that block, unless its attribute is
+    in `lent` (another engine owns it).
     """
 
     def __init__(
         self,
         owner: nn.Module,
         graphs: Mapping[bool, tuple[fx.GraphModule, tuple[str, ...]]],
-        recompute: Callable[[str], SharedRandom | None],
+        recomputed: frozenset[str],
+        random: SharedRandom,
         lent: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
@@ -177,7 +183,7 @@ class Blocks(nn.Module):
             arguments = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
             placeholders = arguments[len(arguments) - len(names) :]
             attribute[training] = dict(zip(placeholders, names, strict=True))
-            runs[training], self._gives[training] = in_runs(graph, placeholders)
+            runs[training], self._gives[training] = in_runs(graph, placeholders, recomputed)
             self._arguments[training] = (arguments, names)
             for run in runs[training]:
                 for placeholder in run.tensors:
@@ -198,7 +204,8 @@ class Blocks(nn.Module):
                 key = run.name.replace(".", "__")
                 if key not in self.blocks:
                     held = own.get(run.name, {})
-                    self.blocks[key] = BlockModule(held, recompute(run.name.partition("#")[0]))
+                    again = run.name.partition("#")[0] in recomputed
+                    self.blocks[key] = BlockModule(held, random if again else None)
                 block = self.blocks[key]
                 assert isinstance(block, BlockModule)
                 exclusive = [p for p in run.tensors if attribute[training][p] not in self._kept]

@@ -5,7 +5,7 @@ evaluation.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -128,13 +128,13 @@ class SegmentModule(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             yield paths[name.rpartition(".")[2]], tensor
 
-    def divide(self, recompute: Callable[[str], SharedRandom | None]) -> None:
+    def divide(self, recomputed: frozenset[str], random: SharedRandom) -> None:
         """Run the segment's graphs block by block from the next call on.
 
-        `recompute` maps a block's path to the shared random state of a block that is recomputed in
-        its backward, and to None for any other block.
+        `recomputed` are the paths of the modules that are computed again in the backward, with the
+        shared random state `random`.
         """
-        self.blocks = Blocks(self, self._graphs, recompute, frozenset(self._lent))
+        self.blocks = Blocks(self, self._graphs, recomputed, random, frozenset(self._lent))
         self._graphs = {}
 
     def set_graph(
@@ -171,12 +171,13 @@ class SegmentModule(nn.Module):
                 argument.replace_all_uses_with(fetched, partial(operator.is_not, fetched))
             graph.recompile()
 
-    def compile(self, compiler: Compiler) -> None:
-        """Compile regions of the training graph with `compiler`.
+    def compile(self, compiler: Compiler, recomputed: Container[str] = ()) -> None:
+        """Compile regions of the training graph with `compiler`, each inside or outside of a module
+        in `recomputed`.
 
         Call it before the segment is divided.
         """
-        compile_regions(self._graphs[True][0], compiler)
+        compile_regions(self._graphs[True][0], compiler, recomputed)
 
     @property
     def lent(self) -> Iterable[nn.Parameter]:

@@ -174,7 +174,9 @@ def _node(given: Mapping[str, Any] | str) -> tuple[str, dict[str, Any]]:
 
 
 def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changes of a `replicate`: its number of copies, ZeRO, what is kept on the host."""
+    """Yield changes of a `replicate`: its number of copies, ZeRO, what is kept on the host, what is
+    recomputed."""
+    yield from _recomputing_more(body)
     if "degree" in body:
         yield "no degree", {key: value for key, value in body.items() if key != "degree"}
     zero = body.get("zero", 0)
@@ -196,7 +198,9 @@ def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_splits(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changes of a `split`: its number of devices, the patterns given by hand."""
+    """Yield changes of a `split`: its number of devices, the patterns given by hand, what is
+    recomputed."""
+    yield from _recomputing_more(body)
     for degree in (2, 4, 8):
         if degree != body.get("degree"):
             yield f"degree: {degree}", {**body, "degree": degree}
@@ -229,6 +233,14 @@ def _of_pipelines(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(stages, list):
         recomputing = [_recomputing(node) for node in stages]
         yield "recompute: full in every stage", {**body, "stages": recomputing}
+
+
+def _recomputing_more(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the node with all blocks recomputed, and without recomputation."""
+    if body.get("recompute") != "full":
+        yield "recompute: full", {**body, "recompute": "full"}
+    if body.get("recompute", "none") != "none":
+        yield "recompute: none", {**body, "recompute": "none"}
 
 
 def _recomputing(node: Mapping[str, Any] | str) -> dict[str, Any]:

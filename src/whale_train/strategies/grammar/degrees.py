@@ -11,6 +11,7 @@ from math import prod
 from whale_train.errors import Fault, nearest
 from whale_train.strategies.grammar.form import Form, StageForm
 from whale_train.strategies.grammar.nodes import Pipeline, Replicate, Split
+from whale_train.strategies.grammar.recompute import NOTHING, Recompute
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class OpenStage:
     split: the split of the stage, if it has one.
     copy: the innermost replicate inside the stage, if it has one.
     modules: modules that the stage must hold (None: a balanced cut decides).
-    recompute: `none`, `full` or `auto`.
+    recompute: what it computes again in the backward (None: what a replicate around it says).
     body: the replicate beside `split`, if it has one.
     device: kind of the devices that hold the stage (None: any).
     sized: path of the node that gives the size of the shard group.
@@ -36,7 +37,7 @@ class OpenStage:
     split: Split | None
     copy: Replicate | None
     modules: tuple[str, ...] | None = None
-    recompute: str = "none"
+    recompute: Recompute | None = None
     body: Replicate | None = None
     device: str | None = None
     sized: str | None = None
@@ -153,7 +154,8 @@ def _as_numbers(stages: Iterable[OpenStage]) -> tuple[StageForm, ...]:
     """Return the stages with their degrees as numbers; an open degree becomes 1."""
     return tuple(
         StageForm(
-            *(s.path, s.copies or 1, s.shards or 1, s.split, s.body, s.modules, s.recompute),
+            *(s.path, s.copies or 1, s.shards or 1, s.split, s.body, s.modules),
+            s.recompute or NOTHING,
             device=s.device,
             more=s.more,
         )

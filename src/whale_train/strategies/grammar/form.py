@@ -8,6 +8,7 @@ without a pipeline has one stage. `normal_form.py` reduces a strategy to this fo
 from dataclasses import dataclass
 
 from whale_train.strategies.grammar.nodes import Pipeline, Replicate, Split, Strategy, every_node
+from whale_train.strategies.grammar.recompute import NOTHING, Recompute
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class StageForm:
     body: the replicate beside `split`. Each member of the shard group then holds all parameters
         outside the splits, and runs them on its part of the samples.
     modules: modules that the stage must hold (None: a balanced cut decides).
-    recompute: `none`, `full` or `auto`.
+    recompute: what it computes again in the backward.
     device: kind of the devices (None: the next ones, of any kind).
     more: further splits beside `body`, of the head, experts or other modules.
     """
@@ -32,7 +33,7 @@ class StageForm:
     split: Split | None = None
     body: Replicate | None = None
     modules: tuple[str, ...] | None = None
-    recompute: str = "none"
+    recompute: Recompute = NOTHING
     device: str | None = None
     more: tuple[Split, ...] = ()
 

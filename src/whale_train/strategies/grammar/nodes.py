@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from whale_train.errors import Fault, closest, nearest
 from whale_train.other_trainers import known_elsewhere
+from whale_train.strategies.grammar.recompute import Recompute, read_recompute
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
 BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # dims of a split beside a replicate
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
-RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
 MOST_MICRO_BATCHES = 10_000  # most micro-batches of a step; a plan orders each
@@ -36,6 +36,7 @@ class Replicate:
     offload_parameters: `cpu` where the parameters are on the host, or `none`.
     modules: paths or globs of the modules that are replicated.
     of: nodes inside each replica (empty: the model, or the stage around it).
+    recompute: what is computed again in the backward (None: what a node around it says).
     """
 
     path: str
@@ -45,6 +46,7 @@ class Replicate:
     offload_parameters: str = "none"
     modules: tuple[str, ...] = ("*",)
     of: tuple["Node", ...] = ()
+    recompute: Recompute | None = None
 
     @property
     def offloads(self) -> bool:
@@ -69,6 +71,7 @@ class Split:
     patterns: pairs (glob of weights or modules, pattern). The first pair counts whose glob matches
         a weight and whose pattern the weight can have.
     of: nodes inside of the split.
+    recompute: what is computed again in the backward (None: what a node around it says).
     """
 
     path: str
@@ -77,6 +80,7 @@ class Split:
     modules: tuple[str, ...] = ("*",)
     patterns: tuple[tuple[str, str], ...] = ()
     of: tuple["Node", ...] = ()
+    recompute: Recompute | None = None
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,14 @@ class Stage:
 
     path: path of the node's key in the strategy.
     modules: paths or globs of the modules that it must hold (None: auto).
-    recompute: one of `RECOMPUTE`.
+    recompute: what is computed again in the backward (None: what a node around it says).
     device: kind of the devices that hold it (None: auto).
     of: nodes inside the stage (empty: one device).
     """
 
     path: str
     modules: tuple[str, ...] | None = None
-    recompute: str = "none"
+    recompute: Recompute | None = None
     device: str | None = None
     of: tuple["Node", ...] = ()
 
@@ -249,7 +253,7 @@ class _Reader:
 
     def replicate(self, body: Mapping[str, Any], path: str) -> Replicate:
         """Return the replicate whose keys are in `body`."""
-        given = self.keys(body, path, ("degree", "zero", "offload", "modules", "of"))
+        given = self.keys(body, path, ("degree", "zero", "offload", "modules", "recompute", "of"))
         offload = given.get("offload")
         if offload is None:
             offload = {}
@@ -280,20 +284,24 @@ class _Reader:
             offload_parameters=parameters,
             modules=self.modules(given, path) or ("*",),
             of=self.children(given, path, "replicate"),
+            recompute=self.recompute(given, path),
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:
         """Return the split whose keys are in `body`."""
-        return self.any_split(body, path, SPLIT_DIMS)
+        return self.any_split(body, path, SPLIT_DIMS, ("recompute",))
 
     def split_beside(self, body: Mapping[str, Any], path: str) -> Split:
         """Return a split beside a replicate: of the head's classes, of experts, or of other
         modules."""
         return self.any_split(body, path, BESIDE_DIMS)
 
-    def any_split(self, body: Mapping[str, Any], path: str, dims: tuple[str, ...]) -> Split:
-        """Return the split whose keys are in `body`, and whose `dim` must be one of `dims`."""
-        given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
+    def any_split(
+        self, body: Mapping[str, Any], path: str, dims: tuple[str, ...], more: tuple[str, ...] = ()
+    ) -> Split:
+        """Return the split whose keys are in `body`, and whose `dim` must be one of `dims`. `more`
+        are the keys that only some splits have."""
+        given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of", *more))
         return Split(
             path,
             degree=self.count_or_auto(given, path, "degree"),
@@ -301,6 +309,7 @@ class _Reader:
             modules=self.modules(given, path) or ("*",),
             patterns=self.patterns(given, path),
             of=self.children(given, path, "split"),
+            recompute=self.recompute(given, path),
         )
 
     def stage(self, body: Mapping[str, Any], path: str) -> Stage:
@@ -309,7 +318,7 @@ class _Reader:
         return Stage(
             path,
             modules=None if given.get("modules") == "auto" else self.modules(given, path),
-            recompute=self.choice(given, path, "recompute", RECOMPUTE, "none"),
+            recompute=self.recompute(given, path),
             device=self.device(given, path),
             of=self.children(given, path, "stage"),
         )
@@ -410,6 +419,10 @@ class _Reader:
         else:
             return value
         return None
+
+    def recompute(self, given: Mapping[str, Any], path: str) -> Recompute | None:
+        """Return the value of `recompute` of a node; None without one, or after a fault."""
+        return read_recompute(given.get("recompute"), f"{path}.recompute", self.faults)
 
     def seconds(self, given: Mapping[str, Any], path: str, key: str) -> float | None:
         """Return the value of `key` as seconds of at least 0; None where it is missing or

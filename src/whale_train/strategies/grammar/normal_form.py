@@ -52,7 +52,12 @@ def read_form(
         open_stages = [one for _ in range(pipeline.stages)]
     else:
         open_stages = [_stage((node,), faults) for node in pipeline.stages]
-    stages = [stage for stage in open_stages if stage is not None]
+    around = next((x.recompute for x in reversed(outer) if x.recompute is not None), None)
+    stages = [
+        replace(stage, recompute=stage.recompute or around)
+        for stage in open_stages
+        if stage is not None
+    ]
     copies = (node for s in stages for node in (s.copy, s.body) if node)
     keeper = _keeper([*outer, *copies], pipeline, faults)
     if len(faults) > before:
@@ -108,6 +113,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
         around, nodes = nodes[0], nodes[0].of
     copies: int | None = 1
     copy: Replicate | None = None
+    recompute = around.recompute
     while len(nodes) == 1:
         (inner,) = nodes
         if not isinstance(inner, Replicate):
@@ -116,6 +122,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
         both = copies is not None and inner.degree is not None
         copies = copies * inner.degree if both and copies and inner.degree else None
         copy, nodes = inner, inner.of
+        recompute = copy.recompute or recompute
     split: Split | None = None
     body: Replicate | None = None
     more: tuple[Split, ...] = ()
@@ -126,12 +133,14 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             pass
         case (Split(of=()) as split,):
             shards, sized = split.degree, split.path
+            recompute = split.recompute or recompute
         case (Split() as inside,):
             rule = "cuts again what a split has cut"
             faults.append(Fault(f"{inside.path}.of", "", rule, "multiply the degrees into one"))
             return None
         case (Replicate() as body, Split() as split, *others) if _are_splits(others):
             more = tuple(node for node in others if isinstance(node, Split))
+            recompute = body.recompute or recompute
             sized_by = next((node for node in (split, *more) if node.degree), split)
             if not all(_is_beside_copies(body, x, sized_by, path, faults) for x in (split, *more)):
                 return None
@@ -144,8 +153,8 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             faults.append(_colocated(nodes))
             return None
     return OpenStage(
-        path, copies, shards, split, copy, around.modules, around.recompute, body, around.device,
-        sized, more,
+        path, copies, shards, split, copy, around.modules, recompute, body, around.device, sized,
+        more,
     )  # fmt: skip
 
 

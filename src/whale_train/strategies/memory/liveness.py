@@ -17,7 +17,7 @@ from whale_train.strategies.graph.operation_graph import (
     Operation,
     OperationGraph,
     block_of,
-    is_repeated,
+    unit_of,
 )
 from whale_train.strategies.graph.saved_tensors import View, kept, saved_by
 
@@ -100,16 +100,17 @@ def profile_with_recompute(
     view: View,
     operations: Sequence[str],
     weights: Mapping[str, float],
+    units: Container[str],
     takes: Iterable[str] = (),
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
     own_gradients: Container[str] = (),
 ) -> ActivationProfile:
     """Return the liveness of a forward and a backward with activation recomputation: the forward
-    keeps only what enters a repeated block (`runtime/graph/block_modules.py`), and the backward
-    computes the block again.
+    keeps only what enters a module of `units` (`runtime/graph/block_modules.py`), and the backward
+    computes the module again.
 
-    The arguments are those of `profile_forward_backward`.
+    The other arguments are those of `profile_forward_backward`.
     """
     graph = view.graph
     computed = [name for name in operations if graph[name].target not in _GIVEN]
@@ -117,7 +118,7 @@ def profile_with_recompute(
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[MemoryPoint] = []
     blocks: list[tuple[ActivationProfile, float]] = []  # profile, bytes of other blocks' values
-    for block, names in _runs(graph, computed):
+    for unit, names in _runs(graph, computed, units):
         inside = set(names)
         read = {graph.memory_of[x] for name in names for x in graph[name].inputs}
         left = {graph.memory_of[x] for x in names if not inside.issuperset(graph.users[x])}
@@ -126,7 +127,7 @@ def profile_with_recompute(
         )
         before = sum(values.values())
         own = kept(view, names)
-        if is_repeated(block):
+        if unit:
             enters = [x for x in read - inside if graph[x].target not in _GIVEN]
             values |= {(x, OWN): view.num_bytes(x) for x in enters}
             known = sum(num_bytes for key, num_bytes in own.items() if key in values)
@@ -147,11 +148,17 @@ def profile_with_recompute(
     return ActivationProfile(sum(values.values()), deferred, done, _worst(forward), first, again)
 
 
-def _runs(graph: OperationGraph, operations: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the runs of consecutive operations of one block, as pairs of the block's path and the
-    operations' names."""
-    grouped = groupby(operations, key=lambda name: block_of(graph[name].module))
-    return [(block, list(names)) for block, names in grouped]
+def _runs(
+    graph: OperationGraph, operations: Sequence[str], units: Container[str]
+) -> list[tuple[str, list[str]]]:
+    """Return the runs of consecutive operations of one unit or, outside of units, of one block, as
+    pairs of the unit ('': none) and the operations' names."""
+
+    def place(name: str) -> tuple[str, str]:
+        unit = unit_of(graph[name].module, units)
+        return unit, "" if unit else block_of(graph[name].module)
+
+    return [(unit, list(names)) for (unit, _), names in groupby(operations, key=place)]
 
 
 _GIVEN = (*HELD, "input", "output", "graph")

@@ -234,6 +234,8 @@ class Plan:
     optimizers: the optimizers that are named by their class, the first for parameters without a
         group; empty where the optimizer is one of ours.
     logical_workers: the logical workers that the ranks run (None: ranks have shares of their own).
+    recomputed: paths of the modules that are recomputed in the backward, where the model runs as it
+        is; those of a rewritten graph are in its chunks.
     """
 
     cluster: str
@@ -260,6 +262,7 @@ class Plan:
     parameter_groups: tuple[PlannedParameterGroup, ...] = field(default=(), metadata=OMITTED)
     optimizers: tuple[OptimizerClass, ...] = field(default=(), metadata=OMITTED)
     logical_workers: LogicalWorkers | None = field(default=None, metadata=OMITTED)
+    recomputed: tuple[str, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

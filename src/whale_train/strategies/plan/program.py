@@ -115,16 +115,19 @@ class PlannedChunk:
 
     stage: number of the stage.
     segments: number of the one segment that it runs.
-    recompute: `full` where the chunk is recomputed, or `none`.
+    recompute: `full` where all repeated blocks are recomputed in the backward, `some` where other
+        modules are, or `none`.
     shares_samples: True if the members of a shard group take different samples of a micro-batch.
     own_losses: True if members that take different samples each have a loss of their own.
+    recomputed: paths of the modules that are recomputed.
     """
 
     stage: int
     segments: tuple[int, ...]
-    recompute: Literal["full", "none"]
+    recompute: Literal["full", "some", "none"]
     shares_samples: bool
     own_losses: bool = field(default=False, metadata=OMITTED)
+    recomputed: tuple[str, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def segment(self) -> int:

@@ -6,7 +6,7 @@ its group, and how much memory that takes. All of this uses the operation graph,
 where nothing cuts it; no torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import inf
@@ -39,8 +39,8 @@ from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stage_memory.rank_memory import RankMemory
 from whale_train.strategies.stage_memory.within_memory import (
     MemoryBudget,
-    recomputed_stages,
     refuse_memory,
+    stages_without_room,
 )
 from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
@@ -56,6 +56,12 @@ from whale_train.strategies.stages.micro_batches import (
 )
 from whale_train.strategies.stages.p2p import P2PCosts
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
+from whale_train.strategies.stages.recomputation import (
+    Units,
+    described,
+    in_order_of_worth,
+    units_asked_for,
+)
 from whale_train.strategies.stages.split_names import why_whole
 
 _Edges = Mapping[tuple[int, int], bool]
@@ -88,7 +94,7 @@ def decide(
     refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
     refuse_own_losses(job, first.chunks)
-    priced = ChunkTimes(job, first.chunks, first.axes, frozenset(_told_to_recompute(job)))
+    priced = ChunkTimes(job, first.chunks, first.axes, units_asked_for(job, first.chunks))
     micro_batches = count_micro_batches(job, priced, decisions)
     refuse_batch_norm(job, micro_batches)
     refuse_pieces(job, micro_batches)
@@ -191,9 +197,8 @@ def _considered(
 
     def on(others: Cluster) -> Simulated:
         elsewhere = replace(job, cluster=others)
-        recomputed = frozenset(decided.recomputed)
         limits = decided.times.limits
-        taken = ChunkTimes(elsewhere, cut.chunks, cut.axes, recomputed, limits)
+        taken = ChunkTimes(elsewhere, cut.chunks, cut.axes, decided.recomputed, limits)
         return simulated_step(elsewhere, replace(decided, times=taken))
 
     return EvaluatedStrategy(step, plan, on, look.work, cut.places)
@@ -245,11 +250,6 @@ def _asked_micro_batches(job: PlanningContext) -> int:
     return pipeline.micro_batches or 1
 
 
-def _told_to_recompute(job: PlanningContext) -> set[int]:
-    """Return the stages that the request asks to recompute their blocks."""
-    return {n for n, stage in enumerate(job.form.stages) if stage.recompute == "full"}
-
-
 def _fitted(
     job: PlanningContext, cut: Chunked, micro_batches: int
 ) -> tuple[Chunked, PlanDecisions]:
@@ -278,19 +278,55 @@ def _fitted(
 def _decided(
     job: PlanningContext, cut: Chunked, micro_batches: int, limits: Sequence[int] = ()
 ) -> PlanDecisions:
-    """Return the decisions on a cut: the order in which positions work, and the stages that
-    recompute their blocks.
+    """Return the decisions on a cut: the order in which positions work, and the blocks that are
+    recomputed.
 
     Positions have more micro-batches in flight while messages travel, where memory allows. Stages
-    with `recompute: auto` recompute if their activations do not fit even without these. `limits`
-    are as in `share_batch`.
+    with `recompute: auto` recompute as many blocks as it takes to fit without these. `limits` are
+    as in `share_batch`.
     """
-    recomputed = _told_to_recompute(job)
-    decided = _in_memory(job, cut, micro_batches, limits, recomputed)
-    again = recomputed_stages(job, decided.memory)
-    if again == recomputed:
+    asked = units_asked_for(job, cut.chunks)
+    decided = _in_memory(job, cut, micro_batches, limits, asked)
+    open_stages = {n for n, stage in enumerate(job.form.stages) if stage.recompute.mode == "auto"}
+    if not (over := open_stages & stages_without_room(job, decided.memory)):
         return decided
-    return _in_memory(job, cut, micro_batches, limits, again)
+    of_stages = {n: [chunk for chunk in cut.chunks if chunk.stage == n] for n in over}
+    blocks = {n: in_order_of_worth(job, chunks) for n, chunks in of_stages.items()}
+    most = {**asked, **{n: frozenset(order) for n, order in blocks.items() if order}}
+    with_most = _in_memory(job, cut, micro_batches, limits, most)
+    fewest = {**asked, **_fewest_blocks(job, cut, with_most, blocks)}
+    if fewest == most:
+        return with_most
+    fitted = _in_memory(job, cut, micro_batches, limits, fewest)
+    return with_most if stages_without_room(job, fitted.memory) else fitted
+
+
+def _fewest_blocks(
+    job: PlanningContext,
+    cut: Chunked,
+    decided: PlanDecisions,
+    blocks: Mapping[int, Sequence[str]],
+) -> dict[int, frozenset[str]]:
+    """Return the fewest blocks of each stage that make its ranks fit their devices, by bisection;
+    all where not even these do.
+
+    decided: the decisions under which all blocks are recomputed, whose orders are taken.
+    blocks: the blocks of each stage, in the order in which they are taken.
+    """
+    low = dict.fromkeys(blocks, 0)  # too few, as the stages without room have shown
+    high = {stage: len(order) for stage, order in blocks.items()}
+    while any(high[stage] - low[stage] > 1 for stage in blocks):
+        middle = {stage: (low[stage] + high[stage]) // 2 for stage in blocks}
+        tried = {n: frozenset(blocks[n][: middle[n]]) for n in blocks}
+        units = {**decided.recomputed, **tried}
+        memory = RankMemory(job, cut.chunks, cut.axes, decided.orders, units)
+        over = stages_without_room(job, memory.of_batches(decided.batches))
+        for stage, number in middle.items():
+            if number == low[stage]:
+                continue
+            bound = low if stage in over else high
+            bound[stage] = number
+    return {n: frozenset(order[: high[n]]) for n, order in blocks.items() if order}
 
 
 def _in_memory(
@@ -298,11 +334,11 @@ def _in_memory(
     cut: Chunked,
     micro_batches: int,
     limits: Sequence[int],
-    recomputed: Set[int],
+    recomputed: Units,
 ) -> PlanDecisions:
     """Return the decisions with extra micro-batches in flight to cover the travel time of messages,
     or without these if they do not fit."""
-    times = ChunkTimes(job, cut.chunks, cut.axes, frozenset(recomputed), limits)
+    times = ChunkTimes(job, cut.chunks, cut.axes, recomputed, limits)
     batches = share_batch(job, times, micro_batches, limits)
     decided = _ordered(job, cut, times, batches)
     if any(decided.transits) and decided.room.short_bytes > 0:
@@ -395,16 +431,20 @@ def _folded(shares: Sequence[int]) -> str:
 
 
 def _explained(
-    job: PlanningContext, chunks: Sequence[StageChunk], recomputed: Set[int]
+    job: PlanningContext, chunks: Sequence[StageChunk], recomputed: Units
 ) -> Iterator[Decision]:
     """Yield the decisions on recomputation, heads, unsharded tensors, and unused parameters."""
     form = job.form
     for stage, asked in enumerate(form.stages):
-        if asked.recompute == "auto":
-            chosen = "full" if stage in recomputed else "none"
-            rejected = "none" if stage in recomputed else "full"
-            reason = f"its activations {'do not fit' if stage in recomputed else 'fit'}"
-            yield Decision(f"{asked.path}.recompute", chosen, rejected, reason)
+        if not asked.recompute.is_open:
+            continue
+        of_stage = [chunk for chunk in chunks if chunk.stage == stage]
+        chosen = described(job, of_stage, recomputed.get(stage, frozenset()))
+        rejected = "none" if stage in recomputed else "full"
+        reason = f"its activations {'do not fit' if stage in recomputed else 'fit'}"
+        if asked.recompute.mode == "memory":
+            reason = f"the fewest that keep {asked.recompute.share:.0%} of the activations"
+        yield Decision(asked.recompute.path, chosen, rejected, reason)
     for chunk in chunks:
         yield from _explained_head(job, chunk)
         if chunk.sharded is None:

@@ -42,6 +42,7 @@ from whale_train.strategies.stages.placement import (
     rewrites_of,
     segment_of,
 )
+from whale_train.strategies.stages.recomputation import Units, recompute_of, units_of
 from whale_train.strategies.stages.step import StagedStep
 
 
@@ -75,8 +76,8 @@ class PlanDecisions:
         return self.times.chunks
 
     @property
-    def recomputed(self) -> Set[int]:
-        """Return the stages that recompute their blocks in the backward."""
+    def recomputed(self) -> Units:
+        """Return the paths of the modules that are recomputed in the backward, by stage."""
         return self.times.recomputed
 
     @cached_property
@@ -146,7 +147,8 @@ def build_plan(
         else planned_workers(job, decided.batches.samples),
     )
     if job.as_is:
-        return plan
+        (chunk,) = decided.chunks
+        return replace(plan, recomputed=units_of(job, chunk, decided.recomputed))
     return replace(
         plan,
         rewrite=PlannedGraph(decided.axes, _segments(job, decided, task_graphs)),
@@ -212,9 +214,10 @@ def _pipeline(job: PlanningContext, decided: PlanDecisions) -> PlannedPipeline:
             PlannedChunk(
                 stage=chunk.stage,
                 segments=(number,),
-                recompute="full" if chunk.stage in decided.recomputed else "none",
+                recompute=recompute_of(job, chunk, decided.recomputed),
                 shares_samples=chunk.shares_samples,
                 own_losses=chunk.has_own_losses(job.graph.operations[-1].inputs[0]),
+                recomputed=units_of(job, chunk, decided.recomputed),
             )
             for number, chunk in enumerate(decided.chunks)
         ),

@@ -8,10 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-from whale_train.strategies.graph.operation_graph import (
-    Operation,
-    block_of,
-)
+from whale_train.strategies.graph.operation_graph import Operation, unit_of
 from whale_train.strategies.graph.saved_tensors import View, whole_value
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
@@ -40,6 +37,7 @@ from whale_train.strategies.stages.placement import (
     own_gradients_of,
     rewrites_of,
 )
+from whale_train.strategies.stages.recomputation import key_of_units, share_of_units
 
 
 class MemberMemory:
@@ -50,7 +48,7 @@ class MemberMemory:
     chunks: the chunks that the member holds, by number.
     axes: intervals of the members of shard groups, by axis.
     member: index of the member in its shard group.
-    again: True if blocks are recomputed in the backward.
+    again: paths of the modules that are recomputed in the backward.
     accumulates: True if weight gradients are accumulated in place or deferred.
     gathered: samples of the group for each sample of the member. A part that is split beside
         replicas runs on the samples of all members.
@@ -63,7 +61,7 @@ class MemberMemory:
         chunks: Mapping[int, StageChunk],
         axes: AxisIntervals,
         member: int,
-        again: bool,
+        again: frozenset[str],
         accumulates: bool,
         gathered: float,
         one_backward: bool,
@@ -91,8 +89,9 @@ class MemberMemory:
                 local = experts
             self._frozen |= frozen_of_member(job, chunk, axes, member)
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
+            here = key_of_units(job, chunk, again)
             self._passing[number] = job.findings.once(
-                ("passing", chunk.key, dealt, again, accumulates, gathered, tuple(local)),
+                ("passing", chunk.key, dealt, here, accumulates, gathered, tuple(local)),
                 partial(self._passed, chunk, axes, member, local, again),
             )
 
@@ -119,7 +118,7 @@ class MemberMemory:
         axes: AxisIntervals,
         member: int,
         local: Mapping[str, float],
-        again: bool,
+        again: frozenset[str],
     ) -> ActivationProfile:
         """Return the liveness of one forward and one backward of `chunk`. Only the parameters in
         `local` (elements by path) get gradients."""
@@ -134,13 +133,15 @@ class MemberMemory:
         # The loss is a number, which no other stage takes.
         gives = [name for name in part.gives if name in operations and job.graph[name].shape]
         in_place = named_in_place(job, chunk) if self._accumulates else ()
-        run = profile_with_recompute if again else profile_forward_backward
         view = self._view(chunk).held_by(
             _part_of(chunk, axes, member, self._gathered),
             _read_as(chunk, axes, member, job.graph.trained, self._gathered),
         )
         own = () if job.as_is else own_gradients_of(job, chunk)
-        return run(view, operations, weights, part.takes, gives, in_place, own)
+        ends = (part.takes, gives, in_place, own)
+        if again:
+            return profile_with_recompute(view, operations, weights, again, *ends)
+        return profile_forward_backward(view, operations, weights, *ends)
 
     @cached_property
     def _made_in_order(self) -> tuple[str, ...]:
@@ -167,7 +168,7 @@ class MemberMemory:
         return 4.0 * max(made, default=0.0)
 
     def _unmeasured(
-        self, chunk: StageChunk, local: Mapping[str, float], again: bool
+        self, chunk: StageChunk, local: Mapping[str, float], again: frozenset[str]
     ) -> ActivationProfile:
         """Return the liveness of `chunk` from the totals of its slice, where the saved tensors of
         operations were not measured."""
@@ -176,9 +177,11 @@ class MemberMemory:
         largest = 4.0 * max(local.values(), default=0.0)
         if not again:
             return unmeasured(part.activation_bytes * halved, gradients, largest)
+        share = share_of_units(self._job, chunk, again)
         entering, block = part.entering_bytes * halved, part.block_bytes * halved
-        once = unmeasured(entering + block, gradients, largest)
-        return replace(once, kept=entering, forward=())
+        saved = share * entering + (1.0 - share) * part.activation_bytes * halved
+        once = unmeasured(saved + block, gradients, largest)
+        return replace(once, kept=saved, forward=())
 
     def needs(self, order: Sequence[Instruction], own: int) -> MemoryEstimate:
         """Return the peak bytes of a rank, by use.
@@ -257,12 +260,14 @@ class MemberMemory:
         if not sizes.casts:
             return 0.0
         if self._again:
-            by_block: dict[str, float] = {}
+            by_unit = dict[str, float]()
             for path, count in self._elements.items():
-                block = block_of(path.rpartition(".")[0])
-                by_block[block] = by_block.get(block, 0.0) + count
-            return sizes.casts * max(by_block.values()) / sum(by_block.values())
-        if casts_last(self._job.zero, self._again):
+                unit = unit_of(path.rpartition(".")[0], self._again)
+                by_unit[unit] = by_unit.get(unit, 0.0) + count
+            rest = by_unit.pop("", 0.0)
+            alive = rest * in_flight(order) / len(self._chunks) + max(by_unit.values(), default=0.0)
+            return sizes.casts * alive / (rest + sum(by_unit.values()))
+        if casts_last(self._job.zero, bool(self._again)):
             return sizes.casts
         return sizes.casts * in_flight(order) / len(self._chunks)
 

@@ -3,7 +3,7 @@
 `member_memory.py` owns the bytes of one member of a shard group for its chunks.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
 from whale_train.strategies.plan.plan import MemoryEstimate
@@ -16,6 +16,7 @@ from whale_train.strategies.stages.placement import (
     StageChunk,
     equivalent_ranks,
 )
+from whale_train.strategies.stages.recomputation import Units
 
 
 class RankMemory:
@@ -25,7 +26,7 @@ class RankMemory:
     chunks: all chunks, in the order they run.
     axes: intervals of the members of shard groups, by axis.
     orders: instructions, by replica and position.
-    recomputed: stages that recompute their blocks in the backward.
+    recomputed: paths of the modules that are recomputed in the backward, by stage.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class RankMemory:
         chunks: Sequence[StageChunk],
         axes: AxisIntervals,
         orders: Sequence[Sequence[Sequence[Instruction]]],
-        recomputed: Set[int],
+        recomputed: Units,
     ) -> None:
         self._job, self._chunks, self._axes = job, chunks, axes
         self._orders, self._recomputed = orders, recomputed
@@ -210,7 +211,8 @@ class RankMemory:
     ) -> MemberMemory:
         """Return the memory of a member of a stage's shard groups with its shards along `axes`."""
         chunks = {number: self._chunks[number] for number in self._held_by[stage]}
-        joins, again = self._job.accumulates(order), stage in self._recomputed
+        joins = self._job.accumulates(order)
+        again = self._recomputed.get(stage, frozenset())
         return MemberMemory(
             self._job, chunks, axes, member, again, joins, gathered, self._one_backward
         )

@@ -238,20 +238,19 @@ def _bytes_for_one(strategy: Strategy, job: PlanningContext, cluster: Cluster) -
     copied = PlanningContext(strategy, cluster, job.findings, enough, form)
     order = [Instruction(Kind.FORWARD, 0, 0), Instruction(Kind.BACKWARD, 0, 0)]
     cut = chunked(copied)
-    memory = RankMemory(copied, cut.chunks, cut.axes, [[order]] * form.copies, frozenset())
+    memory = RankMemory(copied, cut.chunks, cut.axes, [[order]] * form.copies, {})
     needed = memory.of(0, 1, 1).total
     fits = all(needed <= device.room_bytes for device in cluster.devices)
     return needed if fits else None
 
 
-def recomputed_stages(job: PlanningContext, memory: Mapping[int, MemoryEstimate]) -> set[int]:
-    """Return the stages that recompute their blocks: all with `recompute: full`, and each with
-    `recompute: auto` that has a rank which does not fit its device. `memory` holds the needs, by
+def stages_without_room(job: PlanningContext, memory: Mapping[int, MemoryEstimate]) -> set[int]:
+    """Return the stages with a rank that does not fit its device. `memory` holds the needs, by
     rank."""
-    recomputed = set()
-    for stage, form in enumerate(job.form.stages):
-        ranks = [rank for group in job.replicas[stage] for rank in group]
-        over = any(memory[r].total > job.cluster.devices[r].room_bytes for r in ranks)
-        if form.recompute == "full" or (form.recompute == "auto" and over):
-            recomputed.add(stage)
-    return recomputed
+    devices = job.cluster.devices
+    return {
+        stage
+        for stage in range(len(job.form.stages))
+        for group in job.replicas[stage]
+        if any(memory[rank].total > devices[rank].room_bytes for rank in group)
+    }

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from types import MappingProxyType
 
 from whale_train.strategies.cost.collectives import group_link
 from whale_train.strategies.cost.op_cost import part_of
@@ -15,6 +16,7 @@ from whale_train.strategies.cost.roofline import Times, whole_times
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.layouts.segment import Segment
+from whale_train.strategies.layouts.types import Cast
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
 from whale_train.strategies.stages.fused_accumulation import named_in_place
 from whale_train.strategies.stages.placement import (
@@ -25,6 +27,7 @@ from whale_train.strategies.stages.placement import (
     named_key,
     segment_of,
 )
+from whale_train.strategies.stages.recomputation import Units, key_of_units, operations_again
 
 
 class ChunkTimes:
@@ -33,7 +36,7 @@ class ChunkTimes:
     job: the strategy on its devices.
     chunks: all chunks, in the order they run.
     axes: intervals of the members of shard groups, by axis.
-    recomputed: stages that recompute their blocks in the backward.
+    recomputed: paths of the modules that are recomputed in the backward, by stage.
     limits: the most samples per micro-batch of each rank, which bound the shares of members that
         divide a micro-batch (empty: no limit).
     """
@@ -43,7 +46,7 @@ class ChunkTimes:
         job: PlanningContext,
         chunks: Sequence[StageChunk],
         axes: AxisIntervals,
-        recomputed: frozenset[int] = frozenset(),
+        recomputed: Units = MappingProxyType({}),
         limits: Sequence[int] = (),
     ) -> None:
         self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
@@ -58,11 +61,12 @@ class ChunkTimes:
         link = group_link(self.job.cluster, ranks, by_memory=True)
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
-        recomputes, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
+        again = key_of_units(self.job, chunk, self.recomputed.get(chunk.stage, frozenset()))
+        cut = tuple(self.axes[x] for x in chunk.axes)
         nodes = tuple(self.job.cluster.node_of[x] for x in ranks) if chunk.expert_axes else ()
         shares = self.member_shares(number, ranks, samples) if chunk.shares_samples else ()
         return self.job.findings.once(
-            ("times", chunk.key, cut, devices, samples, link, recomputes, shares, nodes),
+            ("times", chunk.key, cut, devices, samples, link, again, shares, nodes),
             lambda: self._priced(number, ranks, samples, shares, link),
         )
 
@@ -133,37 +137,68 @@ class ChunkTimes:
         """Return two times. The first is that of the shard group's slowest member, for which the
         others wait, with its collectives; the second is that of the collectives alone."""
         chunk = self.chunks[number]
-        if chunk.shares_samples:
-            members = [self._beside(number, i, rank, shares) for i, rank in enumerate(ranks)]
-        else:
-            members = [self._split(number, i, rank, samples) for i, rank in enumerate(ranks)]
+        members = [self._own(number, i, rank, samples, shares) for i, rank in enumerate(ranks)]
         slowest = max(members, key=lambda times: times.total)
-        moved = self._casts(chunk, ranks, samples, link)
+        casts = chunk.sharded.assignment.casts if chunk.sharded else ()
+        moved = self._casts(chunk, casts, ranks, samples, link)
         moved += self._under_products(chunk, ranks, samples, shares)
-        if chunk.stage in self.recomputed:
-            recomputation = Times(backward_input=slowest.forward + moved.forward)
-            slowest, moved = slowest + recomputation, moved + Times(backward_input=moved.forward)
+        if units := self.recomputed.get(chunk.stage):
+            again = frozenset(self._again(chunk, units))
+            index = members.index(slowest)
+            once_more = self._own(number, index, ranks[index], samples, shares, units).forward
+            back = self._casts(chunk, [x for x in casts if x.user in again], ranks, samples, link)
+            slowest += Times(backward_input=once_more + back.forward)
+            moved += Times(backward_input=back.forward)
         return slowest + moved, moved
 
-    def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
+    def _again(self, chunk: StageChunk, units: frozenset[str]) -> Sequence[str]:
+        """Return the operations of a chunk that run again in the backward."""
+        if self.job.profile.graph is None:
+            return ()
+        return operations_again(self.job, chunk.slice.operations, units)
+
+    def _own(
+        self,
+        number: int,
+        index: int,
+        rank: int,
+        samples: int,
+        shares: Sequence[int],
+        units: frozenset[str] = frozenset(),
+    ) -> Times:
+        """Return the times of member `index` of a shard group for its operations: all of them, or
+        those in `units` alone."""
+        if self.chunks[number].shares_samples:
+            return self._beside(number, index, rank, shares, units)
+        return self._split(number, index, rank, samples, units)
+
+    def _split(
+        self, number: int, index: int, rank: int, samples: int, units: frozenset[str]
+    ) -> Times:
         """Return the times of member `index` of a shard group whose members all run the same
-        `samples`."""
+        `samples`, as in `_own`."""
         chunk, device = self.chunks[number], self.job.cluster.devices[rank]
         if self.job.profile.graph is None:
             return whole_times(chunk.slice.flops * samples, device, self.job.training.precision)
         member = self._members[number][index] if self._members[number] else 0
         assignment = chunk.sharded.assignment if chunk.sharded else None
-        own = tuple(self.axes[axis][member] for axis in chunk.axes)
+        own: tuple[object, ...] = tuple(self.axes[axis][member] for axis in chunk.axes)
+        operations: Sequence[str] = chunk.slice.operations
+        if units:
+            own = (*own, key_of_units(self.job, chunk, units))
+            operations = self._again(chunk, units)
         return self.job.findings.prices.times(
-            (chunk.key, own), chunk.slice.operations, device, samples,
+            (chunk.key, own), operations, device, samples,
             partial(part_of, assignment, self.axes, index),
             partial(named_in_place, self.job, chunk),
         )  # fmt: skip
 
-    def _beside(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
-        """Return the times of a member of a shard group that divides its samples: the member's
-        shard of the split part runs on all samples of the group, and its replica of the rest on its
-        own share."""
+    def _beside(
+        self, number: int, index: int, rank: int, shares: Sequence[int], units: frozenset[str]
+    ) -> Times:
+        """Return the times of a member of a shard group that divides its samples, as in `_own`: the
+        member's shard of the split part runs on all samples of the group, and its replica of the
+        rest on its own share."""
         chunk, total = self.chunks[number], Times()
         axes = {**self.axes, BATCH: tile(sum(shares), shares)}
         device = self.job.cluster.devices[rank]
@@ -171,9 +206,13 @@ class ChunkTimes:
             shared = segment.assignment is not None
             samples = sum(shares) if shared else shares[index]
             cut = [axes[axis] for axis in (*chunk.axes, BATCH)] if shared else []
-            own = tuple((x[index][1] - x[index][0], x[-1][1]) for x in cut)
+            own: tuple[object, ...] = tuple((x[index][1] - x[index][0], x[-1][1]) for x in cut)
+            operations: Sequence[str] = segment.operations
+            if units:
+                own = (*own, key_of_units(self.job, chunk, units))
+                operations = operations_again(self.job, operations, units)
             total += self.job.findings.prices.times(
-                (chunk.key, part, own), segment.operations, device, samples,
+                (chunk.key, part, own), operations, device, samples,
                 partial(part_of, segment.assignment, axes, index),
                 partial(named_in_place, self.job, chunk),
             )  # fmt: skip
@@ -208,12 +247,19 @@ class ChunkTimes:
             hidden += Times(-min(rows_s, *(run.forward for run in runs)), -min(rows_s, back))
         return hidden
 
-    def _casts(self, chunk: StageChunk, ranks: Sequence[int], samples: int, link: Link) -> Times:
-        """Return the times of a shard group's collectives."""
+    def _casts(
+        self,
+        chunk: StageChunk,
+        casts: Sequence[Cast],
+        ranks: Sequence[int],
+        samples: int,
+        link: Link,
+    ) -> Times:
+        """Return the times of some of a shard group's collectives."""
         precision, members = self.job.training.precision, len(ranks)
-        if chunk.sharded is None:
+        if not casts:
             return Times()
-        graph, casts = self.job.graph, chunk.sharded.assignment.casts
+        graph = self.job.graph
         routes = [cast for cast in casts if cast.kind in ROUTES]
         between = [cast for cast in casts if cast.kind not in ROUTES]
         moved = cast_times(graph, between, precision, members, samples, link)

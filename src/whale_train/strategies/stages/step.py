@@ -38,6 +38,7 @@ from whale_train.strategies.stages.gradient_sync import gradient_sums
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.p2p import P2PCosts
 from whale_train.strategies.stages.placement import PlanningContext
+from whale_train.strategies.stages.recomputation import operations_again
 
 
 class StagedStep:
@@ -247,14 +248,19 @@ class StagedStep:
         group = job.copies_of_rest[chunk.stage][0]
         operations, link = chunk.slice.operations, group_link(self.cluster, group, self.crowd)
         assignment = chunk.sharded.assignment if chunk.sharded else None
-        exchange = batch_sum_times(
-            job.graph, [n for n in operations if n in job.batch_sums], len(group), link
-        )
-        if self.synchronises:
-            channels = part_of(assignment, self.times.axes, 0)
-            exchange += batch_norm_times(job.graph, operations, len(group), link, channels)
-        if chunk.stage in self.times.recomputed:
-            exchange += Times(backward_input=exchange.forward)
+
+        def exchanged(names: Sequence[str]) -> Times:
+            sums = [name for name in names if name in job.batch_sums]
+            times = batch_sum_times(job.graph, sums, len(group), link)
+            if self.synchronises:
+                channels = part_of(assignment, self.times.axes, 0)
+                times += batch_norm_times(job.graph, names, len(group), link, channels)
+            return times
+
+        exchange = exchanged(operations)
+        if units := self.times.recomputed.get(chunk.stage):
+            again = exchanged(operations_again(job, operations, units))
+            exchange += Times(backward_input=again.forward)
         return exchange
 
     def _update_s(self, rank: int) -> float:
