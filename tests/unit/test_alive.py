@@ -10,6 +10,8 @@ from whale_train.strategies.graph.operation_graph import (
     OperationGraph,
     Ref,
     Size,
+    blocks_of,
+    unit_of,
 )
 from whale_train.strategies.graph.rewrites import Rewrite
 from whale_train.strategies.graph.saved_tensors import View, halves, kept
@@ -91,7 +93,7 @@ def test_of_a_part_a_part_is_kept() -> None:
 
 
 def test_computed_again_keeps_what_enters_a_block() -> None:
-    run = profile_with_recompute(View(CHAIN), NAMES, GRADIENTS)
+    run = profile_with_recompute(View(CHAIN), NAMES, GRADIENTS, {"blocks.0", "blocks.1"})
     assert run.kept == 32.0  # g enters blocks.1, and the loss keeps nothing; x is the batch's
     assert run.gradients == 512.0
     assert max(moment.values for moment in run.first) <= 96 + 3 * 32
@@ -144,3 +146,21 @@ def test_a_norm_that_runs_as_one_keeps_its_input() -> None:
     norm = Rewrite("rms_norm", ("square", "mean", "shifted", "r", "normed", "y"))
     assert sum(kept(View(graph), ["normed", "y"]).values()) == 32 + 4 + 32
     assert sum(kept(View(graph).rewritten([norm]), ["normed", "y"]).values()) == 32 + 4
+
+
+def of_modules(*modules: str) -> list[Operation]:
+    return [Operation(f"v{i}", "aten.relu.default", module=x) for i, x in enumerate(modules)]
+
+
+def test_blocks_are_the_innermost_entries_that_have_modules() -> None:
+    model = of_modules("embed", "h.0.norm", "h.0.mlp.0", "h.0.mlp.2", "h.1.norm", "head")
+    assert blocks_of(model) == ("h.0", "h.1")  # the layers of a Sequential are no blocks
+    assert blocks_of(of_modules("stages.0.layers.1.conv")) == ("stages.0.layers.1",)
+    assert blocks_of(of_modules("h.0", "h.0", "h.1", "h.1")) == ("h.0", "h.1")
+    assert blocks_of(of_modules("0", "1", "2")) == ()
+
+
+def test_a_module_is_part_of_the_outermost_unit() -> None:
+    units = {"h.1", "h.1.mlp", "head"}
+    paths = ("h.1", "h.1.mlp.0", "h.10.mlp", "head", "h", "")
+    assert [unit_of(path, units) for path in paths] == ["h.1", "h.1", "", "head", "", ""]

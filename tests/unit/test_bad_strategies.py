@@ -224,6 +224,21 @@ PIPELINE = "strategy.graph.pipeline"
                 ({"stage": {"of": {"pipeline": {"stages": 2}}}}, ".stage.of.pipeline"),
             ]
         ),
+        *(
+            ({"replicate": {"recompute": value}}, f"{REPLICATE}.recompute{said}")
+            for value, said in [
+                ("ful", "=ful is unknown; did you mean full? One of: auto, full, none"),
+                ({"memory": 2}, ".memory=2 is no fraction of the bytes that are kept without "
+                 "recomputation; use a number from 0 to 1"),
+                ([], "=[] is not known to recompute; use none, full, auto, a list of modules, or "
+                 "{memory: 0.5}"),
+            ]
+        ),
+        (
+            [{"replicate": {}}, {"split": {"modules": "head", "recompute": "full"}}],
+            "strategy.graph[1].split.recompute is not a key here; use one of: degree, dim, "
+            "modules, of, patterns",
+        ),
         (
             {"split": {"of": {"replicate": {}}}},
             "strategy.graph.split.of.replicate is a replicate inside a split, and a shard has no "

@@ -92,7 +92,7 @@ def estimate(
     job = PlanningContext(strategy, cluster, ModelAnalysis(profile, precision), training, form)
     cut = chunked(job)
     order = [Instruction(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    return RankMemory(job, cut.chunks, cut.axes, [[order]] * copies, frozenset()).of(0, 1, 1)
+    return RankMemory(job, cut.chunks, cut.axes, [[order]] * copies, {}).of(0, 1, 1)
 
 
 @pytest.mark.parametrize(
