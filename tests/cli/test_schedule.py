@@ -185,7 +185,11 @@ def test_jobs_without_a_plan_are_refused_by_one_fault_each(tmp_path: Path) -> No
     nodes = f"nodes: [{{count: 1, devices: 4, link: pcie3_x16, device: {device}}}]\n"
     (tmp_path / "my/hardware/lab.yaml").write_text(nodes)
     lab = ["--config-dir=my", "mode=schedule", "hardware=lab", "hydra.run.dir=no"]
-    large = {"name": "a", "command": ["model=gpt", "model.depth=1", "model.width=512"], "devices": 2}
+    large = {
+        "name": "a",
+        "command": ["model=gpt", "model.depth=1", "model.width=512"],
+        "devices": 2,
+    }
     given = [*lab, written(tmp_path, [large]), "schedule.simulate=true"]
     answer = whale_train(given, tmp_path)
     assert (answer.status, answer.stdout) == (2, "")
