@@ -34,6 +34,7 @@ from whale_train.validation import DURATION, HOST, as_yaml, no_truth_value, vali
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 PLATEAU = "plateau"  # a value of train.delink_at
+GOING_ON = ("train", "plan")  # modes in which train.resume has an effect, or may stand
 AUTO = "auto"  # a value of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
 Mode = Literal[
@@ -571,7 +572,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
-        _refuse_resume_data(train, faults)
+        _refuse_resume(train, sections.get("mode"), faults)
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
     run, mode = sections.get("run"), sections.get("mode")
     _refuse_run(sections, faults)
@@ -740,8 +741,12 @@ def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> N
         faults.append(Fault("train.profile", value, rule, remedy))
 
 
-def _refuse_resume_data(train: TrainOptions, faults: list[Fault]) -> None:
-    """Add a fault where other data is allowed and the run resumes from no checkpoint."""
+def _refuse_resume(train: TrainOptions, mode: object, faults: list[Fault]) -> None:
+    """Add a fault for a checkpoint in a mode that begins at step 0, and where other data is allowed
+    and the run resumes from no checkpoint."""
+    if mode in ("verify", "rehearse") and train.resume is not None:
+        rule = f"has no effect on mode={mode}, which begins with step 1"
+        faults.append(Fault("train.resume", train.resume, rule, "use null"))
     if train.resume_data == "any" and train.resume is None:
         rule = "has no effect on a run that goes on from no checkpoint (train.resume=null)"
         faults.append(Fault("train.resume_data", "any", rule, "leave it out, or set train.resume"))

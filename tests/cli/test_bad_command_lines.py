@@ -216,6 +216,16 @@ COMMAND_LINE = (
         "yet, or go on with its run by train.resume=auto",
     ),
     Case(
+        "busy_run_dir_of_a_mode_that_begins",
+        "mode=verify hydra.run.dir=earlier",
+        "hydra.run.dir=earlier already holds a run (plan.json); name one that does not exist yet",
+    ),
+    Case(
+        "a_verification_of_a_checkpoint",
+        "mode=verify train.resume=auto",
+        "train.resume=auto has no effect on mode=verify, which begins with step 1; use null",
+    ),
+    Case(
         "run_dir_is_a_url",
         "hydra.run.dir=s3://bucket/run",
         "hydra.run.dir=s3://bucket/run is a URL, and a run writes into a folder; name a folder of "

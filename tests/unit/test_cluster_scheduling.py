@@ -1,11 +1,14 @@
 """Scheduling of jobs by their sensitivity curves: curves, the policy, baselines, the simulation."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whale_train.errors import ConfigError
+from whale_train.launcher.schedule.submissions import read_trace
 from whale_train.strategies.cluster_scheduling.baseline_policies import policies
 from whale_train.strategies.cluster_scheduling.replan_policy import ReplanOptions, ReplanPolicy
 from whale_train.strategies.cluster_scheduling.schedulable_job import (
@@ -196,3 +199,27 @@ def test_every_job_ends_and_guarantees_hold(drawn: list[tuple], name: str) -> No
         held[i] = devices
         if place + 1 == len(times) or times[place + 1] > at:
             assert sum(held.values()) <= DEVICES
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "name;like;arrival_s\nx;a;0\n",
+            "has no column name, like, arrival_s in its first line; write name,like,arrival_s "
+            "there, and one submission in each further line",
+        ),
+        (
+            "name,like,arrival_s\nx,a,0,7\n",
+            "has more values than the 3 columns of the first line; leave the last ones out, or "
+            "name their columns",
+        ),
+        ("name,like,arrival_s\n", "has no submission; write one a line"),
+    ],
+)
+def test_a_trace_of_another_form_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_trace(str(tmp_path / "trace.csv"), [], 4)
+    (fault,) = caught.value.faults
+    assert str(fault).endswith(said)

@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.config import AUTO
+from whale_train.config import AUTO, GOING_ON
 from whale_train.errors import Fault, shortened
 from whale_train.launcher.ranks.run_dir import taken_by
 
@@ -45,7 +45,9 @@ def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
         return [Fault(key, shortened(shown), rule, remedy)]
     path = Path(shown).absolute()
     faults = _path_faults(path, key, shown)
-    if not faults and (taken := taken_by(path, key, shown)) is not None:
+    can_go_on = OmegaConf.select(config, "mode") in GOING_ON
+    taken = taken_by(path, key, shown, can_go_on=can_go_on)
+    if not faults and taken is not None:
         faults = [taken] if OmegaConf.select(config, "train.resume") != AUTO else []
         if faults:
             return faults

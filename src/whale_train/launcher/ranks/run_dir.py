@@ -105,15 +105,18 @@ def in_use(run_dir: Path) -> Iterator[None]:
         os.close(directory)
 
 
-def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:
+def taken_by(run_dir: Path, key: str, shown: str, *, can_go_on: bool = True) -> Fault | None:
     """Return the fault of a directory that holds a run, or None.
 
     key, shown: the config key of the directory and its value, for messages.
+    can_go_on: whether the request is of a mode that goes on with runs.
     """
     held = next((name for name in RUN_FILES if (run_dir / name).exists()), None)
     if held is None:
         return None
-    remedy = "name one that does not exist yet, or go on with its run by train.resume=auto"
+    remedy = "name one that does not exist yet"
+    if can_go_on:
+        remedy += ", or go on with its run by train.resume=auto"
     return Fault(key, shown, f"already holds a run ({held})", remedy)
 
 
