@@ -8,7 +8,7 @@ The bounds, for a model of few blocks on at most four devices of at most two kin
 * Splits: `auto`, `sequence`, and parts beside copies: the head, the table, both, or one block or
   all where there is one stage. All stages of a pipeline with splits have them by one `dim`; a part
   beside copies of a pipeline is the head of the last stage or the table of the first.
-* Patterns: without a pipeline, one weight by hand, every pattern.
+* Patterns: without a pipeline, one weight by hand, every pattern, under both values of `dim`.
 * Micro-batches: every number up to `most_pieces`; every schedule; recomputation is `auto`.
 * Cuts: every one between blocks.
 * ZeRO 0 to 3, ZeRO 0 and 1 in pipelines, each with every offload where memory is `tight`.
@@ -153,8 +153,9 @@ def _unstaged(profile: ModelProfile, count: int) -> Iterator[tuple[int, Any]]:
     for shards in (n for n in range(2, count + 1) if count % n == 0):
         for dim in ("auto", "sequence"):
             yield count // shards, {"split": {"degree": shards, "dim": dim}}
-        for path, pattern in product(weights, PATTERNS):
-            yield count // shards, {"split": {"degree": shards, "patterns": {path: pattern}}}
+            for path, pattern in product(weights, PATTERNS):
+                by_hand = {"degree": shards, "dim": dim, "patterns": {path: pattern}}
+                yield count // shards, {"split": by_hand}
         for modules in beside:
             splits = [{"split": {"degree": shards, "modules": module}} for module in modules]
             yield count // shards, [{"replicate": {}}, *splits]

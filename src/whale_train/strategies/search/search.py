@@ -28,6 +28,8 @@ from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.resolve import consider, refuse_precision
 from whale_train.strategies.search.explain import Family, decisions, nothing_fits
 from whale_train.strategies.search.floor import floor_s
+from whale_train.strategies.search.improve import Outcome, improve
+from whale_train.strategies.search.neighbours import choices_of
 from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
@@ -46,6 +48,10 @@ _FAR = 1.3  # times the fastest: estimates err by less, and slower candidates ar
 _NEAR = 1.1  # times the fastest: the same limit, once the error of a family is known
 _MOVED = 3  # fastest pipelines whose boundaries are moved,
 _MOVABLE = 1.05  # if they take at most this many times the fastest
+_IMPROVED = 10_000  # tasks simulated of changes of the fastest strategies,
+_IMPROVED_FEW, _FEW_DEVICES = 30_000, 8  # for at most so many devices,
+_LONGER = 10  # and so many times as many where the search has a time limit, or none
+_CHUNKED = "interleaved_1f1b"  # a schedule whose cut no file can say
 _SHORT = 6  # pipelines whose boundaries are moved where nothing fits,
 _LITTLE = 0.2  # if they are short of at most this fraction of a device's memory
 
@@ -190,6 +196,8 @@ class _Search:
         self.short: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
         self.is_whole: dict[Devices, bool] = {}  # True: all devices, in the inventory's order
         self.best_s, self.estimated, self.work, self.resolved = inf, 0, 0, 0
+        self.changed = 0  # changes of the fastest that were simulated,
+        self.regular = 0  # after so many others
         self.floor_s = inf
 
     def run(self) -> SearchResult | None:
@@ -201,6 +209,7 @@ class _Search:
         self.simulate(end, most)
         self.simulate_shipped()
         self.move_boundaries(end)
+        self.improve(end)
         return self.found() if self.simulated else None
 
     # --- Estimates ---
@@ -367,12 +376,61 @@ class _Search:
             self.family(candidate.family).note(seconds, inf)
             self.best_s = min(self.best_s, seconds)
 
+    def improve(self, end: float) -> None:
+        """Simulate changes of the fastest strategies, until a number of tasks are simulated, or
+        `clock` has passed `end`, in seconds. Where little fits, stages of changed pipelines are
+        moved to where they fit."""
+        before, little_fits = self.work, self.resolved <= _SHORT
+        self.regular = len(self.simulated)
+        most = _IMPROVED_FEW if len(self.cluster.devices) <= _FEW_DEVICES else _IMPROVED
+        most *= 1 if self.asked.time_limit_s == 0 else _LONGER
+
+        def has_time() -> bool:
+            return self.work - before < most and self.clock() <= end
+
+        def simulate(candidate: Candidate, cut: tuple[int, ...]) -> Outcome | None:
+            return self.change(candidate, cut, little_fits) if has_time() else None
+
+        first = [(seconds, candidate, places) for seconds, candidate, _, places in self.simulated]
+        improve(first, choices_of(self.space, self.findings), simulate, has_time)
+
+    def change(
+        self, candidate: Candidate, cut: tuple[int, ...], little_fits: bool
+    ) -> Outcome | None:
+        """Simulate a changed candidate, cut at `cut` (empty: as balanced, moved where
+        `little_fits`); None where it is refused, or no file can say its cut."""
+        mapping, mesh = self.written(candidate), candidate.mesh
+        is_even, is_chunked = self.asked.balance == "even", candidate.schedule == _CHUNKED
+        graph = self.findings.profile.graph
+        self.work += mesh.count  # ranks, and layouts of all operations
+        self.work += 0 if graph is None or mesh.shards == 1 else len(graph.operations)
+        if is_even:
+            cut = ()
+        elif cut and with_cut(mapping, cut, self.findings.order) is None:
+            return None
+        moving = mesh.stages > 1 and not is_even and not cut and (is_chunked or little_fits)
+        try:
+            considered = self.consider(mapping, cut=cut, moving=moving)
+        except PlanError as error:
+            self.work += error.work if isinstance(error, ShortOfMemoryError) else 0
+            return None
+        seconds, is_cut = considered.step.spans.seconds, mesh.stages > 1
+        places = considered.cut if is_cut and not is_even and not is_chunked else ()
+        self.changed += 1
+        self.work += considered.work
+        self.simulated.append((seconds, candidate, mapping, places))
+        self.family(candidate.family).note(seconds, inf)
+        self.best_s = min(self.best_s, seconds)
+        return Outcome(seconds, places)
+
     # --- The answer ---
 
     def found(self) -> SearchResult:
         """Return the fastest strategy, a file that resolves to it, and the reasons for it."""
-        fastest_first = sorted(self.simulated, key=lambda trial: (trial[0] * _SAME, trial[1]))
-        best = fastest_first[0]
+        best = min(self.simulated[: self.regular], key=lambda trial: trial[:2])
+        changed = min(self.simulated, key=lambda trial: trial[:2])
+        if changed[0] < best[0] * _SAME:  # of equally fast ones, the regular one
+            best = changed
         _, candidate, mapping, places = best
         if places:
             named = with_cut(mapping, places, self.findings.order)
@@ -381,7 +439,7 @@ class _Search:
         seconds = considered.step.spans.seconds
         explained = decisions(
             candidate, seconds, self.families, self.space, self.asked, self.training, self.findings,
-            counts=(self.resolved, self.estimated), floor_s=self.floor_s,
+            counts=(self.resolved, self.estimated, self.changed), floor_s=self.floor_s,
         )  # fmt: skip
         return SearchResult(
             self.read(mapping),
