@@ -29,7 +29,7 @@ Cut = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChangedStep:
     """The step of a strategy in seconds, and the places where it is cut (empty: nowhere, or where
     no file can say so)."""
 
@@ -37,7 +37,7 @@ class Outcome:
     cut: Cut = ()
 
 
-Simulate = Callable[[Candidate, Cut], Outcome | None]
+Simulate = Callable[[Candidate, Cut], ChangedStep | None]
 _Entry = tuple[float, Candidate, Cut]
 
 

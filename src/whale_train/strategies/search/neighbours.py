@@ -37,8 +37,8 @@ class Choices:
 
 
 def choices_of(space: Space, findings: ModelAnalysis) -> Choices:
-    """Return what the neighbours of candidates for a model choose from. Of equal blocks, the names
-    of weights stand for those of all blocks."""
+    """Return the choices for neighbours of candidates for a model. Weights of equal blocks have one
+    glob, which stands for all of them."""
     if not (space.exported and space.splits):
         return Choices(space, (), ())
     elements: dict[str, int] = {}
@@ -133,11 +133,11 @@ def _on(candidate: Candidate, mesh: Mesh) -> Candidate:
 def _numbers(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """Yield other numbers of micro-batches, schedules and ZeRO stages, and no offload."""
     mesh, pieces = candidate.mesh, candidate.micro_batches
-    least = mesh.widest if mesh.stages > 1 or mesh.widest > 1 else 0
+    fewest = mesh.widest if mesh.stages > 1 or mesh.widest > 1 else 0
     most = space.global_batch // mesh.copies if space.exported else 0
     most = min(most, 1) if space.sole_micro_batch or not space.shared else most
     for number in (pieces - 1, pieces + 1, pieces - 2, pieces + 2, pieces // 2, 2 * pieces, most):
-        if max(least, 0) <= number <= most and (number != 1 or least):
+        if fewest <= number <= most and (number != 1 or fewest):
             yield replace(candidate, micro_batches=number)
     for schedule in SCHEDULES if mesh.stages > 1 else ():
         yield replace(candidate, schedule=schedule)

@@ -28,7 +28,7 @@ from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.resolve import consider, refuse_precision
 from whale_train.strategies.search.explain import Family, decisions, nothing_fits
 from whale_train.strategies.search.floor import floor_s
-from whale_train.strategies.search.improve import Outcome, improve
+from whale_train.strategies.search.improve import ChangedStep, improve
 from whale_train.strategies.search.neighbours import choices_of
 from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
@@ -58,7 +58,7 @@ _LITTLE = 0.2  # if they are short of at most this fraction of a device's memory
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Outcome of a search.
+    """ChangedStep of a search.
 
     strategy: the fastest strategy simulated.
     written: the content of its strategy file.
@@ -388,7 +388,7 @@ class _Search:
         def has_time() -> bool:
             return self.work - before < most and self.clock() <= end
 
-        def simulate(candidate: Candidate, cut: tuple[int, ...]) -> Outcome | None:
+        def simulate(candidate: Candidate, cut: tuple[int, ...]) -> ChangedStep | None:
             return self.change(candidate, cut, little_fits) if has_time() else None
 
         first = [(seconds, candidate, places) for seconds, candidate, _, places in self.simulated]
@@ -396,7 +396,7 @@ class _Search:
 
     def change(
         self, candidate: Candidate, cut: tuple[int, ...], little_fits: bool
-    ) -> Outcome | None:
+    ) -> ChangedStep | None:
         """Simulate a changed candidate, cut at `cut` (empty: as balanced, moved where
         `little_fits`); None where it is refused, or no file can say its cut."""
         mapping, mesh = self.written(candidate), candidate.mesh
@@ -421,7 +421,7 @@ class _Search:
         self.simulated.append((seconds, candidate, mapping, places))
         self.family(candidate.family).note(seconds, inf)
         self.best_s = min(self.best_s, seconds)
-        return Outcome(seconds, places)
+        return ChangedStep(seconds, places)
 
     # --- The answer ---
 
