@@ -11,12 +11,13 @@ from itertools import chain, islice, pairwise, permutations, product
 
 from whale_train.strategies.estimate.candidates import Candidate, Mesh, Part
 from whale_train.strategies.grammar.nodes import PATTERNS, SCHEDULES
-from whale_train.strategies.search.space import Space, divisors
+from whale_train.strategies.search.space import Devices, Space, divisors
 from whale_train.strategies.stages.analysis import ModelAnalysis
 
 _WEIGHTS = (
     6  # largest weights whose patterns are changed, and whose modules are split beside copies
 )
+_LISTED = 4  # most devices of which every list of stages is simulated, where little fits
 _WIDEST = 8  # most devices of a stage for which every way to divide them is tried
 
 Stages = tuple[Part, ...]
@@ -69,6 +70,32 @@ def general(candidate: Candidate) -> Candidate:
         return replace(candidate, split_head=False, mesh=replace(mesh, copies=1, parts=(part,)))
     stages = tuple(replace(part, stages=1) for part in mesh.parts for _ in range(part.stages))
     return replace(candidate, mesh=replace(mesh, parts=stages))
+
+
+def every_pipeline(devices: Devices, choices: Choices) -> Iterator[Candidate]:
+    """Yield a candidate for every list of stages on all of `devices`, in every order of kinds, or
+    nothing for more than `_LISTED` devices. Each replica takes a micro-batch for each stage, if it
+    has the samples."""
+    space, count = choices.space, sum(number for _, number in devices)
+    if count > _LISTED or not space.exported:
+        return
+    for order in [devices] if space.use_all else permutations(devices):
+        for copies in divisors(count):
+            for stages in _lists(count // copies, space):
+                mesh = Mesh(order, copies, stages)
+                samples = max(1, space.global_batch // copies)
+                pieces = min(max(mesh.widest, mesh.stages), samples)
+                schedule = "zero_bubble" if mesh.stages > 1 else "1f1b"
+                yield from _possible(iter([Candidate(mesh, pieces, schedule)]), space)
+
+
+def _lists(width: int, space: Space) -> Iterator[Stages]:
+    """Yield the lists of stages on `width` devices."""
+    if not width:
+        yield ()
+    for first in range(1, width + 1):
+        for part, rest in product(_divided("", first, space), _lists(width - first, space)):
+            yield (part, *rest)
 
 
 def other_numbers(candidate: Candidate, choices: Choices) -> Iterator[Candidate]:

@@ -29,7 +29,7 @@ from whale_train.strategies.resolver.resolve import consider, refuse_precision
 from whale_train.strategies.search.explain import Family, decisions, nothing_fits
 from whale_train.strategies.search.floor import floor_s
 from whale_train.strategies.search.improve import ChangedStep, improve
-from whale_train.strategies.search.neighbours import choices_of
+from whale_train.strategies.search.neighbours import choices_of, every_pipeline
 from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
@@ -50,7 +50,7 @@ _MOVED = 3  # fastest pipelines whose boundaries are moved,
 _MOVABLE = 1.05  # if they take at most this many times the fastest
 _IMPROVED = 10_000  # tasks simulated of changes of the fastest strategies,
 _IMPROVED_FEW, _FEW_DEVICES = 30_000, 8  # for at most so many devices,
-_LONGER = 10  # and so many times as many where the search has a time limit, or none
+_LONGER = 10  # and so many times as many where little fits, and for a search with a time limit
 _CHUNKED = "interleaved_1f1b"  # a schedule whose cut no file can say
 _SHORT = 6  # pipelines whose boundaries are moved where nothing fits,
 _LITTLE = 0.2  # if they are short of at most this fraction of a device's memory
@@ -378,12 +378,15 @@ class _Search:
 
     def improve(self, end: float) -> None:
         """Simulate changes of the fastest strategies, until a number of tasks are simulated, or
-        `clock` has passed `end`, in seconds. Where little fits, stages of changed pipelines are
-        moved to where they fit."""
-        before, little_fits = self.work, self.resolved <= _SHORT
-        self.regular = len(self.simulated)
-        most = _IMPROVED_FEW if len(self.cluster.devices) <= _FEW_DEVICES else _IMPROVED
-        most *= 1 if self.asked.time_limit_s == 0 else _LONGER
+        `clock` has passed `end`, in seconds. Where little fits few devices, every list of stages
+        is one of them, and stages are moved to where they fit."""
+        self.regular, before = len(self.simulated), self.work
+        best = min(self.simulated, key=lambda trial: trial[:2], default=None)
+        few = len(self.cluster.devices) <= _FEW_DEVICES
+        offloads = best is not None and best[1].offload != "none"
+        little_fits = few and (self.resolved <= _SHORT or offloads)
+        most = _IMPROVED_FEW if few else _IMPROVED
+        most *= _LONGER if little_fits or self.asked.time_limit_s != 0 else 1
 
         def has_time() -> bool:
             return self.work - before < most and self.clock() <= end
@@ -391,8 +394,12 @@ class _Search:
         def simulate(candidate: Candidate, cut: tuple[int, ...]) -> ChangedStep | None:
             return self.change(candidate, cut, little_fits) if has_time() else None
 
+        choices = choices_of(self.space, self.findings)
+        for devices in self.space.sets() if little_fits else ():
+            for candidate in every_pipeline(devices, choices):
+                simulate(candidate, ())
         first = [(seconds, candidate, places) for seconds, candidate, _, places in self.simulated]
-        improve(first, choices_of(self.space, self.findings), simulate, has_time)
+        improve(first, choices, simulate, has_time)
 
     def change(
         self, candidate: Candidate, cut: tuple[int, ...], little_fits: bool
@@ -427,10 +434,10 @@ class _Search:
 
     def found(self) -> SearchResult:
         """Return the fastest strategy, a file that resolves to it, and the reasons for it."""
-        best = min(self.simulated[: self.regular], key=lambda trial: trial[:2])
-        changed = min(self.simulated, key=lambda trial: trial[:2])
-        if changed[0] < best[0] * _SAME:  # of equally fast ones, the regular one
-            best = changed
+        best = min(self.simulated, key=lambda trial: trial[:2])
+        regular = min(self.simulated[: self.regular], key=lambda trial: trial[:2], default=best)
+        if regular[0] * _SAME <= best[0]:  # as fast as any change
+            best = regular
         _, candidate, mapping, places = best
         if places:
             named = with_cut(mapping, places, self.findings.order)
