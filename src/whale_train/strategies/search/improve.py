@@ -21,7 +21,7 @@ from whale_train.strategies.search.neighbours import (
 
 _FAR = (1, -1, 2, -2)  # places by which the end of a stage is moved
 _NEAR = 1.1  # times the fastest: strategies that are changed again
-_SPLITTING = 1.05  # times the fastest: splits whose patterns are changed,
+_SPLITTING = 1.1  # times the fastest: splits whose patterns are changed,
 _SPLITS = 4  # and most of them
 _FIRST = 4  # strategies that are changed, near the fastest or not
 
