@@ -24,6 +24,7 @@ def test_it_counts_what_it_simulated_and_what_it_did_not(monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr("whale_train.strategies.search.search.consider", counting)
+    monkeypatch.setattr("whale_train.strategies.search.search._IMPROVED", 0)
     devices = cluster(*[[FAST] * 4] * 4, *[[SLOW] * 4] * 4)
     found = found_for(gpt(), devices, training(128), replace(AUTO, time_limit_s=0.0))
     said = re.search(
@@ -33,6 +34,13 @@ def test_it_counts_what_it_simulated_and_what_it_did_not(monkeypatch: pytest.Mon
     assert said is not None
     assert int(said[1]) == sum(considered)
     assert int(said[2].replace(",", "")) > int(said[1])
+
+
+def test_it_counts_the_changes_of_the_fastest() -> None:
+    reason = found_for(gpt(), cluster([FAST] * 2), training(4)).decisions[0].reason
+    said = re.search(r"estimated, and of ([\d,]+) changes of the fastest; at their full", reason)
+    assert said is not None
+    assert int(said[1].replace(",", "")) > 10
 
 
 def test_strategies_that_the_training_leaves_out_are_named() -> None:

@@ -5,7 +5,6 @@ device. A candidate is a mesh and all other settings of a strategy. Owns what a 
 is written and what it is called; `space.py` owns which candidates exist.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,15 @@ class Part:
     stages: number of stages.
     copies: copies of each stage in one pipeline.
     shards: devices of one copy of a stage, its shard group.
+    beside: modules that are split over the shard group while it replicates all else (empty: all
+        modules are split).
     """
 
     kind: str
     stages: int
     copies: int
     shards: int
+    beside: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -56,7 +58,8 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Return the number of devices of a shard group, which is the same in all parts."""
+        """Return the number of devices of the largest shard group. Estimates are of meshes whose
+        shard groups are all as large."""
         return max(part.shards for part in self.parts)
 
     @property
@@ -83,6 +86,7 @@ class Candidate:
     dim: dimension that splits divide, as in a strategy file.
     experts: devices that the experts of a mixture are spread over, while the rest is replicated (0:
         there are no experts, or every replica holds all).
+    patterns: pairs (glob of weights, pattern) of splits, given by hand.
     """
 
     mesh: Mesh
@@ -93,6 +97,7 @@ class Candidate:
     split_head: bool = False
     dim: str = "auto"
     experts: int = 0
+    patterns: tuple[tuple[str, str], ...] = ()
 
     @property
     def family(self) -> str:
@@ -103,6 +108,8 @@ class Candidate:
             return "copies beside a split head"
         if self.experts:
             return "copies beside experts"
+        if mesh.stages == 1 and mesh.parts[0].beside:
+            return "copies beside split parts"
         if mesh.stages == 1 and mesh.shards == 1:
             if self.offload != "none":
                 return "copies, offload"
@@ -121,7 +128,8 @@ class Candidate:
             number = "1 stage" if part.stages == 1 else f"{part.stages} stages"
             of_part = [number] if mesh.stages > 1 else []
             of_part += [f"{part.copies} copies"] if part.copies > 1 else []
-            of_part += [f"splits of {part.shards}"] if part.shards > 1 else []
+            split = f"{' and '.join(part.beside)} split over" if part.beside else "splits of"
+            of_part += [f"{split} {part.shards}"] if part.shards > 1 else []
             on = f" on {part.kind}" if part.kind else ""
             words += [f"{' of '.join(of_part)}{on}"] if of_part else []
         copies = "1 copy" if mesh.copies == 1 else f"{mesh.copies} copies"
@@ -129,6 +137,7 @@ class Candidate:
         words += ["by sequence"] if self.dim == "sequence" else []
         words += ["split head"] if self.split_head else []
         words += [f"experts over {self.experts}"] if self.experts else []
+        words += [f"{weight}: {pattern}" for weight, pattern in self.patterns]
         if self.micro_batches:
             words.append(f"{self.micro_batches} micro-batches")
         words += [self.schedule] if mesh.stages > 1 else []
@@ -147,7 +156,7 @@ class Candidate:
         if self.micro_batches:
             inner: Any = {"of": self._pipeline()}
         elif self.mesh.shards > 1:
-            inner = {"of": self._split(self.mesh.shards)}
+            inner = {"of": self._split(self.mesh.parts[0])}
         else:
             return {"replicate": self._keeping()}
         return {"replicate": {"degree": self.mesh.copies, **self._keeping(), **inner}}
@@ -160,10 +169,16 @@ class Candidate:
             settings["offload"] = {"optimizer": "cpu", **parameters}
         return settings
 
-    def _split(self, shards: int) -> Mapping[str, Any]:
-        """Return the node of a split over `shards` devices."""
+    def _split(self, part: Part) -> Any:
+        """Return the node of the split of a stage of `part`, or the nodes of its copies and of what
+        is split beside them."""
+        degree = {"degree": part.shards}
+        if part.beside:
+            splits = [{"split": {**degree, "modules": module}} for module in part.beside]
+            return [{"replicate": {}}, *splits]
         dim = {} if self.dim == "auto" else {"dim": self.dim}
-        return {"split": {"degree": shards, **dim}}
+        patterns = {"patterns": dict(self.patterns)} if self.patterns else {}
+        return {"split": {**degree, **dim, **patterns}}
 
     def _pipeline(self) -> dict[str, Any]:
         """Return the node of the pipeline, with one node for each stage."""
@@ -172,7 +187,7 @@ class Candidate:
             stage: dict[str, Any] = {"recompute": "auto"}
             if part.kind:
                 stage["device"] = part.kind
-            split = self._split(part.shards) if part.shards > 1 else None
+            split = self._split(part) if part.shards > 1 else None
             if part.copies > 1:
                 copies = {"degree": part.copies}
                 stage["of"] = {"replicate": {**copies, "of": split} if split else copies}

@@ -65,7 +65,7 @@ def decisions(
     training: Training,
     findings: ModelAnalysis,
     *,
-    counts: tuple[int, int],
+    counts: tuple[int, int, int],
     floor_s: float,
 ) -> Iterator[Decision]:
     """Yield the decisions that explain a search: one for `chosen`, one against every other family.
@@ -75,14 +75,16 @@ def decisions(
 
     chosen: the chosen candidate, whose step takes `seconds`.
     families: summary of every family that had candidates, by name.
-    counts: numbers of candidates simulated and estimated.
+    counts: numbers of candidates simulated and estimated, and of simulated changes of the fastest.
     floor_s: seconds of a step if the devices computed at full speed.
     """
-    simulated, estimated = counts
+    simulated, estimated, changed = counts
     within = f" in {asked.time_limit_s:g} s" if asked.time_limit_s else ""
     reason = f"{in_seconds(seconds)} a step, the fastest of {simulated:,} "
     reason += f"{'strategy' if simulated == 1 else 'strategies'} simulated{within}, "
-    reason += f"of {estimated:,} estimated; at their full speed the devices would compute for "
+    reason += f"of {estimated:,} estimated"
+    reason += f", and of {changed:,} changes of the fastest" if changed else ""
+    reason += "; at their full speed the devices would compute for "
     reason += in_seconds(floor_s)
     if asked.time_limit_s == 0:
         reason += "; strategy.time_limit_s=60 simulates more"

@@ -28,6 +28,12 @@ from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.resolve import consider, refuse_precision
 from whale_train.strategies.search.explain import Family, decisions, nothing_fits
 from whale_train.strategies.search.floor import floor_s
+from whale_train.strategies.search.improve import ChangedStep, improve
+from whale_train.strategies.search.neighbours import (
+    choices_of,
+    every_part_beside,
+    every_pipeline,
+)
 from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
@@ -46,13 +52,17 @@ _FAR = 1.3  # times the fastest: estimates err by less, and slower candidates ar
 _NEAR = 1.1  # times the fastest: the same limit, once the error of a family is known
 _MOVED = 3  # fastest pipelines whose boundaries are moved,
 _MOVABLE = 1.05  # if they take at most this many times the fastest
+_IMPROVED = 10_000  # tasks simulated of changes of the fastest strategies,
+_IMPROVED_FEW, _FEW_DEVICES = 30_000, 8  # for at most so many devices,
+_LONGER = 10  # and so many times as many where little fits, and for a search with a time limit
+_CHUNKED = "interleaved_1f1b"  # a schedule whose cut no file can say
 _SHORT = 6  # pipelines whose boundaries are moved where nothing fits,
 _LITTLE = 0.2  # if they are short of at most this fraction of a device's memory
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Outcome of a search.
+    """ChangedStep of a search.
 
     strategy: the fastest strategy simulated.
     written: the content of its strategy file.
@@ -190,6 +200,8 @@ class _Search:
         self.short: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
         self.is_whole: dict[Devices, bool] = {}  # True: all devices, in the inventory's order
         self.best_s, self.estimated, self.work, self.resolved = inf, 0, 0, 0
+        self.changed = 0  # changes of the fastest that were simulated,
+        self.regular = 0  # after so many others
         self.floor_s = inf
 
     def run(self) -> SearchResult | None:
@@ -201,6 +213,7 @@ class _Search:
         self.simulate(end, most)
         self.simulate_shipped()
         self.move_boundaries(end)
+        self.improve(end)
         return self.found() if self.simulated else None
 
     # --- Estimates ---
@@ -367,12 +380,72 @@ class _Search:
             self.family(candidate.family).note(seconds, inf)
             self.best_s = min(self.best_s, seconds)
 
+    def improve(self, end: float) -> None:
+        """Simulate changes of the fastest strategies, until a number of tasks are simulated, or
+        `clock` has passed `end`, in seconds. Where little fits few devices, every list of stages
+        is one of them, and stages are moved to where they fit."""
+        self.regular, before = len(self.simulated), self.work
+        best = min(self.simulated, key=lambda trial: trial[:2], default=None)
+        few = len(self.cluster.devices) <= _FEW_DEVICES
+        offloads = best is not None and best[1].offload != "none"
+        little_fits = few and (self.resolved <= _SHORT or offloads)
+        most = _IMPROVED_FEW if few else _IMPROVED
+        most *= _LONGER if little_fits or self.asked.time_limit_s != 0 else 1
+
+        def has_time() -> bool:
+            return self.work - before < most and self.clock() <= end
+
+        def simulate(candidate: Candidate, cut: tuple[int, ...]) -> ChangedStep | None:
+            return self.change(candidate, cut, little_fits) if has_time() else None
+
+        choices = choices_of(self.space, self.findings)
+        for devices in self.space.sets() if little_fits else ():
+            for candidate in every_pipeline(devices, choices):
+                simulate(candidate, ())
+        for devices in self.space.sets() if few and not self.simulated else ():
+            for candidate in every_part_beside(devices, choices):
+                simulate(candidate, ())
+        self.resolved, self.changed = self.resolved + self.changed, 0
+        first = [(seconds, candidate, places) for seconds, candidate, _, places in self.simulated]
+        improve(first, choices, simulate, has_time)
+
+    def change(
+        self, candidate: Candidate, cut: tuple[int, ...], little_fits: bool
+    ) -> ChangedStep | None:
+        """Simulate a changed candidate, cut at `cut` (empty: as balanced, moved where
+        `little_fits`); None where it is refused, or no file can say its cut."""
+        mapping, mesh = self.written(candidate), candidate.mesh
+        is_even, is_chunked = self.asked.balance == "even", candidate.schedule == _CHUNKED
+        graph = self.findings.profile.graph
+        self.work += mesh.count  # ranks, and layouts of all operations
+        self.work += 0 if graph is None or mesh.shards == 1 else len(graph.operations)
+        if is_even:
+            cut = ()
+        elif cut and with_cut(mapping, cut, self.findings.order) is None:
+            return None
+        moving = mesh.stages > 1 and not is_even and not cut and (is_chunked or little_fits)
+        try:
+            considered = self.consider(mapping, cut=cut, moving=moving)
+        except PlanError as error:
+            self.work += error.work if isinstance(error, ShortOfMemoryError) else 0
+            return None
+        seconds, is_cut = considered.step.spans.seconds, mesh.stages > 1
+        places = considered.cut if is_cut and not is_even and not is_chunked else ()
+        self.changed += 1
+        self.work += considered.work
+        self.simulated.append((seconds, candidate, mapping, places))
+        self.family(candidate.family).note(seconds, inf)
+        self.best_s = min(self.best_s, seconds)
+        return ChangedStep(seconds, places)
+
     # --- The answer ---
 
     def found(self) -> SearchResult:
         """Return the fastest strategy, a file that resolves to it, and the reasons for it."""
-        fastest_first = sorted(self.simulated, key=lambda trial: (trial[0] * _SAME, trial[1]))
-        best = fastest_first[0]
+        best = min(self.simulated, key=lambda trial: trial[:2])
+        regular = min(self.simulated[: self.regular], key=lambda trial: trial[:2], default=best)
+        if regular[0] * _SAME <= best[0]:  # as fast as any change
+            best = regular
         _, candidate, mapping, places = best
         if places:
             named = with_cut(mapping, places, self.findings.order)
@@ -381,7 +454,7 @@ class _Search:
         seconds = considered.step.spans.seconds
         explained = decisions(
             candidate, seconds, self.families, self.space, self.asked, self.training, self.findings,
-            counts=(self.resolved, self.estimated), floor_s=self.floor_s,
+            counts=(self.resolved, self.estimated, self.changed), floor_s=self.floor_s,
         )  # fmt: skip
         return SearchResult(
             self.read(mapping),

@@ -288,19 +288,19 @@ class Space:
         experts."""
         several = mesh.copies * min(part.copies for part in mesh.parts) > 1
         if not micro_batches:
-            for zero, offload in self._keepings(several, 3):
+            for zero, offload in self.keepings(several, 3):
                 yield Candidate(mesh, 0, "1f1b", zero, offload, dim=dim)
             if self.split_head and mesh.shards == 1 and mesh.copies > 1:
-                for zero, offload in self._keepings(several, 3):
+                for zero, offload in self.keepings(several, 3):
                     yield Candidate(mesh, 0, "1f1b", zero, offload, split_head=True)
             for size in self._expert_groups(mesh):
-                for zero, offload in self._keepings(several, 3):
+                for zero, offload in self.keepings(several, 3):
                     yield Candidate(mesh, 0, "1f1b", zero, offload, experts=size)
             return
         schedules = ["1f1b", "zero_bubble"] if mesh.stages > 1 else ["1f1b"]
         if 1 < mesh.stages <= self.places // VIRTUAL_STAGES:
             schedules.append("interleaved_1f1b")
-        for schedule, (zero, offload) in product(schedules, self._keepings(several, 1)):
+        for schedule, (zero, offload) in product(schedules, self.keepings(several, 1)):
             yield Candidate(mesh, micro_batches, schedule, zero, offload, dim=dim)
 
     def _expert_groups(self, mesh: Mesh) -> Sequence[int]:
@@ -319,7 +319,7 @@ class Space:
             and (self.splits or not split)
         )
 
-    def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
+    def keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
         """Yield the pairs (ZeRO stage, offload) that replicas may use. ZeRO stages go up to
         `highest`, and are 0 unless there are `several` replicas to partition over."""
         yield 0, "none"
