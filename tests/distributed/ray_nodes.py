@@ -1,0 +1,101 @@
+"""A Ray cluster of several nodes on this machine, of which nothing is left afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_START_S = 60.0
+_OBJECTS_BYTES = 80 * 1024**2  # the least that Ray takes is 75 MiB
+_NODE = (
+    *("--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"),
+    *("--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"),
+    f"--object-store-memory={_OBJECTS_BYTES}",
+)
+# A node ends when these tests end, however they do.
+_PROGRAM = """
+import signal, sys
+from ray.scripts.scripts import main
+from whale_train.machine.parents import end_with_parent
+
+end_with_parent(int(sys.argv.pop(1)), signal.SIGTERM)
+main()
+"""
+
+
+@contextmanager
+def ray_nodes(folder: Path, offered: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """Run a cluster with a node for each of `offered`, its resources, and yield its address.
+
+    folder: where the output of the nodes is kept.
+    """
+    # Sockets of Ray lie in its folder, and their paths may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray_", dir="/tmp") as own:
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            head = ("--head", "--port=0", "--include-dashboard=false", f"--temp-dir={own}")
+            started.append(_start(folder, offered[0], head))
+            address = _when_there(Path(own) / "ray_current_cluster", started)
+            for resources in offered[1:]:
+                started.append(_start(folder, resources, (f"--address={address}",)))
+            _wait_for_nodes(address, len(offered), started)
+            yield address
+        finally:
+            for process in reversed(started):  # a node whose head has gone waits for it
+                process.terminate()
+                process.wait(60.0)
+
+
+def _start(
+    folder: Path, resources: Mapping[str, float], options: Sequence[str]
+) -> "subprocess.Popen[bytes]":
+    """Start a node, which runs until the process is told to end."""
+    custom = {name: amount for name, amount in resources.items() if name != "CPU"}
+    given = (f"--num-cpus={resources['CPU']}", f"--resources={json.dumps(custom)}")
+    program = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "start", *options, *given, *_NODE]
+    with (folder / "ray.log").open("ab") as log:
+        return subprocess.Popen(
+            program,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+
+def _when_there(file: Path, started: Sequence["subprocess.Popen[bytes]"]) -> str:
+    """Return the content of a file that the first node writes."""
+    deadline = time.monotonic() + _START_S
+    while not file.exists() or not file.read_text():
+        assert all(process.poll() is None for process in started)
+        assert time.monotonic() < deadline, "no Ray cluster"
+        time.sleep(0.1)
+    return file.read_text().strip()
+
+
+def _wait_for_nodes(address: str, count: int, started: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Wait until the cluster has `count` nodes."""
+    from ray._private.state import GlobalState
+    from ray._raylet import GcsClientOptions
+
+    state = GlobalState()
+    state._initialize_global_state(
+        GcsClientOptions.create(
+            address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
+        )
+    )
+    deadline = time.monotonic() + _START_S
+    try:
+        while sum(node["Alive"] for node in state.node_table()) < count:
+            assert all(process.poll() is None for process in started)
+            assert time.monotonic() < deadline, "a Ray node does not come"
+            time.sleep(0.1)
+    finally:
+        state.disconnect()
