@@ -136,6 +136,20 @@ def test_a_simulated_trace_beside_the_other_policies(tmp_path: Path) -> None:
     assert {x["ended"] for x in schedule["policies"].values()} == {40}
 
 
+def test_on_slurm_a_job_gets_part_of_a_node_or_whole_nodes(tmp_path: Path) -> None:
+    nodes = "[{count: 2, devices: 2, device: cpu_process, link: shared_memory}]"
+    given = ["mode=schedule", "launcher=slurm", "hardware=v100_512", f"hardware.nodes={nodes}"]
+    given += ["schedule.simulate=true", "hydra.run.dir=all"]
+    job = {"name": "a", "command": [*SMALL, "train.steps=9"], "devices": 3}
+    answer = whale_train([*given, written(tmp_path, [job])], tmp_path)
+    assert (answer.status, answer.stderr) == (
+        2,
+        "error: jobs[0].devices=3 is neither part of a node nor whole nodes; use 1, 2, 4\n",
+    )
+    answer = whale_train([*given, written(tmp_path, [job | {"devices": 2}])], tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+
+
 def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
     jobs = [
         {"name": "a", "command": SMALL, "devices": 1, "garanteed": True},
@@ -158,9 +172,8 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
         "  jobs[2].command: mode is set by the schedule; leave it out: jobs are trained",
         "  jobs[2].command: hardware is set by the schedule; leave it out: the schedule shares its "
         "own hardware",
-        "  jobs[3].command: launcher is set by the schedule; leave it out: the jobs of a schedule "
-        "run on this host; to have Slurm or ssh start a job, submit it alone, without "
-        "mode=schedule",
+        "  jobs[3].command: launcher is set by the schedule; leave it out: the schedule's own "
+        "launcher starts all jobs",
     ]
     assert not (tmp_path / "no").exists()
 
@@ -172,9 +185,14 @@ def test_all_faults_of_the_jobs_are_refused_together(tmp_path: Path) -> None:
         (("jobs=x.yaml",), "jobs=x.yaml has no effect on mode=train; use mode=schedule"),
         ((*CPUS, "jobs=x.yaml"), "jobs=x.yaml cannot be read (["),
         (
-            (*CPUS, "jobs=x.yaml", "launcher=slurm"),
-            "launcher=slurm has no effect on mode=schedule; leave it out: the jobs of a schedule "
-            "run on this host; to have Slurm or ssh start a job, submit it alone",
+            (*CPUS, "jobs=x.yaml", "launcher=emulate"),
+            "launcher=emulate has no effect on mode=schedule; leave it out, for jobs on this host, "
+            "or use launcher=slurm, with launcher.sbatch",
+        ),
+        (
+            (*CPUS, "jobs=x.yaml", "launcher=slurm", "launcher.nodes=2"),
+            "launcher.nodes=2 has no effect on mode=schedule; leave it out, for jobs on this host, "
+            "or use launcher=slurm, with launcher.sbatch",
         ),
         ((*CPUS, "jobs=x.yaml", "train.steps=5"), "train.steps=5 has no effect on mode=schedule"),
         (

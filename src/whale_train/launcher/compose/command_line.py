@@ -599,7 +599,7 @@ def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Faul
     keys, remedy = READ_ALONE[str(mode)]
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     known = {*keys, *(fault.key for fault in wrong)}
-    others = [o for o in parsed if o.key_or_group not in known]
+    others = [o for o in parsed if o.key_or_group not in known and not _starts_jobs(mode, o)]
     rule = f"has no effect on mode={mode}"
     faults = []
     for o in others:
@@ -608,3 +608,11 @@ def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Faul
             of_group = REMEDY_BY_GROUP.get((str(mode), group), remedy)
             faults.append(Fault(o.key_or_group, value_of(o), rule, of_group))
     return faults
+
+
+def _starts_jobs(mode: object, override: Override) -> bool:
+    """Return whether an override says how the jobs of a schedule start: as jobs of Slurm."""
+    if mode != "schedule":
+        return False
+    key = override.key_or_group
+    return (key, override.value()) == ("launcher", "slurm") or key.startswith("launcher.sbatch")

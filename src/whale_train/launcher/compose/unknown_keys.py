@@ -47,12 +47,11 @@ READ_ALONE = {
     "view": (("mode", "path", "against"), "leave it out: the plan has it"),
     "schedule": (*(_OF_SCHEDULE, "leave it out, or write it into the commands of jobs"),),
 }
-ONLY_THIS_HOST = (
-    "leave it out: the jobs of a schedule run on this host; to have Slurm or ssh start a job, "
-    "submit it alone, without mode=schedule"
-)
 # Remedies of these modes for the keys of a group, in place of the mode's.
-REMEDY_BY_GROUP = {("schedule", "launcher"): ONLY_THIS_HOST}
+REMEDY_BY_GROUP = {
+    ("schedule", "launcher"): "leave it out, for jobs on this host, or use launcher=slurm, with "
+    "launcher.sbatch"
+}
 _WORD = r"\w[\w.]*\w"
 _NO_GROUPS = (
     "train",

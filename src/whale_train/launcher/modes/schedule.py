@@ -1,7 +1,6 @@
-"""Run `mode=schedule`: several jobs on one inventory, simulated or started on this host."""
+"""Run `mode=schedule`: several jobs on one inventory, simulated, or started here or by Slurm."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from whale_train.launcher.ranks.run_dir import write_environment, write_json
 from whale_train.launcher.ranks.run_files import make_run_dir
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.schedule.job_file import read_jobs
-from whale_train.launcher.schedule.job_process import end_of_log
+from whale_train.launcher.schedule.job_process import HostStarter
+from whale_train.launcher.schedule.job_starter import JobStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, planned_job
-from whale_train.launcher.schedule.running_jobs import LiveJob, RunningJobs, on_gpus, on_processes
+from whale_train.launcher.schedule.running_jobs import LiveJob, RunningJobs
+from whale_train.launcher.schedule.slurm_jobs import slurm_starter, threads_on_slurm
 from whale_train.launcher.schedule.submissions import read_trace
 from whale_train.launcher.ui.show_schedule import gains_table, outcome_table, policies_table
 from whale_train.launcher.ui.terminal import Portable
@@ -41,6 +42,9 @@ from whale_train.strategies.cluster_scheduling.simulate_schedule import (
 
 SCHEDULE = "schedule.json"
 JOBS = "jobs"  # the folder of the jobs' run directories
+SLURM = "slurm"  # the folder of submitit's files
+# What arguments that make the inventory begin with.
+_INVENTORY = ("hardware=", "hardware.", "--config-dir=", "hydra.searchpath=")
 _SIMULATED_S = 78.0  # a checkpoint and a resume of Rubick's jobs, on average (arXiv 2408.08586)
 
 
@@ -61,29 +65,45 @@ def schedule_jobs(
     options = request.schedule
     place = _place(request)
     devices = len(place.cluster.devices)
-    hardware = [x for x in arguments if x.partition("=")[0].partition(".")[0] == "hardware"]
-    if place.device == "cpu" and not options.simulate:  # jobs beside each other share the cores
-        hardware.append(f"launcher.threads={max(1, cores() // devices)}")
+    hardware = [x for x in arguments if x.startswith(_INVENTORY)]
+    starter: JobStarter
+    if request.launcher.kind == "slurm":
+        hardware += threads_on_slurm(request.launcher) if place.cluster.on_cpu else []
+        starter = slurm_starter(request, hardware, run_dir / SLURM)
+    else:
+        if place.device == "cpu" and not options.simulate:  # jobs share the cores
+            hardware.append(f"launcher.threads={max(1, cores() // devices)}")
+        starter = HostStarter(None if place.device == "cuda" else tuple(hardware))
     asked = read_jobs(request.jobs, devices, hardware, options.plans)
+    counts = starter.counts(devices)
     planned: list[PlannedJob] = []
     faults: list[Fault] = []
+    for number, job in enumerate(asked):
+        if not starter.may_hold(job.entry.devices):
+            rule, remedy = (
+                "is neither part of a node nor whole nodes",
+                "use " + ", ".join(map(str, counts)),
+            )
+            at = f"jobs[{number}].devices"
+            faults.append(Fault(at, str(job.entry.devices), rule, remedy))
+    if faults:
+        raise ConfigError(faults)
     with console.status("planning the jobs"):
         for number, job in enumerate(asked):
             try:
-                planned.append(planned_job(number, job, devices))
+                planned.append(planned_job(number, job, counts))
             except RequestError as error:
                 faults += error.faults
     if faults:
         raise ConfigError(faults)
     jobs = [one.job for one in planned]
     curves = [curve_of(job.throughput, job.plans, devices) for job in jobs]
-    submitted = _submitted(request, jobs, devices)
+    submitted = _submitted(request, jobs, devices, counts)
     run_dir = make_run_dir(request, run_dir)
     write_environment(run_dir)
     console.print(Portable(gains_table(list(zip(jobs, curves, strict=True)))))
     if options.simulate:
         return _simulate(request, submitted, devices, run_dir, console)
-    placed = on_gpus if place.device == "cuda" else partial(on_processes, hardware=tuple(hardware))
     folder = run_dir / JOBS
     folder.mkdir()
     live = [LiveJob(one, folder / one.job.name) for one in planned]
@@ -98,7 +118,7 @@ def schedule_jobs(
         write_json(run_dir / SCHEDULE, _record(request, running, decisions))
 
     running = RunningJobs(
-        *(live, devices, placed, policy, options.reconfiguration_s, options.round_s, changed)
+        *(live, devices, starter, policy, options.reconfiguration_s, options.round_s, changed)
     )
     try:
         running.run(signals)
@@ -110,15 +130,16 @@ def schedule_jobs(
     failed = [job for job in live if job.status != "done"]
     if not failed:
         return JobEnd("done", run_dir)
-    said = [f"{job.name} {job.status}:\n{end_of_log(job.run_dir)}" for job in failed]
+    said = [f"{job.name} {job.status}:\n{job.said}" for job in failed]
     return JobEnd("failed", run_dir, said="\n".join(said))
 
 
 def _place(request: Request) -> HostPlacement:
     """Return the devices that are shared. Raises ConfigError where there are none here, unless the
-    jobs are simulated."""
+    jobs are simulated or run elsewhere."""
     faults: list[Fault] = []
-    mode = "plan" if request.schedule.simulate else "train"
+    is_elsewhere = request.schedule.simulate or request.launcher.kind == "slurm"
+    mode = "plan" if is_elsewhere else "train"
     asked = request.model_copy(update={"mode": mode})
     place = place_of(asked, this_host_of(asked), faults)
     if faults or place is None:
@@ -132,13 +153,13 @@ def _options(request: Request, reconfiguration_s: float) -> ReplanOptions:
 
 
 def _submitted(
-    request: Request, jobs: Sequence[SchedulableJob], devices: int
+    request: Request, jobs: Sequence[SchedulableJob], devices: int, counts: Sequence[int]
 ) -> list[SchedulableJob]:
     """Return the jobs that are submitted: those of the trace, or the file's own. Raises
     ConfigError."""
     options = request.schedule
     if options.trace is not None:
-        return read_trace(options.trace, jobs, devices)
+        return read_trace(options.trace, jobs, counts)
     if options.trace_jobs is not None:
         return draw_trace(jobs, options.trace_jobs, devices, request.seed)
     return list(jobs)

@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import IO, Any
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
@@ -24,6 +25,7 @@ from whale_train.extras import how_to_install
 from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.launcher.ranks.job_key import SECRET
 from whale_train.launcher.ranks.run_dir import installed_version
+from whale_train.launcher.ranks.slurm_queue import queue_states
 from whale_train.machine.hosts import this_host
 from whale_train.strategies.hardware.inventory import read_inventory
 
@@ -47,6 +49,9 @@ class Submission:
     run_dir: the run directory.
     nodes: number of nodes.
     ranks_per_node: number of ranks on each node.
+    log: the file that the output of rank 0 is appended to; None for one of submitit's files.
+    requeues: whether Slurm queues the job again when it takes the job off its nodes. If not, the
+        job has saved, and ends with the status of a job that is interrupted.
     """
 
     request: Request
@@ -54,25 +59,33 @@ class Submission:
     run_dir: Path
     nodes: int
     ranks_per_node: int
+    log: Path | None = None
+    requeues: bool = True
 
     @classmethod
     def of(cls, request: Request, arguments: Sequence[str], run_dir: Path) -> "Submission":
         """Return the submission of a request. Raises ConfigError where Slurm's commands or submitit
         are missing, and where the size or time limit of the job is not known."""
-        faults: list[Fault] = []
-        for name in ("sbatch", "squeue"):
-            if shutil.which(name) is None:
-                rule = f"needs the command {name}, which is not here"
-                faults.append(Fault("launcher", "slurm", rule, "run it where jobs are submitted"))
-        if installed_version("submitit") is None:
-            rule, remedy = "needs submitit", how_to_install("submitit")
-            faults.append(Fault("launcher", "slurm", rule, remedy))
+        faults = missing_for_slurm(("sbatch", "squeue"))
         nodes, ranks = _size(request, faults)
         minutes(request, faults)
         if faults:
             raise ConfigError(faults)
         # The command within the job must not submit a job.
         return cls(request, (*arguments, "launcher.kind=auto"), run_dir, nodes, ranks)
+
+
+def missing_for_slurm(commands: Sequence[str]) -> list[Fault]:
+    """Return a fault for each of Slurm's commands that is not here, and for submitit likewise."""
+    faults = []
+    for name in commands:
+        if shutil.which(name) is None:
+            rule = f"needs the command {name}, which is not here"
+            faults.append(Fault("launcher", "slurm", rule, "run it where jobs are submitted"))
+    if installed_version("submitit") is None:
+        rule, remedy = "needs submitit", how_to_install("submitit")
+        faults.append(Fault("launcher", "slurm", rule, remedy))
+    return faults
 
 
 @dataclass
@@ -82,13 +95,19 @@ class SlurmTask:
     arguments: command-line arguments of the job.
     goes_on: whether the job saves checkpoints, and continues when it has lost its nodes.
     grace_s: seconds that the job has for saving.
+    log: the file that the output of rank 0's command is appended to; None for this program's own.
+    requeues: whether submitit queues the job again when it has lost its nodes.
     command: the process of the running command; None before the start.
+    is_told: whether the command has been told to save and end, by `_save_and_end`.
     """
 
     arguments: tuple[str, ...]
     goes_on: bool
     grace_s: float
+    log: Path | None = None
+    requeues: bool = True
     command: "subprocess.Popen[bytes] | None" = None
+    is_told: bool = False
 
     def __call__(self) -> int:
         """Run the command until it ends, and return the exit status."""
@@ -96,9 +115,12 @@ class SlurmTask:
         # The command inherits that SIGUSR2, Slurm's signal to the task, is ignored, since it would
         # end the command. A task whose job does not save ignores it as well, being unable to react.
         submitits = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        self.command = subprocess.Popen(program, start_new_session=True)
+        with self._output() as output:
+            self.command = subprocess.Popen(
+                program, start_new_session=True, stdout=output, stderr=output
+            )
         if self.goes_on:
-            signal.signal(signal.SIGUSR2, submitits)
+            signal.signal(signal.SIGUSR2, submitits if self.requeues else self._save_and_end)
         for number in (signal.SIGTERM, signal.SIGCONT):
             signal.signal(number, self._pass_on)
         while not self._has_ended():
@@ -124,6 +146,25 @@ class SlurmTask:
             SlurmTask((*arguments, resumes), self.goes_on, self.grace_s)
         )
 
+    @contextmanager
+    def _output(self) -> Iterator[IO[bytes] | None]:
+        """Yield the file for the command's output, or None for this program's own."""
+        if self.log is None or not _is_first():
+            yield None
+            return
+        with self.log.open("ab") as file:
+            yield file
+
+    def _save_and_end(self, number: int, frame: object) -> None:
+        """Ask the job to save and end, once, without waiting for it.
+
+        Only rank 0 tells its command: another rank's may not handle signals yet, and rank 0's tells
+        all others. Later signals change nothing: a second one would end the command unsaved.
+        """
+        if self.command is not None and _is_first() and not self.is_told:
+            self.is_told = True
+            self.command.send_signal(signal.SIGUSR1)
+
     def _has_ended(self) -> bool:
         """Return whether the command has ended.
 
@@ -138,6 +179,11 @@ class SlurmTask:
         """Pass SIGTERM on to the running command, and no other signal."""
         if number == signal.SIGTERM and self.command is not None and not self._has_ended():
             self.command.send_signal(number)
+
+
+def _is_first() -> bool:
+    """Return whether this program is the task of rank 0."""
+    return os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def submit(submissions: Sequence[Submission], folder: Path) -> list[Any]:
@@ -162,6 +208,7 @@ def submit(submissions: Sequence[Submission], folder: Path) -> list[Any]:
             submission.nodes,
             submission.ranks_per_node,
             tuple(sorted(launcher.sbatch.items())),
+            submission.requeues,
         )
         groups.setdefault((*alike, submission.request.checkpoint.grace_s), []).append(number)
     for numbers in groups.values():
@@ -191,7 +238,7 @@ def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[i
     """
     states, ended, lost = [""] * len(jobs), [False] * len(jobs), dict[int, float]()
     while not all(ended):
-        queued = _states([job.job_id for job in jobs])
+        queued = queue_states([job.job_id for job in jobs])
         for number, job in enumerate(jobs):
             if ended[number]:
                 continue
@@ -209,7 +256,7 @@ def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[i
                 lost.pop(number, None)
         if not all(ended):
             time.sleep(_POLL_S)
-    return [_status(job) for job in jobs]
+    return [slurm_status(job) for job in jobs]
 
 
 def last_lines(job: Any) -> str:
@@ -294,8 +341,9 @@ def _size(request: Request, faults: list[Fault]) -> tuple[int, int]:
 
 def _task(submission: Submission) -> SlurmTask:
     """Return the task of a submission."""
-    checkpoint = submission.request.checkpoint
-    return SlurmTask(submission.arguments, checkpoint.saves, checkpoint.grace_s)
+    checkpoint, requeues = submission.request.checkpoint, submission.requeues
+    goes_on = checkpoint.saves or not requeues
+    return SlurmTask(submission.arguments, goes_on, checkpoint.grace_s, submission.log, requeues)
 
 
 def _parameters(submission: Submission) -> dict[str, Any]:
@@ -304,6 +352,9 @@ def _parameters(submission: Submission) -> dict[str, Any]:
     given = {key.replace("_", "-"): value for key, value in request.launcher.sbatch.items()}
     limit = minutes(request, [])
     cores = given.get("cpus-per-task")
+    srun = [] if cores is None else [f"--cpus-per-task={cores}"]
+    if not submission.requeues:  # a task that was told before it could listen has ended by that
+        srun.append("--kill-on-bad-exit=1")
     return {
         "job_name": "whale-train",
         "wckey": None,
@@ -313,23 +364,11 @@ def _parameters(submission: Submission) -> dict[str, Any]:
         "signal_delay_s": int(request.checkpoint.grace_s) + _AROUND_S,
         "additional_parameters": {k: v for k, v in given.items() if k != "time"},
         # Since Slurm 22.05, srun does not inherit this option from the job.
-        "srun_args": [] if cores is None else [f"--cpus-per-task={cores}"],
+        "srun_args": srun,
     }
 
 
-def _states(ids: Sequence[str]) -> dict[str, str]:
-    """Return the state of each job that is in the queue, by job id. Every state is `UNKNOWN` where
-    Slurm does not answer."""
-    array_ids = {job_id.partition("_")[0] for job_id in ids}
-    command = ("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(array_ids)}")
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
-    if done.returncode and "Invalid job id" not in done.stderr:
-        return dict.fromkeys(ids, "UNKNOWN")  # Slurm's controller does not answer
-    lines = (line.split() for line in done.stdout.splitlines())
-    return {words[0]: words[1] for words in lines if len(words) == 2}
-
-
-def _status(job: Any) -> int:
+def slurm_status(job: Any) -> int:
     """Return the exit status of a job that has ended: rank 0's, or 1 without a result."""
     import submitit
 

@@ -13,7 +13,6 @@ from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.launcher.compose.command_line import parsed_overrides
 from whale_train.launcher.compose.in_python import composed_request
-from whale_train.launcher.compose.unknown_keys import ONLY_THIS_HOST
 from whale_train.schedule_options import JobEntry
 from whale_train.validation import validated
 
@@ -23,7 +22,7 @@ _KEY = "jobs"
 _SET_HERE = {
     "mode": "leave it out: jobs are trained",
     "hardware": "leave it out: the schedule shares its own hardware",
-    "launcher": ONLY_THIS_HOST,
+    "launcher": "leave it out: the schedule's own launcher starts all jobs",
     "hydra.run.dir": "leave it out: it is jobs/NAME in the schedule's directory",
     "train.resume": "leave it out: a job goes on from its own checkpoints",
 }

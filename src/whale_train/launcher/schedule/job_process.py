@@ -1,39 +1,35 @@
-"""Run one attempt of a scheduled job: a `whale-train` process of our own, and what it has written.
+"""Run jobs of a schedule as `whale-train` processes of this host.
 
-The process has a session of its own, so that Ctrl-C reaches it through us alone, and once.
+A process has a session of its own, so that Ctrl-C reaches it through us alone, and once.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Literal
 
+from whale_train.config import Request
 from whale_train.launcher.job_end import EXIT_STATUS
-from whale_train.launcher.ranks.run_dir import METRICS
+from whale_train.launcher.schedule.job_files import end_of_log, last_step, log_of, step_s_after
+from whale_train.launcher.schedule.job_starter import Ended
+from whale_train.launcher.schedule.planned_job import counts_of
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
 
-_UNTIMED = 2  # first steps of an attempt, which are slower than those that follow
-_TIMED = 5  # steps that make a measurement
-Ended = Literal["done", "failed", "refused", "interrupted"]
+_MAIN = "whale_train.launcher.schedule.job_main"
 
 
 @dataclass
 class TrainingProcess:
-    """A process that trains a job.
+    """A process that trains a job, as a `JobAttempt`.
 
     process: the process.
     allocation: what it runs on.
     slots: numbers of its devices.
     run_dir: the job's run directory.
     began_step: the step after which this attempt began.
-    started_s: when it was started, by time.monotonic.
     is_stopping: whether it has been told to save and end.
     """
 
@@ -42,48 +38,22 @@ class TrainingProcess:
     slots: tuple[int, ...]
     run_dir: Path
     began_step: int
-    started_s: float
     is_stopping: bool = False
 
-    @classmethod
-    def start(
-        cls,
-        arguments: Sequence[str],
-        allocation: Allocation,
-        slots: tuple[int, ...],
-        run_dir: Path,
-        variables: Mapping[str, str],
-    ) -> "TrainingProcess":
-        """Start `whale-train` with `arguments` in `run_dir`, its output appended to a log beside.
+    @property
+    def is_queued(self) -> bool:
+        """Return False: a process of this host runs at once."""
+        return False
 
-        variables: variables of its environment beside ours.
-        """
-        log = run_dir.parent / f"{run_dir.name}.log"
-        ours = "whale_train.launcher.schedule.job_main"
-        program = [sys.executable, "-m", ours, str(os.getpid()), *arguments]
-        began = last_step(run_dir)
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                program,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **variables},
-                start_new_session=True,
-            )
-        return cls(process, allocation, slots, run_dir, began, time.monotonic())
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether this attempt has finished a step."""
+        return last_step(self.run_dir) > self.began_step
 
-    def stop(self) -> None:
-        """Tell the process to save a checkpoint and end, once."""
-        if not self.is_stopping and self.process.poll() is None:
-            self.is_stopping = True
-            self.process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End the process at once, and its ranks, which end with it."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+    def step_s(self) -> float | None:
+        """Return the median time of this attempt's steps, in seconds; None before there are enough
+        of them."""
+        return step_s_after(self.run_dir, self.began_step)
 
     def ended(self) -> Ended | None:
         """Return the status with which the process ended, or None while it runs."""
@@ -95,40 +65,72 @@ class TrainingProcess:
             return "interrupted"
         return named.get(status, "failed")
 
-    @property
-    def has_stepped(self) -> bool:
-        """Return whether this attempt has finished a step."""
-        return last_step(self.run_dir) > self.began_step
+    def said(self) -> str:
+        """Return the end of what the job has printed."""
+        return end_of_log(self.run_dir)
 
-    def step_s(self) -> float | None:
-        """Return the median time of this attempt's steps, in seconds; None before there are enough
-        of them."""
-        lines = [x for x in _metrics(self.run_dir) if int(x["step"]) > self.began_step + _UNTIMED]
-        return median(float(x["step_time_s"]) for x in lines) if len(lines) >= _TIMED else None
+    def stop(self) -> None:
+        """Tell the process to save a checkpoint and end, once."""
+        if not self.is_stopping and self.process.poll() is None:
+            self.is_stopping = True
+            self.process.send_signal(signal.SIGTERM)
 
-
-def last_step(run_dir: Path) -> int:
-    """Return the last step in a run's metrics, or 0."""
-    lines = _metrics(run_dir)
-    return int(lines[-1]["step"]) if lines else 0
+    def kill(self) -> None:
+        """End the process at once, and its ranks, which end with it."""
+        if self.process.poll() is None:
+            self.process.kill()
 
 
-def end_of_log(run_dir: Path, most: int = 12) -> str:
-    """Return the end of what a job's processes have printed."""
-    log = run_dir.parent / f"{run_dir.name}.log"
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-most:])
+@dataclass(frozen=True)
+class HostStarter:
+    """Start jobs on this host, as a `JobStarter`.
+
+    hardware: overrides for the devices, of which a job gets as many CPU processes as it may hold;
+        None where jobs get GPUs of their own, among those that this process sees.
+    """
+
+    hardware: tuple[str, ...] | None
+
+    def counts(self, devices: int) -> tuple[int, ...]:
+        """Return the numbers of devices that plans are made for."""
+        return counts_of(devices)
+
+    def may_hold(self, devices: int) -> bool:
+        """Return True: a job of this host may have any number of its devices."""
+        return True
+
+    def start(
+        self,
+        request: Request,
+        arguments: Sequence[str],
+        allocation: Allocation,
+        slots: tuple[int, ...],
+        run_dir: Path,
+    ) -> TrainingProcess:
+        """Start `whale-train` with `arguments` in `run_dir`, and append its output to a log
+        beside."""
+        began = last_step(run_dir)
+        variables: dict[str, str] = {}
+        if self.hardware is None:
+            variables["CUDA_VISIBLE_DEVICES"] = _gpus(slots)
+            devices = ["hardware=local"]
+        else:
+            devices = [*self.hardware, f"strategy.devices={len(slots)}"]
+        with log_of(run_dir).open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _MAIN, str(os.getpid()), *arguments, *devices],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        return TrainingProcess(process, allocation, slots, run_dir, began)
 
 
-def _metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Return the lines of a run's metrics, without one that is cut off."""
-    try:
-        lines = (run_dir / METRICS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    read = []
-    for line in lines:
-        try:
-            read.append(json.loads(line))
-        except ValueError:
-            continue
-    return read
+def _gpus(slots: tuple[int, ...]) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES for the GPUs of these numbers, among those that this
+    process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
+    return ",".join(names[slot] if names else str(slot) for slot in slots)

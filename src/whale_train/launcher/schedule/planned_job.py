@@ -3,6 +3,7 @@
 The speed is the planner's, corrected by the steps that the job has taken so far.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from whale_train.config import Request, in_steps
@@ -77,11 +78,11 @@ def counts_of(devices: int) -> tuple[int, ...]:
     return (*range(1, min(devices, 8) + 1), *powers, *([devices] if devices > 8 else []))
 
 
-def planned_job(number: int, asked: ScheduledRequest, devices: int) -> PlannedJob:
+def planned_job(number: int, asked: ScheduledRequest, counts: Sequence[int]) -> PlannedJob:
     """Return a job with its plans.
 
     number: the job's place in the file.
-    devices: number of devices of the cluster.
+    counts: the numbers of devices that plans are made for, beside the one that is asked for.
 
     Raises ConfigError where the request is wrong under all plans, and where it has no plan on any
     number of devices.
@@ -97,7 +98,7 @@ def planned_job(number: int, asked: ScheduledRequest, devices: int) -> PlannedJo
     refusals: list[Fault] = []
     analysis = ModelAnalysis(base.profile, base.training.precision)
     for name, one in asked.by_plan.items():
-        for count in sorted({*counts_of(devices), asked.entry.devices}):
+        for count in sorted({*counts, asked.entry.devices}):
             try:
                 parts[count, name] = _parts(one, count, base, analysis)
             except PlanError as error:

@@ -1,10 +1,9 @@
-"""Start, shrink, grow and re-plan real jobs of this host, as a policy decides.
+"""Start, shrink, grow and re-plan real jobs, as a policy decides.
 
 A job that is reconfigured saves a checkpoint, ends, and goes on from it under its other plan as
 soon as the devices are free. Nothing else of its request changes, least of all its global batch.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.schedule.job_process import TrainingProcess, last_step
+from whale_train.launcher.schedule.job_files import last_step
+from whale_train.launcher.schedule.job_starter import JobAttempt, JobStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, StepTimes
 from whale_train.strategies.cluster_scheduling.schedulable_job import (
     Allocation,
@@ -21,7 +21,9 @@ from whale_train.strategies.cluster_scheduling.schedulable_job import (
     Policy,
 )
 
-Status = Literal["to come", "waiting", "running", "done", "failed", "refused", "interrupted"]
+Status = Literal[
+    "to come", "waiting", "queued", "running", "done", "failed", "refused", "interrupted"
+]
 _LOOK_S = 0.1
 _LISTED_S = 10.0  # assumed of a reconfiguration before one was measured
 _KILLED_AFTER_S = 60.0  # beyond a job's own grace period
@@ -34,18 +36,22 @@ class LiveJob:
     planned: the job with its plans.
     run_dir: its run directory.
     status: what it does.
+    said: what was last known of its end; '' before it has ended.
     process: its process, if it has one.
     target: what the policy last gave it.
     waiting_since_s, started_s, first_step_s, ended_s: times from the start of the schedule; the
         third is when its first step was seen to be done.
     history: what it ran on, with the time at which each began and the step after which.
     stopped_at_s: when it was last told to stop, until it has taken a step again.
+    queued_at_s: when it began to wait in the queue of the engine that runs it, while it does.
+    queued_s: seconds in that queue since it was last told to stop.
     """
 
     planned: PlannedJob
     run_dir: Path
     status: Status = "to come"
-    process: TrainingProcess | None = None
+    said: str = ""
+    process: JobAttempt | None = None
     target: Allocation | None = None
     waiting_since_s: float = 0.0
     started_s: float | None = None
@@ -53,6 +59,8 @@ class LiveJob:
     ended_s: float | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     stopped_at_s: float | None = None
+    queued_at_s: float | None = None
+    queued_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -61,12 +69,18 @@ class LiveJob:
     @property
     def is_active(self) -> bool:
         """Return whether the job has been submitted and has not ended."""
-        return self.status in ("waiting", "running")
+        return self.status in ("waiting", "queued", "running")
 
     @property
     def reconfigurations(self) -> int:
         """Return the number of times that the job has gone on under another allocation."""
         return max(0, len(self.history) - 1)
+
+    def leave_queue(self, now_s: float) -> None:
+        """Take note that the job is not in its engine's queue at `now_s`."""
+        if self.queued_at_s is not None:
+            self.queued_s += now_s - max(self.queued_at_s, self.stopped_at_s or 0.0)
+            self.queued_at_s = None
 
     def state(self) -> JobState:
         """Return the job as policies see it."""
@@ -83,11 +97,11 @@ class LiveJob:
 
 @dataclass
 class RunningJobs:
-    """The jobs of a schedule on this host.
+    """The jobs of a schedule, wherever they run.
 
     jobs: the jobs, in the order of the file.
     devices: number of devices.
-    variables: the environment and overrides of a job by the numbers of its devices.
+    starter: starts jobs where they run.
     policy: makes the policy of a reconfiguration time, in seconds.
     round_s: the longest time between two decisions, in seconds.
     changed: called with a line of text for each change, and after the state has changed.
@@ -95,7 +109,7 @@ class RunningJobs:
 
     jobs: list[LiveJob]
     devices: int
-    placed: "Callable[[tuple[int, ...]], tuple[dict[str, str], tuple[str, ...]]]"
+    starter: JobStarter
     policy: Callable[[float], Policy]
     reconfiguration_s: float | None
     round_s: float
@@ -124,6 +138,7 @@ class RunningJobs:
                 signals.poll()
                 is_due = self.now_s - decided_s >= self.round_s
                 reasons = [*self._arrivals(), *self._ends()]
+                self._note_queues()
                 self._measure()
                 if reasons or is_due:
                     self._decide(", ".join(reasons) or "a round")
@@ -150,8 +165,9 @@ class RunningJobs:
             ended = None if job.process is None else job.process.ended()
             if ended is None or job.process is None:
                 continue
-            was_told = job.process.is_stopping
+            was_told, job.said = job.process.is_stopping, job.process.said()
             job.process = None
+            job.leave_queue(self.now_s)
             if was_told and ended == "interrupted":
                 if job.target is None:
                     job.status, job.waiting_since_s = "waiting", self.now_s
@@ -159,6 +175,34 @@ class RunningJobs:
             job.status, job.ended_s, job.target = ended, self.now_s, None
             said.append(f"{job.name} is {ended}")
         return said
+
+    def _note_queues(self) -> None:
+        """Take note of the jobs that have left the queue of their engine, or are in it again."""
+        for job in self.jobs:
+            if job.process is None:
+                continue
+            if job.process.is_queued and job.status != "queued":
+                job.status, job.queued_at_s = "queued", self.now_s
+                self.changed(f"{job.name} is queued for {_text(job.process.allocation)}")
+            elif not job.process.is_queued and job.status != "running":
+                self._runs(job, job.process)
+
+    def _runs(self, job: LiveJob, process: JobAttempt) -> None:
+        """Take note that an attempt of a job has its devices."""
+        job.status = "running"
+        job.leave_queue(self.now_s)
+        if job.started_s is None:
+            job.started_s = self.now_s
+        allocation, step = process.allocation, process.began_step
+        job.history.append(
+            {
+                "at_s": round(self.now_s, 3),
+                "devices": allocation.devices,
+                "plan": allocation.plan,
+                "after_step": step,
+            }
+        )
+        self.changed(f"{job.name} runs on {_text(allocation)} after step {step}")
 
     def _measure(self) -> None:
         """Take note of first steps, and of the time that jobs lost by going on elsewhere."""
@@ -168,7 +212,8 @@ class RunningJobs:
             if job.stopped_at_s is None or job.process is None or job.process.is_stopping:
                 continue
             if job.process.has_stepped:
-                self.measured_s.append(self.now_s - job.stopped_at_s)
+                took_s = self.now_s - job.stopped_at_s - job.queued_s
+                self.measured_s.append(took_s)
                 job.stopped_at_s = None
 
     def _refit(self) -> None:
@@ -201,7 +246,7 @@ class RunningJobs:
                 job.waiting_since_s = self.now_s
             said.append(f"{job.name} {_text(before)} -> {_text(after)}")
             if job.process is not None and job.process.allocation != after:
-                job.stopped_at_s = self.now_s
+                job.stopped_at_s, job.queued_s = self.now_s, 0.0
                 job.process.stop()
         if said or why != "a round":
             self.changed(f"{why}: {'; '.join(said) or 'nothing changes'}")
@@ -220,41 +265,38 @@ class RunningJobs:
             self._start(job, job.target, slots)
 
     def _start(self, job: LiveJob, allocation: Allocation, slots: tuple[int, ...]) -> None:
-        variables, hardware = self.placed(slots)
         command = job.planned.commands[allocation.plan]
-        arguments = [*command, *hardware, *_going_on(job, command)]
-        job.process = TrainingProcess.start(arguments, allocation, slots, job.run_dir, variables)
-        job.status = "running"
-        if job.started_s is None:
-            job.started_s = self.now_s
-        step = job.process.began_step
-        job.history.append(
-            {
-                "at_s": round(self.now_s, 3),
-                "devices": allocation.devices,
-                "plan": allocation.plan,
-                "after_step": step,
-            }
-        )
-        self.changed(f"{job.name} runs on {_text(allocation)} after step {step}")
+        arguments = [*command, *_going_on(job, command)]
+        request = job.planned.request
+        job.process = self.starter.start(request, arguments, allocation, slots, job.run_dir)
+        job.status = "waiting"
+        if not job.process.is_queued:
+            self._runs(job, job.process)
 
     def _stop_all(self) -> None:
         """Have every job save and end, and wait for it. A second signal ends them at once."""
         live = [job for job in self.jobs if job.process is not None]
+        grace_s = max((job.planned.request.checkpoint.grace_s for job in live), default=0.0)
+        processes = [job.process for job in live if job.process is not None]
         try:
-            for job in live:
-                if job.process is not None:
-                    job.process.stop()
-            for job in live:
-                grace_s = job.planned.request.checkpoint.grace_s + _KILLED_AFTER_S
-                if job.process is not None:
-                    job.process.process.wait(grace_s)
+            for process in processes:
+                process.stop()
+            _wait_for(processes, grace_s + _KILLED_AFTER_S)
         finally:
-            for job in live:
-                if job.process is not None:
-                    job.process.kill()
-                    job.status, job.process = "interrupted", None
-                    job.ended_s = self.now_s
+            for process in processes:
+                process.kill()
+            _wait_for(processes, _KILLED_AFTER_S)
+            for job, process in zip(live, processes, strict=True):
+                job.said = process.said()
+                job.status, job.process = "interrupted", None
+                job.ended_s = self.now_s
+
+
+def _wait_for(processes: Sequence[JobAttempt], most_s: float) -> None:
+    """Wait until all processes have ended, at most `most_s` seconds."""
+    deadline = time.monotonic() + most_s
+    while any(process.ended() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _going_on(job: LiveJob, command: Sequence[str]) -> list[str]:
@@ -270,23 +312,3 @@ def _text(allocation: Allocation | None) -> str:
         return "waiting"
     devices = "device" if allocation.devices == 1 else "devices"
     return f"{allocation.devices} {devices} ({allocation.plan})"
-
-
-def on_processes(
-    slots: tuple[int, ...], hardware: tuple[str, ...]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment and the overrides of a job on so many CPU processes, which may stand
-    for devices of an inventory.
-
-    hardware: the overrides of the schedule's own hardware.
-    """
-    return {}, (*hardware, f"strategy.devices={len(slots)}")
-
-
-def on_gpus(slots: tuple[int, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment and the overrides of a job on the GPUs of these numbers, among those
-    that this process sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else None
-    chosen = [names[slot] if names else str(slot) for slot in slots]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}, ("hardware=local",)

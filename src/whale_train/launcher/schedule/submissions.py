@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.errors import ConfigError, Fault, nearest
-from whale_train.launcher.schedule.planned_job import counts_of
 from whale_train.strategies.cluster_scheduling.schedulable_job import SchedulableJob
 from whale_train.validation import validated
 
@@ -37,11 +36,13 @@ class _Row(BaseModel):
     guaranteed: bool | None = None
 
 
-def read_trace(path: str, kinds: Sequence[SchedulableJob], devices: int) -> list[SchedulableJob]:
+def read_trace(
+    path: str, kinds: Sequence[SchedulableJob], counts: Sequence[int]
+) -> list[SchedulableJob]:
     """Return the submissions of a CSV file whose first line names the columns.
 
     kinds: the jobs of the jobs' file.
-    devices: number of devices of the cluster.
+    counts: the numbers of devices that plans are made for.
 
     Raises ConfigError with all faults.
     """
@@ -67,8 +68,8 @@ def read_trace(path: str, kinds: Sequence[SchedulableJob], devices: int) -> list
             faults.append(Fault(f"{at}.like", read.like, "is no job of the jobs' file", remedy))
             continue
         asked = read.devices or kind.devices
-        if asked not in counts_of(devices):
-            remedy = f"use one of {', '.join(map(str, counts_of(devices)))}"
+        if asked not in counts:
+            remedy = f"use one of {', '.join(map(str, counts))}"
             faults.append(Fault(f"{at}.devices", str(asked), "is not planned for", remedy))
         if read.name in names:
             rule = "is the name of two submissions"
