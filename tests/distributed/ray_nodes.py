@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_START_S = 60.0
+_START_S = 150.0
 _OBJECTS_BYTES = 80 * 1024**2  # the least that Ray takes is 75 MiB
 _NODE = (
     *("--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"),
@@ -65,7 +65,7 @@ def _start(
             stdout=log,
             stderr=log,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "120"},
             start_new_session=True,
         )
 

@@ -125,7 +125,8 @@ def test_what_the_cluster_has_not_is_refused(job: Job, cluster: str) -> None:
     assert job.said("err").replace("\n  ", " ") == (
         "error: launcher=ray needs {CPU: 4, v100_sxm2_32gb: 2} and {CPU: 4, p100_pcie_16gb: 2}, "
         "and the Ray cluster has not had that free within 1 s: "
-        f"{address} has {{CPU: 2, p100_pcie_16gb: 2}}, {address} has {{CPU: 2, v100_sxm2_32gb: 2}}, "
+        f"{address} has {{CPU: 2, p100_pcie_16gb: 2}}, "
+        f"{address} has {{CPU: 2, v100_sxm2_32gb: 2}}, "
         "and free are {CPU: 4, p100_pcie_16gb: 2, v100_sxm2_32gb: 2} of all; add such nodes, end "
         "what holds them, or use the hardware that is there\n"
     )

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from whale_train.errors import ConfigError, Fault, listed
@@ -93,19 +94,27 @@ def living_nodes() -> list[RayNode]:
     ]
 
 
-class RayActors:
-    """An actor of `NodeRanks` in each bundle of a placement group. Creating it starts them.
+@dataclass(frozen=True)
+class PlacedGroup:
+    """A placement group whose resources are held.
 
-    group: Ray's placement group, whose resources are held.
+    group: Ray's own object.
     asked: what the group was made of.
     nodes: the node of each bundle.
     """
 
-    def __init__(self, group: Any, asked: Bundles, nodes: Sequence[RayNode]) -> None:
+    group: Any
+    asked: Bundles
+    nodes: tuple[RayNode, ...]
+
+
+class RayActors:
+    """An actor of `NodeRanks` in each bundle of a placement group. Creating it starts them."""
+
+    def __init__(self, placed: PlacedGroup) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.nodes = tuple(nodes)
         actor_class = ray.remote(NodeRanks)
         self._actors = [
             actor_class.options(
@@ -116,9 +125,9 @@ class RayActors:
                     for name, amount in bundle.items()
                     if name not in (CPU, GPU) and not name.startswith(KIND_OF_RAY)
                 },
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placed.group, number),
             ).remote()
-            for number, bundle in enumerate(asked.resources)
+            for number, bundle in enumerate(placed.asked.resources)
         ]
         self._calls: list[Any] = [None] * len(self._actors)  # of `news`, and unanswered
 
@@ -169,8 +178,8 @@ class RayActors:
 @contextmanager
 def placed(
     asked: Bundles, nodes: Sequence[RayNode], wait_s: float, poll: Callable[[], None]
-) -> Iterator[RayActors]:
-    """Hold a placement group within the context, and yield its actors.
+) -> Iterator[PlacedGroup]:
+    """Hold a placement group within the context, and yield it.
 
     nodes: the living nodes of the cluster.
     wait_s: seconds to wait for the resources.
@@ -197,7 +206,7 @@ def placed(
                 raise ConfigError([Fault("launcher", "ray", rule, remedy)])
         ids = placement_group_table(group)["bundles_to_node_id"]
         by_id = {node.id: node for node in (*nodes, *living_nodes())}
-        yield RayActors(group, asked, [by_id[ids[number]] for number in range(len(bundles))])
+        yield PlacedGroup(group, asked, tuple(by_id[ids[n]] for n in range(len(bundles))))
     finally:
         remove_placement_group(group)
         deadline = time.monotonic() + _REMOVE_S

@@ -6,6 +6,7 @@ of Ray. However the command ends, the group is removed, and the ranks with it.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.ranks.elsewhere import lacks, starts_of, wanted_on_hosts, with_restarts
 from whale_train.launcher.ranks.host_agent import HostReport
+from whale_train.launcher.ranks.host_process import INTERRUPTED
 from whale_train.launcher.ranks.host_ranks import LEAVE_S, Start
-from whale_train.launcher.ranks.on_ray.bundles import bundles_of
+from whale_train.launcher.ranks.on_ray.bundles import RayNode, bundles_of
 from whale_train.launcher.ranks.on_ray.node_ranks import News
 from whale_train.launcher.ranks.on_ray.ray_cluster import (
     LOST,
@@ -32,6 +34,7 @@ from whale_train.launcher.ranks.on_ray.ray_cluster import (
 from whale_train.launcher.ranks.stop_signals import StopSignals
 
 _POLL_S = 0.1
+_BY_SIGTERM = 128 + signal.SIGTERM
 _KILL_S = 5.0
 
 
@@ -64,12 +67,13 @@ def _attempt(
     """Run the job once, and return the exit status. Raises ConfigError as `run_on_ray`."""
     nodes = living_nodes()
     asked = bundles_of(request, nodes)
-    with placed(asked, nodes, request.launcher.placement_s, signals.poll) as actors:
-        by_host = bundles_by_host([node.id for node in actors.nodes])
-        reports = _look(request, actors, signals)
+    with placed(asked, nodes, request.launcher.placement_s, signals.poll) as group:
+        actors = RayActors(group)
+        by_host = bundles_by_host([node.id for node in group.nodes])
+        reports = _look(request, actors, group.nodes, signals)
         counts = [sum(asked.ranks[bundle] for bundle in bundles) for bundles in by_host]
         first = by_host[0][0]
-        hosts = [actors.nodes[bundles[0]] for bundles in by_host]
+        hosts = [group.nodes[bundles[0]] for bundles in by_host]
         said = ", ".join(f"{n} on {host.address}" for n, host in zip(counts, hosts, strict=True))
         console.print(f"ranks: {said}", soft_wrap=True, markup=False, highlight=False)
         starts = starts_of(arguments, counts, hosts[0].address, reports[first].port)
@@ -78,9 +82,11 @@ def _attempt(
         starts = [replace(x, environment={**x.environment, **threads}) for x in starts]
         by_bundle = starts_by_bundle(starts, by_host, asked.ranks)
         codes = _run(actors, by_bundle, signals, request.checkpoint.grace_s)
-    lost = [actors.nodes[bundle].address for bundle, code in enumerate(codes) if code == LOST]
+    lost = [group.nodes[bundle].address for bundle, code in enumerate(codes) if code == LOST]
     if lost:
         sys.stderr.write(f"error: the Ray actors on {', '.join(lost)} have died\n")
+    if signals.count and codes[first] == _BY_SIGTERM:  # before rank 0 could handle it
+        return INTERRUPTED
     return codes[first] if codes[first] not in (0, LOST) else int(any(codes))
 
 
@@ -110,17 +116,19 @@ def starts_by_bundle(
     return [by_bundle[bundle] for bundle in range(len(ranks))]
 
 
-def _look(request: Request, actors: RayActors, signals: StopSignals) -> list[HostReport]:
+def _look(
+    request: Request, actors: RayActors, nodes: Sequence[RayNode], signals: StopSignals
+) -> list[HostReport]:
     """Return the report of the node of each bundle. Raises ConfigError with all that is missing."""
     variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     order = (wanted_on_hosts(request), str(Path.cwd()), variables)
-    looks = actors.all("look", [order] * len(actors.nodes), signals.poll)
+    looks = actors.all("look", [order] * len(nodes), signals.poll)
     faults: list[Fault] = []
     reports: list[HostReport] = []
-    for node, look in zip(actors.nodes, looks, strict=True):
+    for node, look in zip(nodes, looks, strict=True):
         if isinstance(look, HostReport):
             reports.append(look)
-            wrong = lacks(look, actors.nodes[0].address, reports[0])
+            wrong = lacks(look, nodes[0].address, reports[0])
         elif isinstance(look, str):
             wrong = [(f"has no {look}", "make it there: nothing is copied")]
         else:
