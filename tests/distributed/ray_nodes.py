@@ -6,11 +6,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-_START_S = 150.0
+_TRIES = 3
 _OBJECTS_BYTES = 80 * 1024**2  # the least that Ray takes is 75 MiB
 _NODE = (
     *("--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"),
@@ -39,16 +40,36 @@ def ray_nodes(folder: Path, offered: Sequence[Mapping[str, float]]) -> Iterator[
         started: list[subprocess.Popen[bytes]] = []
         try:
             head = ("--head", "--port=0", "--include-dashboard=false", f"--temp-dir={own}")
-            started.append(_start(folder, offered[0], head))
-            address = _when_there(Path(own) / "ray_current_cluster", started)
-            for resources in offered[1:]:
-                started.append(_start(folder, resources, (f"--address={address}",)))
-            _wait_for_nodes(address, len(offered), started)
+            file = Path(own) / "ray_current_cluster"
+            started.append(_node(folder, offered[0], head, file.exists))
+            address = file.read_text().strip()
+            for number, resources in enumerate(offered[1:], start=2):
+                there = partial(_has_nodes, address, number)
+                started.append(_node(folder, resources, (f"--address={address}",), there))
             yield address
         finally:
             for process in reversed(started):  # a node whose head has gone waits for it
                 process.terminate()
                 process.wait(60.0)
+
+
+def _node(
+    folder: Path,
+    resources: Mapping[str, float],
+    options: Sequence[str],
+    is_there: Callable[[], bool],
+) -> "subprocess.Popen[bytes]":
+    """Start a node, and return its process once it is there.
+
+    Ray gives up after 30 s, which a busy machine may need, so it is tried more than once.
+    """
+    for _ in range(_TRIES):
+        process = _start(folder, resources, options)
+        while process.poll() is None:
+            if is_there():
+                return process
+            time.sleep(0.1)
+    raise AssertionError((folder / "ray.log").read_text()[-2000:])
 
 
 def _start(
@@ -65,37 +86,22 @@ def _start(
             stdout=log,
             stderr=log,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "120"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
 
 
-def _when_there(file: Path, started: Sequence["subprocess.Popen[bytes]"]) -> str:
-    """Return the content of a file that the first node writes."""
-    deadline = time.monotonic() + _START_S
-    while not file.exists() or not file.read_text():
-        assert all(process.poll() is None for process in started)
-        assert time.monotonic() < deadline, "no Ray cluster"
-        time.sleep(0.1)
-    return file.read_text().strip()
-
-
-def _wait_for_nodes(address: str, count: int, started: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Wait until the cluster has `count` nodes."""
+def _has_nodes(address: str, count: int) -> bool:
+    """Return whether the cluster has `count` living nodes."""
     from ray._private.state import GlobalState
     from ray._raylet import GcsClientOptions
 
-    state = GlobalState()
-    state._initialize_global_state(
-        GcsClientOptions.create(
-            address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
-        )
+    options = GcsClientOptions.create(
+        address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
     )
-    deadline = time.monotonic() + _START_S
+    state = GlobalState()
+    state._initialize_global_state(options)
     try:
-        while sum(node["Alive"] for node in state.node_table()) < count:
-            assert all(process.poll() is None for process in started)
-            assert time.monotonic() < deadline, "a Ray node does not come"
-            time.sleep(0.1)
+        return sum(node["Alive"] for node in state.node_table()) >= count
     finally:
         state.disconnect()

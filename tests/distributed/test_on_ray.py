@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -115,6 +117,32 @@ def test_signals_save_and_leave_nothing(job: Job, cluster: str) -> None:
     assert f"interrupted after step {done}, which is saved" in job.said("err")
     (saved,) = checkpoints_in(job.run_dirs()[0] / "checkpoints")
     assert saved.name == f"step_{done}"
+    assert_nothing_left(job)
+
+
+def test_sigterm_is_the_commands_own(cluster: str) -> None:
+    """Ray sets a handler of its own, while it is connected and after."""
+    program = f"""
+import os, signal
+from whale_train.launcher.ranks.on_ray.ray_cluster import connected
+
+signal.signal(signal.SIGTERM, lambda number, frame: print("ours"))
+with connected({cluster!r}):
+    os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ours\nours\n"), done.stderr
+
+
+@pytest.mark.full
+def test_nothing_is_left_when_the_command_is_killed(job: Job, cluster: str) -> None:
+    start(job, cluster, "train.steps=1000000")
+    job.wait_for_step(2)
+    job.started[0].send_signal(signal.SIGKILL)
+    job.wait()
     assert_nothing_left(job)
 
 

@@ -47,7 +47,8 @@ def connected(address: str | None) -> Iterator[None]:
         raise ConfigError([Fault("launcher", "ray", "needs ray", how_to_install("ray"))])
     import ray
 
-    # Ray sets a handler of SIGTERM of its own, which exits with the signal's number as the status.
+    # ray.init sets a handler of SIGTERM, which exits with the signal's number as the status, and
+    # after ray.shutdown SIGTERM ends the process whatever handler Python knows.
     ours = signal.getsignal(signal.SIGTERM)
     named = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
@@ -59,12 +60,18 @@ def connected(address: str | None) -> Iterator[None]:
         remedy = "start one, as `ray start --head`, and give this command on one of its nodes"
         raise ConfigError([Fault("launcher.address", named, rule, remedy)]) from None
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, ours)
+        _handle_sigterm(ours)
     try:
         yield
     finally:
         ray.shutdown()
+        _handle_sigterm(ours)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    """Set the handler of SIGTERM, in the main thread alone, where Python and Ray set handlers."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _refuse_silent(address: str) -> None:
