@@ -16,7 +16,7 @@ trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q ray==2.60.0
 cd "$folder"
-RAY_USAGE_STATS_ENABLED=0 venv/bin/python - <<'PY'
+RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 venv/bin/python - <<'PY'
 import subprocess
 import sys
 

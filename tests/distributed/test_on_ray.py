@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.jobs import COMMAND, MARK, Job, losses_alone
-from tests.distributed.ray_nodes import ray_nodes
+from tests.distributed.ray_nodes import OPEN, ray_nodes
 
 from whale_train.checkpoints.checkpoint_files import checkpoints_in
 
@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def start(job: Job, cluster: str, *overrides: str) -> None:
-    environment = {"RAY_ADDRESS": cluster}
+    environment = {"RAY_ADDRESS": cluster, **OPEN}
     on_ray = ("launcher=ray", "hydra.run.dir=runs/a/b")
     job.start(*SMALL, *MIX, *on_ray, *overrides, environment=environment)
 
@@ -132,7 +132,11 @@ with connected({cluster!r}):
 os.kill(os.getpid(), signal.SIGTERM)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **OPEN},
     )
     assert (done.returncode, done.stdout) == (0, "ours\nours\n"), done.stderr
 

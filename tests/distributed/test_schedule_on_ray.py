@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.cli.test_schedule import FAST, SLOW, losses, written
 from tests.distributed.jobs import Job, job_in
-from tests.distributed.ray_nodes import ray_nodes
+from tests.distributed.ray_nodes import OPEN, ray_nodes
 from tests.distributed.test_on_ray import P100, V100, assert_nothing_left
 
 pytestmark = [
@@ -40,7 +40,7 @@ def test_two_jobs_make_room_for_a_late_one(job: Job, tmp_path: Path) -> None:
     # The node that Ray knows first has the devices of the inventory's second.
     with ray_nodes(tmp_path, [{"CPU": 2, P100: 2}, {"CPU": 2, V100: 2}]) as address:
         program = ("-m", "whale_train.launcher.cli", *given, *HARDWARE)
-        job.start(*program, environment={"RAY_ADDRESS": address})
+        job.start(*program, environment={"RAY_ADDRESS": address, **OPEN})
         assert job.wait(500.0) == [0], job.said("err")
         assert_nothing_left(job)
     schedule = json.loads((job.folder / "all/schedule.json").read_text())

@@ -54,7 +54,7 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         _refuse_silent(named)
         ray.init(named, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         rule = f"reaches no Ray cluster ({reason})"
         remedy = "start one, as `ray start --head`, and give this command on one of its nodes"
