@@ -155,15 +155,19 @@ class TrainOptions(_Section):
 class LauncherOptions(_Section):
     """Options that say where the ranks run, under `launcher`.
 
-    kind: how the ranks are started. `ssh` starts them on `hosts`; `slurm` submits the job; `local`
-        starts them on this machine's devices; `emulate` starts CPU processes that stand for
-        devices; `auto` chooses `local` or `emulate`.
-    hosts: the hosts of `ssh`.
+    kind: how the ranks are started. `ssh` starts them on `hosts`; `ray` on the nodes of a Ray
+        cluster; `slurm` submits the job; `local` starts them on this machine's devices; `emulate`
+        starts CPU processes that stand for devices; `auto` chooses `local` or `emulate`.
+    hosts: the hosts of `ssh`; the nodes of `ray`, by id, address or host name, or none to have Ray
+        choose them.
     python: the path of Python on the hosts of `ssh`.
     nodes: number of nodes of `slurm`; None takes the inventory's.
     ranks_per_node: number of ranks on each node of `slurm`; None takes the inventory's.
     wait: whether the command waits for the end of the job of `slurm`.
     sbatch: further options of sbatch.
+    address: the address of the cluster of `ray`; None takes that of RAY_ADDRESS, or of the cluster
+        that runs on this host.
+    placement_s: seconds that `ray` waits for the resources of the cluster.
     threads: number of threads of each rank; None shares the cores among the ranks.
     timeout_s: seconds that a rank waits for other ranks. Then it fails, and names the missing
         ranks.
@@ -174,13 +178,15 @@ class LauncherOptions(_Section):
     link_speed: whether the links of emulated devices are slowed to their relative bandwidth.
     """
 
-    kind: Literal["auto", "local", "emulate", "ssh", "slurm"] = "auto"
+    kind: Literal["auto", "local", "emulate", "ssh", "slurm", "ray"] = "auto"
     hosts: tuple[Annotated[str, Field(min_length=1, pattern=HOST)], ...] = ()
     python: str | None = Field(None, min_length=1)
     nodes: _Count | None = None
     ranks_per_node: _Count | None = None
     wait: bool = True
     sbatch: Mapping[str, str | int | float | bool] = Field(default_factory=dict)
+    address: str | None = Field(None, min_length=1)
+    placement_s: float = Field(60.0, ge=0)
     threads: _Count | None = None
     # gloo adds the timeout to a clock, in 64-bit nanoseconds, which overflow after 292 years.
     timeout_s: float = Field(1800.0, gt=0, le=1e9)
@@ -498,11 +504,14 @@ def in_steps(request: Request, num_samples: int) -> Request:
 def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
     """Return the options of a section that the chosen launcher or mode does not read."""
     if key == "launcher":
-        of_kinds = {"ssh": {"hosts", "python"}, "slurm": {"nodes", "ranks_per_node", "wait"}}
-        of_kinds["slurm"].add("sbatch")
-        of_others = {"slurm": {"max_restarts"}}.get(str(section.get("kind")), set[str]())
-        kinds = (names for kind, names in of_kinds.items() if kind != section.get("kind"))
-        return of_others.union(*kinds)
+        kind = str(section.get("kind"))
+        of_kinds = {
+            "ssh": {"hosts", "python"},
+            "slurm": {"nodes", "ranks_per_node", "wait", "sbatch"},
+            "ray": {"hosts", "address", "placement_s"},
+        }
+        of_others = {"max_restarts"} if kind == "slurm" else set[str]()
+        return of_others.union(*of_kinds.values()) - of_kinds.get(kind, set())
     return {"path"} if key == "checkpoint" else set()
 
 

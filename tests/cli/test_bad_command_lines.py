@@ -276,6 +276,16 @@ VALUES = (
         "launcher.hosts=[gpu1,gpu2]",
     ),
     Case(
+        "ray_has_no_python",
+        "launcher=ray launcher.python=/opt/venv/bin/python",
+        "launcher.python=/opt/venv/bin/python is not a key of the config; launcher=ssh has it",
+    ),
+    Case(
+        "a_wait_below_zero",
+        "launcher=ray launcher.placement_s=-1",
+        "launcher.placement_s=-1 is below 0; use 0 or more",
+    ),
+    Case(
         "sbatch_without_slurm",
         "launcher.sbatch.partition=gpu",
         "launcher.sbatch.partition=gpu is not a key of the config; launcher=slurm has it",

@@ -228,12 +228,12 @@ def test_jobs_without_a_plan_are_refused_by_one_fault_each(tmp_path: Path) -> No
         (
             (*CPUS, "jobs=x.yaml", "launcher=emulate"),
             "launcher=emulate has no effect on mode=schedule; leave it out, for jobs on this host, "
-            "or use launcher=slurm, with launcher.sbatch",
+            "or use launcher=slurm, with launcher.sbatch, or launcher=ray",
         ),
         (
             (*CPUS, "jobs=x.yaml", "launcher=slurm", "launcher.nodes=2"),
             "launcher.nodes=2 has no effect on mode=schedule; leave it out, for jobs on this host, "
-            "or use launcher=slurm, with launcher.sbatch",
+            "or use launcher=slurm, with launcher.sbatch, or launcher=ray",
         ),
         ((*CPUS, "jobs=x.yaml", "train.steps=5"), "train.steps=5 has no effect on mode=schedule"),
         (

@@ -31,7 +31,7 @@ GROUPS = {
     "strategy": "3d",
     "hardware": "cpu",
     "optimizer": "lamb sgd",
-    "launcher": "slurm ssh",
+    "launcher": "slurm ssh ray",
 }
 CHOICES = [f"{group}={name}" for group, names in GROUPS.items() for name in names.split()]
 
@@ -175,8 +175,9 @@ def test_only_what_is_wrong_is_said(arguments: str, faults: list[str]) -> None:
         ("optimizer=sgd +optimizer.nope=1", "betas eps name"),
         ("+optimizer.nope=1", "momentum name"),
         ("optimizer=lamb +optimizer.nope=1", "momentum fused name"),
-        ("+launcher.nope=1", "hosts python nodes ranks_per_node wait sbatch kind"),
-        ("launcher=ssh launcher.hosts=[a] +launcher.nope=1", "nodes sbatch kind"),
+        ("+launcher.nope=1", "hosts python nodes ranks_per_node wait sbatch placement_s kind"),
+        ("launcher=ssh launcher.hosts=[a] +launcher.nope=1", "nodes sbatch address kind"),
+        ("launcher=ray +launcher.nope=1", "python nodes sbatch kind"),
         ("+checkpoint.nope=1", "path"),
         ("+strategy.nope=1", "time_limit_s"),
         ("model=hf model.architecture=GPT2LMHeadModel +model.nope=1", "_target_"),

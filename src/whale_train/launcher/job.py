@@ -68,6 +68,7 @@ from whale_train.launcher.ranks.early_host import EarlyHost
 from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTimeout
 from whale_train.launcher.ranks.host_process import HostOutcome
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
+from whale_train.launcher.ranks.on_ray.run_on_ray import run_on_ray
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.over_ssh import run_over_ssh
 from whale_train.launcher.ranks.rank_env import LaunchPlace
@@ -108,7 +109,7 @@ from whale_train.machine.hosts import REFUSED
 from whale_train.models.weights.saved_configs import KEY as PRETRAINED
 from whale_train.strategies.plan.plan import Decision
 
-ELSEWHERE = ("ssh", "slurm")  # kinds of launchers that start ranks by processes of their own
+ELSEWHERE = ("ssh", "slurm", "ray")  # kinds of launchers that start ranks by processes of their own
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,9 @@ def carry_out(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
             if request.launcher.kind == "ssh" and place is None:
                 status = run_over_ssh(request, at.arguments, console, signals)
                 return started_elsewhere(status, run_dir)
+            if request.launcher.kind == "ray" and place is None:
+                status = run_on_ray(request, at.arguments, console, signals)
+                return started_elsewhere(status, run_dir)
             if request.launcher.kind == "slurm" and place is None:
                 submission = Submission.of(request, at.arguments, run_dir)
                 if "kind" not in request.hardware:  # what can be known of the plan here
@@ -258,7 +262,7 @@ def _with_data(request: Request, place: LaunchPlace | None, console: Console) ->
     Nothing happens for ranks on other hosts, which have data of their own, and for modes that read
     none. Raises ConfigError.
     """
-    elsewhere = place is None and request.launcher.kind == "ssh"
+    elsewhere = place is None and request.launcher.kind in ("ssh", "ray")
     if elsewhere or request.mode in ("calibrate", "export", "audit", "view", "schedule"):
         return request
     if isinstance(request.data, ImageFolderOptions):

@@ -75,6 +75,11 @@ _MAPPINGS = (
     *("metrics", "model.adapters", "model.config", "model.loss", "optimizer.schedule"),
     "train.stop_after",
 )
+# Launchers of a schedule's jobs, with what their options begin with.
+_STARTERS = {
+    "slurm": ("launcher.sbatch",),
+    "ray": ("launcher.address", "launcher.hosts", "launcher.placement_s", "launcher.threads"),
+}
 _GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
@@ -598,8 +603,8 @@ def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Faul
         return []
     keys, remedy = READ_ALONE[str(mode)]
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    known = {*keys, *(fault.key for fault in wrong)}
-    others = [o for o in parsed if o.key_or_group not in known and not _starts_jobs(mode, o)]
+    known = {*keys, *(fault.key for fault in wrong), *_of_starter(mode, parsed)}
+    others = [o for o in parsed if o.key_or_group not in known]
     rule = f"has no effect on mode={mode}"
     faults = []
     for o in others:
@@ -610,9 +615,11 @@ def _without_effect(mode: object, overrides: Sequence[str], wrong: Sequence[Faul
     return faults
 
 
-def _starts_jobs(mode: object, override: Override) -> bool:
-    """Return whether an override says how the jobs of a schedule start: as jobs of Slurm."""
-    if mode != "schedule":
-        return False
-    key = override.key_or_group
-    return (key, override.value()) == ("launcher", "slurm") or key.startswith("launcher.sbatch")
+def _of_starter(mode: object, parsed: Sequence[Override]) -> set[str]:
+    """Return the keys of the overrides that say how the jobs of a schedule start: the launcher, if
+    it is an engine that runs jobs of a schedule, and options of it."""
+    named = next((str(o.value()) for o in parsed if o.key_or_group == "launcher"), "")
+    if mode != "schedule" or named not in _STARTERS:
+        return set()
+    keys = {o.key_or_group for o in parsed}
+    return {"launcher", *(key for key in keys if key.startswith(_STARTERS[named]))}

@@ -88,7 +88,7 @@ def job_faults(asked: StudyRequest, config: DictConfig) -> list[Fault]:
     if mode == "train" and kind == "slurm" and not launcher.get("wait", True):
         rule = "leaves a trial without its value"
         faults.append(Fault("launcher.wait", "false", rule, "leave it out"))
-    if mode == "train" and kind in ("slurm", "ssh") and asked.pruner.name != "none":
+    if mode == "train" and kind in ("slurm", "ssh", "ray") and asked.pruner.name != "none":
         rule = f"ends jobs that run here, and not those of launcher={kind}"
         remedy = "use hydra/sweeper/pruner=none"
         faults.append(Fault(f"{SECTION}.pruner", asked.pruner.name, rule, remedy))

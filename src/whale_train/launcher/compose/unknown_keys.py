@@ -50,7 +50,7 @@ READ_ALONE = {
 # Remedies of these modes for the keys of a group, in place of the mode's.
 REMEDY_BY_GROUP = {
     ("schedule", "launcher"): "leave it out, for jobs on this host, or use launcher=slurm, with "
-    "launcher.sbatch"
+    "launcher.sbatch, or launcher=ray"
 }
 _WORD = r"\w[\w.]*\w"
 _NO_GROUPS = (

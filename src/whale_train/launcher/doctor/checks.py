@@ -31,6 +31,7 @@ _EXTRAS = {
     "images": "data=image_folder, images in data=webdataset",
     "peft": "model.adapters",
     "slurm": "launcher=slurm",
+    "ray": "launcher=ray",
     "remote": "checkpoint.to",
     "optuna": "hydra/sweeper=optuna",
     "metrics": "metrics of torchmetrics",

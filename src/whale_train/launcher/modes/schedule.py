@@ -1,4 +1,4 @@
-"""Run `mode=schedule`: several jobs on one inventory, simulated, or started here or by Slurm."""
+"""Run `mode=schedule`: several jobs on one inventory, simulated, or started here or elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +22,7 @@ from whale_train.launcher.schedule.job_file import read_jobs
 from whale_train.launcher.schedule.job_process import HostStarter
 from whale_train.launcher.schedule.job_starter import JobStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, planned_job
+from whale_train.launcher.schedule.ray_jobs import ray_starter, threads_on_ray
 from whale_train.launcher.schedule.running_jobs import LiveJob, RunningJobs
 from whale_train.launcher.schedule.slurm_jobs import slurm_starter, threads_on_slurm
 from whale_train.launcher.schedule.submissions import read_trace
@@ -75,6 +76,9 @@ def schedule_jobs(
     if request.launcher.kind == "slurm":
         hardware += threads_on_slurm(request.launcher) if place.cluster.on_cpu else []
         starter = slurm_starter(request, hardware, run_dir / SLURM)
+    elif request.launcher.kind == "ray":
+        hardware.append(f"launcher.threads={threads_on_ray(request)}")
+        starter = ray_starter(request, hardware, signals)
     else:
         if place.device == "cpu" and not options.simulate:  # jobs share the cores
             hardware.append(f"launcher.threads={max(1, cores() // devices)}")
@@ -145,7 +149,7 @@ def _place(request: Request) -> HostPlacement:
     """Return the devices that are shared. Raises ConfigError where there are none here, unless the
     jobs are simulated or run elsewhere."""
     faults: list[Fault] = []
-    is_elsewhere = request.schedule.simulate or request.launcher.kind == "slurm"
+    is_elsewhere = request.schedule.simulate or request.launcher.kind in ("slurm", "ray")
     mode = "plan" if is_elsewhere else "train"
     asked = request.model_copy(update={"mode": mode})
     place = place_of(asked, this_host_of(asked), faults)

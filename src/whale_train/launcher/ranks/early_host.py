@@ -14,7 +14,7 @@ from pathlib import Path
 HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
 # Variables that programs set for the ranks that they start (`rank_env.py`).
 _OF_STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
-_ELSEWHERE = ("launcher=ssh", "launcher=slurm")
+_ELSEWHERE = ("launcher=ssh", "launcher=slurm", "launcher=ray")
 DOCTOR = "doctor"  # the word that asks for a report of this machine
 
 

@@ -11,27 +11,23 @@ rank that failed, in the order of ranks.
 """
 
 import json
-import os
 import selectors
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from whale_train.launcher.ranks.host_ranks import LEAVE_S, HostRanks, Start
 from whale_train.launcher.ranks.run_dir import installed_version
 from whale_train.machine.hosts import Seen
 
 # Packages that must have the same version on all hosts.
 PACKAGES = ("whale-train", "torch", "deepspeed", "transformers")
 _POLL_S = 0.1
-# Seconds that ranks have to end after one of them failed, or after they were asked to end.
-_LEAVE_S = 15.0
+# Seconds that ranks have to end after the connection ended.
 _KILL_S = 5.0
 
 
@@ -63,20 +59,6 @@ class HostReport:
     missing: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Start:
-    """An order to start ranks.
-
-    arguments: command-line arguments of every rank.
-    environment: environment variables of all ranks.
-    ranks: further environment variables of each rank.
-    """
-
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-    ranks: tuple[Mapping[str, str], ...]
-
-
 def order_of(content: RankRequest | Start) -> str:
     """Return the line of JSON that gives an order to an agent."""
     return json.dumps({type(content).__name__: asdict(content)}) + "\n"
@@ -88,7 +70,7 @@ def main() -> int:
     if name == RankRequest.__name__:
         sys.stdout.write(json.dumps(asdict(look(RankRequest(**content)))) + "\n")
         return 0
-    return _Ranks(Start(**content)).wait()
+    return _run(Start(**content))
 
 
 def look(wanted: RankRequest) -> HostReport:
@@ -115,48 +97,15 @@ def _free_port() -> int:
         return port
 
 
-class _Ranks:
-    """The running ranks of this host. Creating it starts them."""
+class _Orders:
+    """The lines of standard input that follow the order to start ranks."""
 
-    def __init__(self, start: Start) -> None:
-        program = (sys.executable, "-m", "whale_train.launcher.cli", *start.arguments)
-        self._processes = [
-            subprocess.Popen(
-                program,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **start.environment, **rank},
-                start_new_session=True,
-            )
-            for rank in start.ranks
-        ]
+    def __init__(self) -> None:
         self._input = selectors.DefaultSelector()
         self._input.register(sys.stdin, selectors.EVENT_READ)
         self._is_cut_off = False
 
-    def wait(self) -> int:
-        """Wait until all ranks have ended. Return 0, or the exit status of the first rank that
-        failed.
-
-        A rank that signal n killed has the status 128 + n.
-        """
-        deadline = float("inf")
-        while any(process.poll() is None for process in self._processes):
-            line = self._said()
-            if line is not None:  # a request to end, or the end of the input
-                self._signal(signal.SIGTERM)
-                deadline = min(deadline, time.monotonic() + (_LEAVE_S if line else _KILL_S))
-            if any(process.poll() for process in self._processes):
-                deadline = min(deadline, time.monotonic() + _LEAVE_S)
-            if time.monotonic() > deadline:
-                self._signal(signal.SIGKILL)
-            if line is None:
-                time.sleep(_POLL_S)
-        self._signal(signal.SIGKILL)  # for the processes that the ranks started
-        codes = (process.returncode for process in self._processes)
-        code = next((code for code in codes if code), 0)
-        return code if code >= 0 else 128 - code
-
-    def _said(self) -> str | None:
+    def next(self) -> str | None:
         """Return a new line of standard input, '' once at the end of the input, or None without new
         input."""
         if self._is_cut_off or not self._input.select(timeout=0):
@@ -165,15 +114,17 @@ class _Ranks:
         self._is_cut_off = not line
         return line
 
-    def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to every running rank. SIGKILL is also sent to the processes that the ranks
-        started."""
-        for process in self._processes:
-            if number == signal.SIGKILL:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            elif process.poll() is None:
-                process.send_signal(number)
+
+def _run(start: Start) -> int:
+    """Run ranks until all have ended, and return the exit status as `HostRanks.poll` does."""
+    ranks, orders = HostRanks(start), _Orders()
+    while (status := ranks.poll()) is None:
+        line = orders.next()
+        if line is None:
+            time.sleep(_POLL_S)
+        else:  # a request to end, or the end of the input
+            ranks.end(LEAVE_S if line else _KILL_S)
+    return status
 
 
 if __name__ == "__main__":

@@ -16,19 +16,22 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from rich.console import Console
 
-from whale_train.config import AUTO, Request
+from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.ranks.host_agent import HostReport, RankRequest, Start, order_of
-from whale_train.launcher.ranks.job_key import SECRET
+from whale_train.launcher.ranks.elsewhere import (
+    lacks,
+    starts_of,
+    wanted_on_hosts,
+    with_restarts,
+)
+from whale_train.launcher.ranks.host_agent import HostReport, order_of
 from whale_train.launcher.ranks.ranks_on import ranks_on
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.machine.hosts import Seen
-from whale_train.machine.parents import STARTER
 
 _AGENT = "whale_train.launcher.ranks.host_agent"
 # ssh gives up on a host that stops answering after 15 s, and on a refused login at once.
@@ -39,12 +42,9 @@ _SSH = (
 _LOOK_S = 120.0
 _POLL_S = 0.1
 _UNREACHABLE = 255  # ssh's own exit status
-_FAILED = 1
 _NO_FOLDER, _NO_PYTHON = 41, 42
 # Seconds that the ranks on other hosts have to end after the ranks on one host failed.
 _LEAVE_S = 20.0
-# The environment variables of this command that are passed to the ranks.
-_PASSED = ("COLUMNS", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 
 
 def run_over_ssh(
@@ -63,14 +63,11 @@ def run_over_ssh(
     if shutil.which("ssh") is None:
         rule = "needs the command ssh, which is not here"
         raise ConfigError([Fault("launcher", "ssh", rule, "install OpenSSH's client")])
-    restarts_left = request.launcher.max_restarts
-    while (status := _attempt(request, arguments, console, signals)) == _FAILED and restarts_left:
-        said = f"warning: an attempt failed; {restarts_left} more may follow"
-        console.print(said, style="yellow", soft_wrap=True)
-        restarts_left -= 1
-        arguments = [x for x in arguments if not x.startswith("train.resume=")]
-        arguments = [*arguments, f"train.resume={AUTO}"]
-    return status
+
+    def attempt(arguments: Sequence[str]) -> int:
+        return _attempt(request, arguments, console, signals)
+
+    return with_restarts(request.launcher.max_restarts, arguments, console, attempt)
 
 
 def _attempt(
@@ -101,7 +98,7 @@ def _attempt(
 
 def _look(request: Request, hosts: Sequence[str], python: str) -> list[HostReport]:
     """Return the report of every host. Raises ConfigError with all that is missing on hosts."""
-    wanted = order_of(_wanted(request))
+    wanted = order_of(wanted_on_hosts(request))
     with ThreadPoolExecutor(len(hosts)) as pool:
         looks = list(pool.map(lambda host: _looked(host, wanted, python), hosts))
     faults: list[Fault] = []
@@ -111,7 +108,7 @@ def _look(request: Request, hosts: Sequence[str], python: str) -> list[HostRepor
         if isinstance(look, HostReport):
             reports.append(look)
             first = first or host
-            wrong = _lacks(look, first, reports[0])
+            wrong = lacks(look, first, reports[0])
         else:
             wrong = [look]
         faults += (
@@ -120,28 +117,6 @@ def _look(request: Request, hosts: Sequence[str], python: str) -> list[HostRepor
     if faults:
         raise ConfigError(faults)
     return reports
-
-
-def _wanted(request: Request) -> RankRequest:
-    """Return the paths and the modules that ranks need on their hosts."""
-    folder, target = request.model.pretrained, request.model.target
-    given = [getattr(request.data, "path", None), folder if folder and os.sep in folder else None]
-    paths = tuple(str(Path(path).absolute()) for path in given if path is not None)
-    return RankRequest(paths, (target.rpartition(".")[0],))
-
-
-def _lacks(look: HostReport, other_host: str, other: HostReport) -> list[tuple[str, str]]:
-    """Return the rule and the remedy for each path, module or version that a host lacks.
-
-    look: the report of the host.
-    other_host, other: the name and the report of another host, whose package versions are required.
-    """
-    wrong = [(f"has no {missing}", "put it there: nothing is copied") for missing in look.missing]
-    for package, version in look.versions.items():
-        if version != other.versions[package]:
-            rule = f"has {package} {version}, and {other_host} has {other.versions[package]}"
-            wrong.append((rule, "install the same on all hosts"))
-    return wrong
 
 
 def _looked(host: str, wanted: str, python: str) -> HostReport | tuple[str, str]:
@@ -204,16 +179,9 @@ def _start(
     port: the TCP port of the rendezvous on the first host.
     python: the path of Python on the hosts.
     """
-    shared = {name: os.environ[name] for name in _PASSED if name in os.environ}
-    shared |= {SECRET: token_hex(32), "MASTER_ADDR": _address(hosts[0]), "MASTER_PORT": str(port)}
-    shared |= {"WORLD_SIZE": str(sum(counts)), STARTER: "whale-train"}
-    connections, first = [], 0
-    for number, (host, count) in enumerate(zip(hosts, counts, strict=True)):
-        of_host = {"GROUP_RANK": str(number), "LOCAL_WORLD_SIZE": str(count)}
-        places = tuple(
-            {**of_host, "RANK": str(first + local), "LOCAL_RANK": str(local)}
-            for local in range(count)
-        )
+    connections = []
+    starts = starts_of(arguments, counts, _address(hosts[0]), port)
+    for host, start in zip(hosts, starts, strict=True):
         connection = subprocess.Popen(
             [*_SSH, host, _script(python)],
             stdin=subprocess.PIPE,
@@ -222,8 +190,7 @@ def _start(
         )
         connections.append(connection)
         # The order has the secret, so it goes through standard input, which nobody else can see.
-        _say([connection], order_of(Start(tuple(arguments), shared, places)))
-        first += count
+        _say([connection], order_of(start))
     return connections
 
 

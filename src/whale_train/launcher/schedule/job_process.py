@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,31 @@ class TrainingProcess:
     began_step: int
     is_stopping: bool = False
 
+    @classmethod
+    def start(
+        cls,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        allocation: Allocation,
+        slots: tuple[int, ...],
+        run_dir: Path,
+    ) -> "TrainingProcess":
+        """Start `whale-train` with `arguments`, and append its output to a log beside `run_dir`.
+
+        variables: variables of its environment beside ours.
+        """
+        began = last_step(run_dir)
+        with log_of(run_dir).open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _MAIN, str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        return cls(process, allocation, slots, run_dir, began)
+
     @property
     def is_queued(self) -> bool:
         """Return False: a process of this host runs at once."""
@@ -63,7 +88,10 @@ class TrainingProcess:
         named = {number: name for name, number in EXIT_STATUS.items()}
         if status < 0 and self.is_stopping:  # told to stop before it could handle a signal
             return "interrupted"
-        return named.get(status, "failed")
+        end = named.get(status, "failed")
+        # Ranks that were told to stop while they were joining leave each other waiting.
+        is_unborn = end == "failed" and self.is_stopping and not self.has_stepped
+        return "interrupted" if is_unborn else end
 
     def said(self) -> str:
         """Return the end of what the job has printed."""
@@ -109,23 +137,13 @@ class HostStarter:
     ) -> TrainingProcess:
         """Start `whale-train` with `arguments` in `run_dir`, and append its output to a log
         beside."""
-        began = last_step(run_dir)
         variables: dict[str, str] = {}
         if self.hardware is None:
             variables["CUDA_VISIBLE_DEVICES"] = _gpus(slots)
             devices = ["hardware=local"]
         else:
             devices = [*self.hardware, f"strategy.devices={len(slots)}"]
-        with log_of(run_dir).open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", _MAIN, str(os.getpid()), *arguments, *devices],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **variables},
-                start_new_session=True,
-            )
-        return TrainingProcess(process, allocation, slots, run_dir, began)
+        return TrainingProcess.start((*arguments, *devices), variables, allocation, slots, run_dir)
 
 
 def _gpus(slots: tuple[int, ...]) -> str:
