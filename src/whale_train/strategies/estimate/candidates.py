@@ -5,7 +5,7 @@ device. A candidate is a mesh and all other settings of a strategy. Owns what a 
 is written and what it is called; `space.py` owns which candidates exist.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -87,6 +87,7 @@ class Candidate:
     experts: devices that the experts of a mixture are spread over, while the rest is replicated (0:
         there are no experts, or every replica holds all).
     patterns: pairs (glob of weights, pattern) of splits, given by hand.
+    recompute: True if replicas without a pipeline may recompute blocks. Stages of pipelines may.
     """
 
     mesh: Mesh
@@ -98,11 +99,14 @@ class Candidate:
     dim: str = "auto"
     experts: int = 0
     patterns: tuple[tuple[str, str], ...] = ()
+    recompute: bool = False
 
     @property
     def family(self) -> str:
         """Return the name of the candidate's family. Estimates within one family have similar
         errors."""
+        if self.recompute:
+            return f"{replace(self, recompute=False).family}, recomputing blocks"
         mesh = self.mesh
         if self.split_head:
             return "copies beside a split head"
@@ -143,6 +147,7 @@ class Candidate:
         words += [self.schedule] if mesh.stages > 1 else []
         words += [f"ZeRO {self.zero}"] if self.zero else []
         words += [] if self.offload == "none" else ["offload"]
+        words += ["recompute"] if self.recompute else []
         return ", ".join(words)
 
     def graph(self) -> Any:
@@ -162,8 +167,10 @@ class Candidate:
         return {"replicate": {"degree": self.mesh.copies, **self._keeping(), **inner}}
 
     def _keeping(self) -> dict[str, Any]:
-        """Return the `zero` and `offload` keys of the candidate's replicate."""
+        """Return the `zero`, `offload` and `recompute` keys of the candidate's replicate."""
         settings: dict[str, Any] = {"zero": self.zero} if self.zero else {}
+        if self.recompute:
+            settings["recompute"] = "auto"
         if self.offload != "none":
             parameters = {"parameters": "cpu"} if self.offload == "all" else {}
             settings["offload"] = {"optimizer": "cpu", **parameters}

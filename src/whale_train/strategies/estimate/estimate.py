@@ -164,7 +164,7 @@ class Estimator:
         copies = self.costs.copies_of(mesh)
         hops = self._hops(mesh, parts)
         ends: tuple[int, ...] = ()
-        slowest = 0.0
+        slowest, recomputed = 0.0, False
         for alike in copies:
             size = -(-alike.samples // pieces)
             stages = self._stages_of(candidate, parts, alike, size, pieces)
@@ -179,8 +179,12 @@ class Estimator:
                 if best_cut is None:
                     return Estimate(inf, self._short(stages, len(crossing) - 1))
                 ends = best_cut.ends
+            again = (s.recomputes(*at) for s, at in zip(stages, pairwise(ends), strict=True))
+            recomputed = recomputed or any(again)
             seconds = self._step(candidate, parts, alike, size, stages, hops, crossing, ends)
             slowest = max(slowest, seconds)
+        if candidate.recompute and not recomputed:
+            return Estimate(inf)  # it fits without
         slowest = max(slowest, self._shared_s(candidate, size))
         units = self.costs.blocks.units(mesh.shards)
         is_cut = mesh.stages > 1 and candidate.schedule != "interleaved_1f1b"
@@ -203,7 +207,8 @@ class Estimator:
         for number, (part, device) in enumerate(zip(parts, copies.devices, strict=True)):
             flight = in_flight_of(candidate.schedule, [p.copies for p in parts], number, pieces)
             key = (mesh.copies, part, id(device), size, candidate.micro_batches, flight,
-                   candidate.zero, candidate.offload, candidate.dim)  # fmt: skip
+                   candidate.zero, candidate.offload, candidate.dim,
+                   candidate.recompute)  # fmt: skip
             if key not in self._stages:
                 self._stages[key] = self._stage(candidate, part, device, size, pieces, flight)
             stages.append(self._stages[key])
@@ -232,7 +237,7 @@ class Estimator:
             in_flight=flight,
             room=device.room_bytes - self.costs.needs.standing_bytes(candidate),
             copies=part.copies,
-            can_recompute=candidate.micro_batches > 0,
+            can_recompute=candidate.micro_batches > 0 or candidate.recompute,
         )
 
     def _seconds_with_sums(
@@ -279,7 +284,8 @@ class Estimator:
                 prefix[last] - prefix[first]
                 for prefix in (of_units.forward, of_units.backward_input, of_units.backward_weight)
             )
-            if candidate.micro_batches and stages[number].recomputes(first, last):
+            recomputes = candidate.micro_batches or candidate.recompute
+            if recomputes and stages[number].recomputes(first, last):
                 of_input += forward
             gathers = self.costs.sums.gathers_s(candidate, part, device)
             forward, of_input = forward + gathers[0], of_input + gathers[1]

@@ -174,6 +174,7 @@ def _on(candidate: Candidate, mesh: Mesh, global_batch: int) -> Candidate:
         offload="optimizer" if several and candidate.offload == "all" else candidate.offload,
         dim=candidate.dim if is_split else "auto",
         patterns=candidate.patterns if is_split else (),
+        recompute=candidate.recompute and not several,
     )
 
 

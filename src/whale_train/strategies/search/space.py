@@ -290,6 +290,8 @@ class Space:
         if not micro_batches:
             for zero, offload in self.keepings(several, 3):
                 yield Candidate(mesh, 0, "1f1b", zero, offload, dim=dim)
+                if self.exported:
+                    yield Candidate(mesh, 0, "1f1b", zero, offload, dim=dim, recompute=True)
             if self.split_head and mesh.shards == 1 and mesh.copies > 1:
                 for zero, offload in self.keepings(several, 3):
                     yield Candidate(mesh, 0, "1f1b", zero, offload, split_head=True)
