@@ -167,6 +167,7 @@ def test_what_the_cluster_has_not_is_refused(job: Job, cluster: str) -> None:
     assert job.wait() == [2]
     assert job.said("err").replace("\n  ", " ") == (
         "error: launcher.address=127.0.0.1:1 reaches no Ray cluster ([Errno 111] Connection "
-        "refused); start one, as `ray start --head`, and give this command on one of its nodes\n"
+        "refused); start one, as `ray start --head`, and give this command on one of its nodes, "
+        "with RAY_AUTH_MODE=token if the cluster wants a token\n"
     )
     assert not job.run_dirs()
