@@ -81,6 +81,7 @@ def assert_nothing_left(job: Job) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_a_job_whose_actor_is_killed_ends_as_if_it_were_not(job: Job, cluster: str) -> None:
     run = ("train.steps=20", "checkpoint.every=4")
     start(job, cluster, *run, "launcher.max_restarts=1")
@@ -107,7 +108,7 @@ def test_a_job_whose_actor_is_killed_ends_as_if_it_were_not(job: Job, cluster: s
     assert_nothing_left(job)
 
 
-def test_signals_save_and_leave_nothing(job: Job, cluster: str) -> None:
+def test_losses_are_those_of_one_host_and_signals_save(job: Job, cluster: str) -> None:
     endless = ("train.steps=1000000", "checkpoint.every=1000000")
     start(job, cluster, *endless)
     job.wait_for_step(3)
@@ -118,6 +119,8 @@ def test_signals_save_and_leave_nothing(job: Job, cluster: str) -> None:
     (saved,) = checkpoints_in(job.run_dirs()[0] / "checkpoints")
     assert saved.name == f"step_{done}"
     assert_nothing_left(job)
+    expected = losses_alone(job, *SMALL, *MIX, "train.steps=3")
+    assert job.losses()[:3] == pytest.approx(expected, rel=2e-5)
 
 
 def test_sigterm_is_the_commands_own(cluster: str) -> None:
@@ -167,6 +170,7 @@ def test_what_the_cluster_has_not_is_refused(job: Job, cluster: str) -> None:
     assert job.wait() == [2]
     assert job.said("err").replace("\n  ", " ") == (
         "error: launcher.address=127.0.0.1:1 reaches no Ray cluster ([Errno 111] Connection "
-        "refused); start one, as `ray start --head`, and give this command on one of its nodes\n"
+        "refused); start one, as `ray start --head`, and give this command on one of its nodes, "
+        "with RAY_AUTH_MODE=token if the cluster wants a token\n"
     )
     assert not job.run_dirs()

@@ -57,7 +57,8 @@ def connected(address: str | None) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         rule = f"reaches no Ray cluster ({reason})"
-        remedy = "start one, as `ray start --head`, and give this command on one of its nodes"
+        remedy = "start one, as `ray start --head`, and give this command on one of its nodes, "
+        remedy += "with RAY_AUTH_MODE=token if the cluster wants a token"
         raise ConfigError([Fault("launcher.address", named, rule, remedy)]) from None
     finally:
         _handle_sigterm(ours)
