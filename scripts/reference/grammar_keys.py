@@ -86,6 +86,13 @@ STRATEGY = (
         _choices(nodes.OFFLOAD),
         "none",
     ),
+    FieldKey(
+        "replicate.offload.activations",
+        nodes.Replicate,
+        "offload_activations",
+        _choices(nodes.OFFLOAD_ACTIVATIONS),
+        "null",
+    ),
     FieldKey("replicate.modules", nodes.Replicate, "modules", _PATHS, "*"),
     FieldKey("replicate.recompute", nodes.Replicate, "recompute", _AGAIN, "null"),
     FieldKey("replicate.of", nodes.Replicate, "of", _NODES, "null"),

@@ -92,7 +92,7 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"replicate": {"zero": 1, "offload": {"optimiser": "cpu"}}},
             f"{REPLICATE}.offload.optimiser is not a key here; did you mean optimizer? "
-            "One of: optimizer, parameters",
+            "One of: activations, optimizer, parameters",
         ),
         (
             {"split": {"patterns": "row"}},
@@ -144,6 +144,10 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"replicate": {"zero": 1, "offload": {"optimizer": "nvme"}}},
             f"{REPLICATE}.offload.optimizer=nvme is unknown; use one of: cpu, none",
+        ),
+        (
+            {"replicate": {"offload": {"activations": "gpu"}}},
+            f"{REPLICATE}.offload.activations=gpu is unknown; use one of: auto, cpu, none",
         ),
         (
             {"replicate": {"zero": 3, "offload": {"parameters": None}}},

@@ -7,11 +7,13 @@ from whale_train.config import Request
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_stages import assemble_stages
+from whale_train.runtime.assembly.offload_modules import offload_modules
 from whale_train.runtime.assembly.recompute_modules import recompute_modules
 from whale_train.runtime.assembly.shard_params import narrow_of
 from whale_train.runtime.assembly.shared_init import own_copy
 from whale_train.runtime.base.autocast import NARROW
 from whale_train.runtime.base.copies import Copies
+from whale_train.runtime.base.host_copies import HostCopies
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.comms.process_groups import sums_of, two_level_sum
 from whale_train.runtime.compile.blocks import compile_blocks
@@ -96,6 +98,8 @@ def _whole_model(
         if task_graph.zero == 3:
             gather_whole(blocks)
     recompute_modules(module, plan.recomputed)
+    if plan.offloaded:
+        offload_modules(module, plan.offloaded, HostCopies(seat.device))
     copies = Copies(
         group,
         sums=seat.groups.get(sums_of(task_graph)),

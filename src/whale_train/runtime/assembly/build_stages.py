@@ -24,6 +24,7 @@ from whale_train.runtime.assembly.shard_params import (
 )
 from whale_train.runtime.base.autocast import NARROW, casting_once
 from whale_train.runtime.base.copies import Copies
+from whale_train.runtime.base.host_copies import HostCopies
 from whale_train.runtime.comms.batch_sums import BatchShare
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of, two_level_sum
@@ -126,7 +127,7 @@ def assemble_stages(
     owner = weight_gradients if plan.ranks[seat.rank].accumulates else None
     writer = _Writer(
         *(plan, graph, canonical, tensors, counts, owner, scale),
-        *(seat.compiler, streamed),
+        *(seat.compiler, streamed, HostCopies(seat.device)),
     )
     loads = ExpertLoads(plan.mixtures, seat.device) if plan.mixtures else None
     sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(shared))
@@ -188,6 +189,7 @@ class _Writer:
     evaluation_scale: the scale of an evaluation's losses; None: they are not scaled.
     compiler: compiles the segments; None: they are not compiled.
     streamed: copies weights from the host.
+    copies: receives what offloaded modules save.
     """
 
     def __init__(
@@ -201,12 +203,13 @@ class _Writer:
         evaluation_scale: Any,
         compiler: Compiler | None,
         streamed: StreamedWeights,
+        copies: HostCopies,
     ) -> None:
         self._plan, self._graph = plan, graph
         self._canonical, self._tensors = canonical, tensors
         self._counts, self._weight_gradients = counts, weight_gradients
         self._evaluation_scale = evaluation_scale
-        self._compiler, self._streamed = compiler, streamed
+        self._compiler, self._streamed, self._copies = compiler, streamed, copies
 
     def segment(
         self, described: PlannedChunk, places: Mapping[int, ShardContext]
@@ -227,13 +230,13 @@ class _Writer:
         owner = self._weight_gradients or WeightGradients()
         for at, counts in ((here, None), (evaluated, self._counts)):
             write_segment_graph(segment, planned, self._graph, self._canonical, at, counts, owner)
-        again = frozenset(described.recomputed)
+        again, sent = frozenset(described.recomputed), frozenset(described.offloaded)
         gathered = self._plan.task_graphs[planned.task_graph].zero == 3
         segment.stream(self._streamed)
         if self._compiler is not None:
-            segment.compile(self._compiler, again)
-        if again or gathered:
-            segment.divide(again, here.random)
+            segment.compile(self._compiler, again, sent)
+        if again or sent or gathered:
+            segment.divide(again, here.random, sent, self._copies)
         return planned.task_graph, segment
 
     def _lent_to(self, planned: PlannedSegment) -> dict[str, nn.Parameter]:

@@ -17,15 +17,15 @@ def recompute_modules(module: nn.Module, paths: Container[str]) -> None:
     forward, stands for its entries."""
     for name, part in list(module.named_modules()):
         if model_path(name) in paths:
-            for called in _called(part):
+            for called in called_modules(part):
                 called.forward = _recomputed(called)
 
 
-def _called(part: nn.Module) -> Iterator[nn.Module]:
+def called_modules(part: nn.Module) -> Iterator[nn.Module]:
     """Yield a module, or the modules of a list."""
     if isinstance(part, nn.ModuleList | nn.ModuleDict):
         for child in part.children():
-            yield from _called(child)
+            yield from called_modules(child)
     else:
         yield part
 

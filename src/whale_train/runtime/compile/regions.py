@@ -19,28 +19,28 @@ from whale_train.strategies.graph.operation_graph import is_repeated, unit_of
 _FEWEST = 2  # the least number of computing operations for which a region is worth its call
 
 
-def compile_regions(
-    graph: fx.GraphModule, compiler: Compiler, recomputed: Container[str] = ()
-) -> None:
+def compile_regions(graph: fx.GraphModule, compiler: Compiler, *units: Container[str]) -> None:
     """Replace the regions of `graph` that are worth a call by calls of code of `compiler`, in
-    place. A region is inside or outside of a module in `recomputed`."""
-    for nodes in _regions(graph.graph, recomputed):
+    place. A region is inside or outside of a module in one of `units`; of the first ones, where a
+    module is in several."""
+    for nodes in _regions(graph.graph, units):
         if sum(map(_computes, nodes)) >= _FEWEST:
             _replace(graph, nodes, compiler)
     graph.graph.lint()
     graph.recompile()
 
 
-def _regions(graph: fx.Graph, recomputed: Container[str]) -> list[list[fx.Node]]:
+def _regions(graph: fx.Graph, units: Sequence[Container[str]]) -> list[list[fx.Node]]:
     """Return the regions of a graph, each a list of consecutive nodes of one block, or of one of
-    the modules in `recomputed`."""
+    the modules in `units`."""
     regions: list[list[fx.Node]] = [[]]
     last = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         block = node.meta.get(BLOCK, "")
-        place = unit_of(node.meta.get(MODULE, ""), recomputed)
+        module = node.meta.get(MODULE, "")
+        place = next((unit for x in units if (unit := unit_of(module, x))), "")
         place = place or (block if is_repeated(block) else "")
         if place != last or not _is_torchs(node):
             regions.append([])

@@ -6,12 +6,14 @@ a block and computes the block's other values again for its backward.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from whale_train.runtime.base.host_copies import HostCopies
 from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.base.recompute import Recomputed
 from whale_train.runtime.graph.shard_rng import SharedRandom
@@ -23,16 +25,22 @@ class BlockModule(nn.Module):
 
     `tensors` are these parameters and buffers, by attribute name. `random` is given where the block
     is recomputed for its backward: the random state that all members of a shard group share. None
-    saves the block's values for the backward.
+    saves the block's values for the backward. What is saved is sent to `copies`, if given.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], random: SharedRandom | None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        random: SharedRandom | None,
+        copies: HostCopies | None = None,
+    ) -> None:
         super().__init__()
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
             else:
                 self.register_buffer(name, tensor)
+        self._copies = copies
         self._again = None if random is None else Recomputed(lambda: _SameDraws(random))
         # The graphs are not submodules: they own nothing, and an engine must not walk into them.
         self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
@@ -49,20 +57,34 @@ class BlockModule(nn.Module):
 
         With `random`, a training forward saves its inputs only, and is recomputed in the backward.
         """
+        if not self.training or not torch.is_grad_enabled():
+            return self._run(*values)
+        with self._sending(values):
+            return self._run(*values) if self._again is None else self._run_twice(*values)
+
+    def _sending(self, values: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return the context of a training forward."""
+        if self._copies is None:
+            return nullcontext()
+        passed = (x for x in values if isinstance(x, nn.Parameter))
+        return self._copies.sending((*self.parameters(), *self.buffers(), *passed))
+
+    def _run(self, *values: Any) -> tuple[Any, ...]:
         graph, names = self._graphs[self.training]
-        if self._again is None or not self.training or not torch.is_grad_enabled():
-            result: tuple[Any, ...] = graph(*values, *self._held(names))
-            return result
+        result: tuple[Any, ...] = graph(*values, *self._held(names))
+        return result
+
+    def _run_twice(self, *values: Any) -> tuple[Any, ...]:
+        """Return the outputs, which are computed again in the backward."""
         # Tensors that several blocks read, and one of them may update, come as values.
         given = {i: x for i, x in enumerate(values) if isinstance(x, Tensor) and _is_constant(x)}
         own = [(self._buffers, name) for name, x in self._buffers.items() if x is not None]
         buffers: Any = [*own, *((given, i) for i in given)]
 
         def run(*values: Any) -> tuple[Any, ...]:
-            read = (given.get(i, x) for i, x in enumerate(values))
-            result: tuple[Any, ...] = graph(*read, *self._held(names))
-            return result
+            return self._run(*(given.get(i, x) for i, x in enumerate(values)))
 
+        assert self._again is not None
         again: tuple[Any, ...] = self._again(run, buffers, *values)
         return again
 
@@ -107,10 +129,13 @@ class Run:
 
 
 def in_runs(
-    module: fx.GraphModule, tensors: Sequence[str], recomputed: Container[str] = ()
+    module: fx.GraphModule,
+    tensors: Sequence[str],
+    recomputed: Container[str] = (),
+    offloaded: Container[str] = (),
 ) -> tuple[list[Run], tuple[str, ...]]:
     """Return the graph of `module` as runs of consecutive operations of one block, or of one of the
-    modules in `recomputed`, and the names of the values that the graph returns.
+    modules in `recomputed` or else `offloaded`, and the names of the values that the graph returns.
 
     `tensors` are the names of the placeholders that are parameters and buffers.
     """
@@ -123,7 +148,8 @@ def in_runs(
             output = node.args[0]
         if node.op in ("placeholder", "output"):
             continue
-        block = unit_of(node.meta.get(MODULE, ""), recomputed) or node.meta.get(BLOCK, "")
+        path = node.meta.get(MODULE, "")
+        block = unit_of(path, recomputed) or unit_of(path, offloaded) or node.meta.get(BLOCK, "")
         if block != last:
             seen[block] = seen.get(block, -1) + 1
             parts.append((f"{block}#{seen[block]}", []))
@@ -159,9 +185,9 @@ class Blocks(nn.Module):
 
     `graphs` maps training (True) and evaluation (False) to a graph and the attributes of `owner`
     that hold the tensors of the graph's last placeholders. `recomputed` are the paths of the
-    modules that are computed again in the backward, with `random`, the shared random state. A
-    tensor that only one block reads moves out of `owner` into that block, unless its attribute is
-    in `lent` (another engine owns it).
+    modules that are computed again in the backward, with `random`, the shared random state. What
+    modules in `offloaded` save is sent to `copies`. A tensor that only one block reads moves out of
+    `owner` into that block, unless its attribute is in `lent` (another engine owns it).
     """
 
     def __init__(
@@ -171,6 +197,8 @@ class Blocks(nn.Module):
         recomputed: frozenset[str],
         random: SharedRandom,
         lent: frozenset[str] = frozenset(),
+        offloaded: frozenset[str] = frozenset(),
+        copies: HostCopies | None = None,
     ) -> None:
         super().__init__()
         self._order: dict[bool, list[tuple[str, Run, tuple[str, ...], frozenset[str]]]] = {}
@@ -183,7 +211,9 @@ class Blocks(nn.Module):
             arguments = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
             placeholders = arguments[len(arguments) - len(names) :]
             attribute[training] = dict(zip(placeholders, names, strict=True))
-            runs[training], self._gives[training] = in_runs(graph, placeholders, recomputed)
+            runs[training], self._gives[training] = in_runs(
+                graph, placeholders, recomputed, offloaded
+            )
             self._arguments[training] = (arguments, names)
             for run in runs[training]:
                 for placeholder in run.tensors:
@@ -204,8 +234,10 @@ class Blocks(nn.Module):
                 key = run.name.replace(".", "__")
                 if key not in self.blocks:
                     held = own.get(run.name, {})
-                    again = run.name.partition("#")[0] in recomputed
-                    self.blocks[key] = BlockModule(held, random if again else None)
+                    path = run.name.partition("#")[0]
+                    sent = copies if unit_of(path, offloaded) else None
+                    again = random if path in recomputed else None
+                    self.blocks[key] = BlockModule(held, again, sent)
                 block = self.blocks[key]
                 assert isinstance(block, BlockModule)
                 exclusive = [p for p in run.tensors if attribute[training][p] not in self._kept]

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from whale_train.models.batch_parts.target_means import probability
 from whale_train.models.batch_parts.value_losses import ValueLoss
 from whale_train.runtime.base.answers import AnswerKeeper, Answers, Int64s
+from whale_train.runtime.base.host_copies import HostCopies
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.compile.regions import compile_regions
 from whale_train.runtime.graph.block_modules import Blocks
@@ -128,13 +129,20 @@ class SegmentModule(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             yield paths[name.rpartition(".")[2]], tensor
 
-    def divide(self, recomputed: frozenset[str], random: SharedRandom) -> None:
+    def divide(
+        self,
+        recomputed: frozenset[str],
+        random: SharedRandom,
+        offloaded: frozenset[str] = frozenset(),
+        copies: HostCopies | None = None,
+    ) -> None:
         """Run the segment's graphs block by block from the next call on.
 
         `recomputed` are the paths of the modules that are computed again in the backward, with the
-        shared random state `random`.
+        shared random state `random`. What the modules in `offloaded` save is sent to `copies`.
         """
-        self.blocks = Blocks(self, self._graphs, recomputed, random, frozenset(self._lent))
+        blocks = (self, self._graphs, recomputed, random, frozenset(self._lent))
+        self.blocks = Blocks(*blocks, offloaded, copies)
         self._graphs = {}
 
     def set_graph(
@@ -171,13 +179,13 @@ class SegmentModule(nn.Module):
                 argument.replace_all_uses_with(fetched, partial(operator.is_not, fetched))
             graph.recompile()
 
-    def compile(self, compiler: Compiler, recomputed: Container[str] = ()) -> None:
+    def compile(self, compiler: Compiler, *units: Container[str]) -> None:
         """Compile regions of the training graph with `compiler`, each inside or outside of a module
-        in `recomputed`.
+        in one of `units`.
 
         Call it before the segment is divided.
         """
-        compile_regions(self._graphs[True][0], compiler, recomputed)
+        compile_regions(self._graphs[True][0], compiler, *units)
 
     @property
     def lent(self) -> Iterable[nn.Parameter]:

@@ -29,6 +29,8 @@ class OpenStage:
     device: kind of the devices that hold the stage (None: any).
     sized: path of the node that gives the size of the shard group.
     more: further splits beside `body`.
+    sends: the replicate that says whether what the stage's blocks save is on the host (None: what
+        a replicate around it says).
     """
 
     path: str
@@ -42,6 +44,7 @@ class OpenStage:
     device: str | None = None
     sized: str | None = None
     more: tuple[Split, ...] = ()
+    sends: Replicate | None = None
 
     @property
     def width(self) -> int | None:
@@ -158,6 +161,8 @@ def _as_numbers(stages: Iterable[OpenStage]) -> tuple[StageForm, ...]:
             s.recompute or NOTHING,
             device=s.device,
             more=s.more,
+            offload=(s.sends.offload_activations or "none") if s.sends else "none",
+            offload_path=f"{s.sends.path}.offload.activations" if s.sends else "",
         )
         for s in stages
     )

@@ -25,6 +25,8 @@ class StageForm:
     recompute: what it computes again in the backward.
     device: kind of the devices (None: the next ones, of any kind).
     more: further splits beside `body`, of the head, experts or other modules.
+    offload: whether what its blocks save is on the host: `none`, `cpu` or `auto`.
+    offload_path: path of the key that says `offload`.
     """
 
     path: str
@@ -36,6 +38,8 @@ class StageForm:
     recompute: Recompute = NOTHING
     device: str | None = None
     more: tuple[Split, ...] = ()
+    offload: str = "none"
+    offload_path: str = ""
 
     @property
     def splits(self) -> tuple[Split, ...]:

@@ -19,6 +19,7 @@ SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
 BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # dims of a split beside a replicate
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 OFFLOAD = ("none", "cpu")
+OFFLOAD_ACTIVATIONS = ("none", "cpu", "auto")
 BALANCE = ("hardware", "even")
 MOST_MICRO_BATCHES = 10_000  # most micro-batches of a step; a plan orders each
 _KEYS = ("graph", "balance", "devices", "prefer_intra_node", "time_limit_s", "logical_workers")
@@ -37,6 +38,8 @@ class Replicate:
     modules: paths or globs of the modules that are replicated.
     of: nodes inside each replica (empty: the model, or the stage around it).
     recompute: what is computed again in the backward (None: what a node around it says).
+    offload_activations: `cpu` where what blocks save for their backward is on the host, `auto`
+        where the planner chooses the blocks, or `none` (None: what a node around it says).
     """
 
     path: str
@@ -47,10 +50,11 @@ class Replicate:
     modules: tuple[str, ...] = ("*",)
     of: tuple["Node", ...] = ()
     recompute: Recompute | None = None
+    offload_activations: str | None = None
 
     @property
     def offloads(self) -> bool:
-        """Return True if replicas offload any state to their hosts."""
+        """Return True if replicas offload parameters or optimizer state to their hosts."""
         return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
 
     @property
@@ -262,13 +266,18 @@ class _Reader:
             remedy = "use {optimizer: cpu, parameters: none}"
             self.fault(f"{path}.offload", offload, rule, remedy)
             offload = {}
-        targets = self.keys(offload, f"{path}.offload", ("optimizer", "parameters"))
+        states = ("optimizer", "parameters", "activations")
+        targets = self.keys(offload, f"{path}.offload", states)
         zero = given.get("zero", 0)
         if type(zero) is not int or zero not in (0, 1, 2, 3):  # True == 1 == 1.0
             self.fault(f"{path}.zero", zero, "is not a ZeRO stage", "use 0, 1, 2 or 3")
             zero = 0
         optimizer = self.choice(targets, f"{path}.offload", "optimizer", OFFLOAD, "none")
         parameters = self.choice(targets, f"{path}.offload", "parameters", OFFLOAD, "none")
+        activations: str | None = None
+        if "activations" in targets:
+            choices = OFFLOAD_ACTIVATIONS
+            activations = self.choice(targets, f"{path}.offload", "activations", choices, "none")
         if zero == 0 and optimizer != "none":
             rule = "needs ZeRO: the copies' optimizer state is only moved once it is partitioned"
             remedy = f"use {path}.zero=1, 2 or 3"
@@ -285,6 +294,7 @@ class _Reader:
             modules=self.modules(given, path) or ("*",),
             of=self.children(given, path, "replicate"),
             recompute=self.recompute(given, path),
+            offload_activations=activations,
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:

@@ -53,8 +53,9 @@ def read_form(
     else:
         open_stages = [_stage((node,), faults) for node in pipeline.stages]
     around = next((x.recompute for x in reversed(outer) if x.recompute is not None), None)
+    sends = next((x for x in reversed(outer) if x.offload_activations is not None), None)
     stages = [
-        replace(stage, recompute=stage.recompute or around)
+        replace(stage, recompute=stage.recompute or around, sends=stage.sends or sends)
         for stage in open_stages
         if stage is not None
     ]
@@ -113,7 +114,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
         around, nodes = nodes[0], nodes[0].of
     copies: int | None = 1
     copy: Replicate | None = None
-    recompute = around.recompute
+    recompute, sends = around.recompute, None
     while len(nodes) == 1:
         (inner,) = nodes
         if not isinstance(inner, Replicate):
@@ -123,6 +124,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
         copies = copies * inner.degree if both and copies and inner.degree else None
         copy, nodes = inner, inner.of
         recompute = copy.recompute or recompute
+        sends = copy if copy.offload_activations is not None else sends
     split: Split | None = None
     body: Replicate | None = None
     more: tuple[Split, ...] = ()
@@ -141,6 +143,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
         case (Replicate() as body, Split() as split, *others) if _are_splits(others):
             more = tuple(node for node in others if isinstance(node, Split))
             recompute = body.recompute or recompute
+            sends = body if body.offload_activations is not None else sends
             sized_by = next((node for node in (split, *more) if node.degree), split)
             if not all(_is_beside_copies(body, x, sized_by, path, faults) for x in (split, *more)):
                 return None
@@ -154,7 +157,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             return None
     return OpenStage(
         path, copies, shards, split, copy, around.modules, recompute, body, around.device, sized,
-        more,
+        more, sends,
     )  # fmt: skip
 
 

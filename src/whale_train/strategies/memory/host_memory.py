@@ -13,15 +13,18 @@ from whale_train.strategies.plan.training import Training
 
 
 def kept_on_hosts(
-    node: Replicate | None, of_ranks: Callable[[], Sequence[float]], cluster: Cluster
+    path: str | None, of_ranks: Callable[[], Sequence[float]], cluster: Cluster
 ) -> Sequence[float]:
-    """Return the bytes that each host of `cluster` holds for its ranks; () where `node` offloads
-    nothing, and on CPUs, where host memory is the rank's own memory.
+    """Return the bytes that each host of `cluster` holds for its ranks; () where nothing is
+    offloaded, and on CPUs, where host memory is the rank's own memory.
 
-    `of_ranks` returns the offloaded bytes of every rank. Raises PlanError where a host would hold
+    path: path of the key that says what is offloaded; None: nothing is.
+    of_ranks: returns the offloaded bytes of every rank.
+
+    Raises PlanError where a host would hold
     more than its memory.
     """
-    if node is None or cluster.on_cpu or not offloaded(node):
+    if path is None or cluster.on_cpu:
         return ()
     host_loads = [0.0] * len(cluster.nodes)
     for number, num_bytes in zip(cluster.node_of, of_ranks(), strict=True):
@@ -35,23 +38,24 @@ def kept_on_hosts(
         rule = f"keeps {in_bytes(host_loads[worst])} on host {worst} of hardware={cluster.name}, "
         rule += f"{in_bytes(short[worst])} more than its memory"
         remedy = "use more hosts, or an optimizer with less state"
-        raise PlanError([Fault(f"{node.path}.offload", "", rule, remedy)])
+        raise PlanError([Fault(path, "", rule, remedy)])
     return host_loads
 
 
 def offload_decisions(
-    node: Replicate | None, bytes_by_host: Sequence[float], cluster: Cluster
+    path: str | None, contents: Sequence[str], bytes_by_host: Sequence[float], cluster: Cluster
 ) -> Iterator[Decision]:
-    """Yield the note of the bytes that hosts hold, `bytes_by_host` as `kept_on_hosts` has them."""
-    if node is None or not bytes_by_host:
+    """Yield the note of the bytes that hosts hold, `bytes_by_host` as `kept_on_hosts` has them.
+    `contents` says of what."""
+    if path is None or not bytes_by_host:
         return
-    reason = f"{' and '.join(offloaded(node))} on the hosts: {in_bytes(sum(bytes_by_host))} in all"
+    reason = f"{' and '.join(contents)} on the hosts: {in_bytes(sum(bytes_by_host))} in all"
     if len(bytes_by_host) > 1:
         most = "at most " if max(bytes_by_host) > min(bytes_by_host) else ""
         reason += f", {most}{in_bytes(max(bytes_by_host))} on each of {len(bytes_by_host)}"
     if any(host_node.host is None for host_node in cluster.nodes):
         reason += f", of whose memory hardware={cluster.name} says nothing"
-    yield Decision(f"{node.path}.offload", "cpu", "", reason)
+    yield Decision(path, "cpu", "", reason)
 
 
 def offloaded(node: Replicate) -> Sequence[str]:

@@ -45,6 +45,7 @@ class ActivationProfile:
     forward: the worst moments of the forward.
     first: the worst moments of a backward that makes the weights' gradients.
     again: the worst moments of a backward that adds to existing gradients.
+    sent: bytes per sample that are on the host from the forward to the backward.
     """
 
     kept: float
@@ -53,6 +54,7 @@ class ActivationProfile:
     forward: tuple[MemoryPoint, ...]
     first: tuple[MemoryPoint, ...]
     again: tuple[MemoryPoint, ...]
+    sent: tuple[float, ...] = ()
 
 
 def profile_forward_backward(
@@ -96,7 +98,7 @@ def profile_forward_backward(
     )
 
 
-def profile_with_recompute(
+def profile_by_unit(
     view: View,
     operations: Sequence[str],
     weights: Mapping[str, float],
@@ -105,12 +107,17 @@ def profile_with_recompute(
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
     own_gradients: Container[str] = (),
+    offloaded: Container[str] = (),
+    smallest: float = 0.0,
 ) -> ActivationProfile:
     """Return the liveness of a forward and a backward with activation recomputation: the forward
     keeps only what enters a module of `units` (`runtime/graph/block_modules.py`), and the backward
     computes the module again.
 
-    The other arguments are those of `profile_forward_backward`.
+    What modules in `offloaded` save is on the host, if it has at least `smallest` bytes per sample
+    (`runtime/base/host_copies.py`). The device frees it when the next offloaded module's forward
+    has ended, and has it again when the backward of the next one begins. The other arguments are
+    those of `profile_forward_backward`.
     """
     graph = view.graph
     computed = [name for name in operations if graph[name].target not in _GIVEN]
@@ -118,23 +125,35 @@ def profile_with_recompute(
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[MemoryPoint] = []
     blocks: list[tuple[ActivationProfile, float]] = []  # profile, bytes of other blocks' values
-    for unit, names in _runs(graph, computed, units):
+    sent: dict[tuple[str, int], float] = {}
+    last: dict[tuple[str, int], float] = {}  # what the last offloaded module has sent
+    for unit, is_sent, names in _runs(graph, computed, units, offloaded):
         inside = set(names)
         read = {graph.memory_of[x] for name in names for x in graph[name].inputs}
         left = {graph.memory_of[x] for x in names if not inside.issuperset(graph.users[x])}
         run = profile_forward_backward(
             *(view, names, weights, (), left & inside), in_place, own_gradients
         )
-        before = sum(values.values())
         own = kept(view, names)
-        if unit:
-            enters = [x for x in read - inside if graph[x].target not in _GIVEN]
-            values |= {(x, OWN): view.num_bytes(x) for x in enters}
+        held = sum(values.values())
+        before = held + sum(n for key, n in last.items() if key not in own)
+        enters = [x for x in read - inside if graph[x].target not in _GIVEN] if unit else []
+        entering = {(x, OWN): view.num_bytes(x) for x in enters}
+        if is_sent:
+            saves = entering if unit else own
+            here = {key: n for key, n in saves.items() if key not in values and n >= smallest}
+            alive = {**last, **values, **saves}
+            before = sum(n for key, n in alive.items() if key not in own)
+            values |= {key: n for key, n in saves.items() if key not in here}
+            sent |= here
+            last = here
+        elif unit:
+            values |= entering
             known = sum(num_bytes for key, num_bytes in own.items() if key in values)
-            before = sum(values.values()) - known  # values that enter stay, and are not kept twice
-            forward += (MemoryPoint(0.0, before + m.values) for m in run.forward)
-        else:
-            forward += (MemoryPoint(0.0, before + m.values) for m in run.forward)
+            # Values that enter stay, and are not kept twice.
+            before += sum(values.values()) - held - known
+        forward += (MemoryPoint(0.0, before + m.values) for m in run.forward)
+        if not unit and not is_sent:
             values |= own
         blocks.append((run, before))
     done, moments = 0.0, dict[bool, list[MemoryPoint]]({True: [], False: []})
@@ -145,20 +164,28 @@ def profile_with_recompute(
         done += run.gradients
     deferred = sum(run.deferred for run, _ in blocks)
     first, again = _worst(moments[True]), _worst(moments[False])
-    return ActivationProfile(sum(values.values()), deferred, done, _worst(forward), first, again)
+    return ActivationProfile(
+        *(sum(values.values()), deferred, done, _worst(forward), first, again),
+        sent=tuple(sent.values()),
+    )
 
 
 def _runs(
-    graph: OperationGraph, operations: Sequence[str], units: Container[str]
-) -> list[tuple[str, list[str]]]:
-    """Return the runs of consecutive operations of one unit or, outside of units, of one block, as
-    pairs of the unit ('': none) and the operations' names."""
+    graph: OperationGraph,
+    operations: Sequence[str],
+    units: Container[str],
+    offloaded: Container[str],
+) -> list[tuple[str, bool, list[str]]]:
+    """Return the runs of consecutive operations of one unit or else one offloaded module or else
+    one block: the unit ('': none), whether it is offloaded, and the operations' names."""
 
-    def place(name: str) -> tuple[str, str]:
-        unit = unit_of(graph[name].module, units)
-        return unit, "" if unit else block_of(graph[name].module)
+    def place(name: str) -> tuple[str, str, str]:
+        module = graph[name].module
+        unit, sent = unit_of(module, units), unit_of(module, offloaded)
+        return unit, sent, "" if unit or sent else block_of(module)
 
-    return [(unit, list(names)) for (unit, _), names in groupby(operations, key=place)]
+    runs = groupby(operations, key=place)
+    return [(unit, bool(sent), list(names)) for (unit, sent, _), names in runs]
 
 
 _GIVEN = (*HELD, "input", "output", "graph")

@@ -236,6 +236,8 @@ class Plan:
     logical_workers: the logical workers that the ranks run (None: ranks have shares of their own).
     recomputed: paths of the modules that are recomputed in the backward, where the model runs as it
         is; those of a rewritten graph are in its chunks.
+    offloaded: paths of the modules whose saved tensors are sent to the host, where the model runs
+        as it is.
     """
 
     cluster: str
@@ -263,6 +265,7 @@ class Plan:
     optimizers: tuple[OptimizerClass, ...] = field(default=(), metadata=OMITTED)
     logical_workers: LogicalWorkers | None = field(default=None, metadata=OMITTED)
     recomputed: tuple[str, ...] = field(default=(), metadata=OMITTED)
+    offloaded: tuple[str, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

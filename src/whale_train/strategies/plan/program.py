@@ -120,6 +120,7 @@ class PlannedChunk:
     shares_samples: True if the members of a shard group take different samples of a micro-batch.
     own_losses: True if members that take different samples each have a loss of their own.
     recomputed: paths of the modules that are recomputed.
+    offloaded: paths of the modules whose saved tensors are sent to the host.
     """
 
     stage: int
@@ -128,6 +129,7 @@ class PlannedChunk:
     shares_samples: bool
     own_losses: bool = field(default=False, metadata=OMITTED)
     recomputed: tuple[str, ...] = field(default=(), metadata=OMITTED)
+    offloaded: tuple[str, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def segment(self) -> int:

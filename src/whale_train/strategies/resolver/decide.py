@@ -6,7 +6,7 @@ its group, and how much memory that takes. All of this uses the operation graph,
 where nothing cuts it; no torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import inf
@@ -54,12 +54,18 @@ from whale_train.strategies.stages.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
+from whale_train.strategies.stages.offloading import (
+    around_recomputed,
+    blocks_to_offload,
+    transfer_seconds_by_byte,
+)
 from whale_train.strategies.stages.p2p import P2PCosts
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
 from whale_train.strategies.stages.recomputation import (
     Units,
     described,
     in_order_of_worth,
+    seconds_by_byte,
     units_asked_for,
 )
 from whale_train.strategies.stages.split_names import why_whole
@@ -94,7 +100,9 @@ def decide(
     refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
     refuse_own_losses(job, first.chunks)
-    priced = ChunkTimes(job, first.chunks, first.axes, units_asked_for(job, first.chunks))
+    asked = units_asked_for(job, first.chunks)
+    sent = around_recomputed(blocks_to_offload(job, first.chunks), asked)
+    priced = ChunkTimes(job, first.chunks, first.axes, asked, offloaded=sent)
     micro_batches = count_micro_batches(job, priced, decisions)
     refuse_batch_norm(job, micro_batches)
     refuse_pieces(job, micro_batches)
@@ -128,7 +136,8 @@ def _look(job: PlanningContext, cut: Chunked, micro_batches: int) -> Trial[_Reso
     ranks = len(job.cluster.devices)
     if short > 0:
         return Trial(_Resolved(cut, decided, None, ()), short, inf, ranks)
-    host_loads = kept_on_hosts(job.form.keeper, lambda: _on_hosts(job, cut), job.cluster)
+    path = _offload_path(job, decided)
+    host_loads = kept_on_hosts(path, lambda: _on_hosts(job, cut, decided), job.cluster)
     spans = (step := simulated_step(job, decided)).spans
     return Trial(
         _Resolved(cut, decided, step, host_loads), short, spans.seconds, len(spans.tasks) + ranks
@@ -186,9 +195,11 @@ def _considered(
 
     def plan() -> Plan:
         explained = [*decisions, *_explained_devices(job), *_explained_shares(job, decided.batches)]
-        explained += [*cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
+        explained += [*cut.decisions, *_explained(job, cut.chunks, decided)]
         explained += _explained_sums(job, decided)
-        explained += offload_decisions(job.form.keeper, look.found.kept, job.cluster)
+        explained += offload_decisions(
+            _offload_path(job, decided), _contents(job, decided), look.found.kept, job.cluster
+        )
         plan = build_plan(job, decided, step.prediction(), explained)
         if plan.logical_workers is None:
             return plan
@@ -198,23 +209,38 @@ def _considered(
     def on(others: Cluster) -> Simulated:
         elsewhere = replace(job, cluster=others)
         limits = decided.times.limits
-        taken = ChunkTimes(elsewhere, cut.chunks, cut.axes, decided.recomputed, limits)
+        units = (decided.recomputed, limits, decided.offloaded)
+        taken = ChunkTimes(elsewhere, cut.chunks, cut.axes, *units)
         return simulated_step(elsewhere, replace(decided, times=taken))
 
     return EvaluatedStrategy(step, plan, on, look.work, cut.places)
 
 
-def _on_hosts(job: PlanningContext, cut: Chunked) -> Sequence[float]:
-    """Return the bytes of parameters and optimizer states that each rank offloads to its host, by
-    rank."""
+def _contents(job: PlanningContext, decided: PlanDecisions) -> Sequence[str]:
+    """Return the names of what the strategy offloads."""
+    state = offloaded(job.form.keeper) if job.form.keeper is not None else ()
+    return [*state, *(("activations",) if decided.offloaded else ())]
+
+
+def _offload_path(job: PlanningContext, decided: PlanDecisions) -> str | None:
+    """Return the path of the key that offloads; None where nothing is offloaded."""
+    if job.form.keeper is not None and offloaded(job.form.keeper):
+        return f"{job.form.keeper.path}.offload"
+    stages = (job.form.stages[stage] for stage in decided.offloaded)
+    return next((stage.offload_path.rpartition(".")[0] for stage in stages), None)
+
+
+def _on_hosts(job: PlanningContext, cut: Chunked, decided: PlanDecisions) -> Sequence[float]:
+    """Return the bytes of parameters, optimizer states and activations that each rank offloads to
+    its host, by rank."""
     engines, by_rank = engines_of_stages(job, cut.chunks, cut.axes), []
     for rank in range(len(job.cluster.devices)):
         copy, position = job.place_of(rank)
         stage = job.seats.stage_of[position]
         member = job.seats.positions[copy][position].index(rank)
-        host_bytes_of_rank = 0.0
+        host_bytes_of_rank = decided.room.memory.on_hosts(rank, decided.batches)
         for engine in engines[stage]:
-            if engine.keeper is not None:
+            if engine.keeper is not None and offloaded(engine.keeper):
                 element_bytes = host_bytes(
                     engine.keeper.zero, offloaded(engine.keeper), job.training
                 )
@@ -279,25 +305,71 @@ def _decided(
     job: PlanningContext, cut: Chunked, micro_batches: int, limits: Sequence[int] = ()
 ) -> PlanDecisions:
     """Return the decisions on a cut: the order in which positions work, and the blocks that are
-    recomputed.
+    recomputed or offloaded.
 
     Positions have more micro-batches in flight while messages travel, where memory allows. Stages
-    with `recompute: auto` recompute as many blocks as it takes to fit without these. `limits` are
+    with `auto` recompute, or offload, as many blocks as it takes to fit without these. `limits` are
     as in `share_batch`.
     """
-    asked = units_asked_for(job, cut.chunks)
-    decided = _in_memory(job, cut, micro_batches, limits, asked)
-    open_stages = {n for n, stage in enumerate(job.form.stages) if stage.recompute.mode == "auto"}
+    asked = units_asked_for(job, cut.chunks), blocks_to_offload(job, cut.chunks)
+    decided = _in_memory(job, cut, micro_batches, limits, *asked)
+    for offloads in _cheaper_first(job, cut):
+        decided = _with_fewest(job, cut, micro_batches, limits, decided, offloads)
+    return decided
+
+
+def _cheaper_first(job: PlanningContext, cut: Chunked) -> Sequence[bool]:
+    """Return the open choices in the order in which they are made: False for the blocks that are
+    recomputed, True for those that are offloaded. Where a stage leaves both open, the choice with
+    fewer seconds for a byte comes first."""
+    both = [
+        n
+        for n, stage in enumerate(job.form.stages)
+        if stage.recompute.mode == "auto" and stage.offload == "auto"
+    ]
+    if not both or job.cluster.on_cpu:
+        return (False, True)
+    stage = both[0]
+    device = job.cluster.devices[job.replicas[stage][0][0]]
+    again = seconds_by_byte(job, [chunk for chunk in cut.chunks if chunk.stage == stage])
+    sends = transfer_seconds_by_byte(device, on_cpu=job.cluster.on_cpu)
+    return (True, False) if sends < again else (False, True)
+
+
+def _with_fewest(
+    job: PlanningContext,
+    cut: Chunked,
+    micro_batches: int,
+    limits: Sequence[int],
+    decided: PlanDecisions,
+    offloads: bool,
+) -> PlanDecisions:
+    """Return `decided` with as many blocks recomputed, or offloaded (`offloads`), as it takes to
+    fit, in the stages that leave it open."""
+    open_stages = {
+        n
+        for n, stage in enumerate(job.form.stages)
+        if (stage.offload if offloads else stage.recompute.mode) == "auto"
+    }
+    # On CPUs the host's memory is the device's.
+    if offloads and job.cluster.on_cpu:
+        return decided
     if not (over := open_stages & stages_without_room(job, decided.memory)):
         return decided
     of_stages = {n: [chunk for chunk in cut.chunks if chunk.stage == n] for n in over}
     blocks = {n: in_order_of_worth(job, chunks) for n, chunks in of_stages.items()}
-    most = {**asked, **{n: frozenset(order) for n, order in blocks.items() if order}}
-    with_most = _in_memory(job, cut, micro_batches, limits, most)
-    fewest = {**asked, **_fewest_blocks(job, cut, with_most, blocks)}
+
+    def units(chosen: Mapping[int, frozenset[str]]) -> tuple[Units, Units]:
+        if offloads:
+            return decided.recomputed, {**decided.offloaded, **chosen}
+        return {**decided.recomputed, **chosen}, decided.offloaded
+
+    most = {n: frozenset(order) for n, order in blocks.items() if order}
+    with_most = _in_memory(job, cut, micro_batches, limits, *units(most))
+    fewest = _fewest_blocks(job, cut, with_most, blocks, units)
     if fewest == most:
         return with_most
-    fitted = _in_memory(job, cut, micro_batches, limits, fewest)
+    fitted = _in_memory(job, cut, micro_batches, limits, *units(fewest))
     return with_most if stages_without_room(job, fitted.memory) else fitted
 
 
@@ -306,20 +378,22 @@ def _fewest_blocks(
     cut: Chunked,
     decided: PlanDecisions,
     blocks: Mapping[int, Sequence[str]],
+    units: Callable[[Mapping[int, frozenset[str]]], tuple[Units, Units]],
 ) -> dict[int, frozenset[str]]:
     """Return the fewest blocks of each stage that make its ranks fit their devices, by bisection;
     all where not even these do.
 
-    decided: the decisions under which all blocks are recomputed, whose orders are taken.
+    decided: the decisions under which all blocks are recomputed or offloaded, whose orders are
+        taken.
     blocks: the blocks of each stage, in the order in which they are taken.
+    units: returns the modules that are recomputed and offloaded, for the blocks that are taken.
     """
     low = dict.fromkeys(blocks, 0)  # too few, as the stages without room have shown
     high = {stage: len(order) for stage, order in blocks.items()}
     while any(high[stage] - low[stage] > 1 for stage in blocks):
         middle = {stage: (low[stage] + high[stage]) // 2 for stage in blocks}
-        tried = {n: frozenset(blocks[n][: middle[n]]) for n in blocks}
-        units = {**decided.recomputed, **tried}
-        memory = RankMemory(job, cut.chunks, cut.axes, decided.orders, units)
+        tried = units({n: frozenset(blocks[n][: middle[n]]) for n in blocks})
+        memory = RankMemory(job, cut.chunks, cut.axes, decided.orders, *tried)
         over = stages_without_room(job, memory.of_batches(decided.batches))
         for stage, number in middle.items():
             if number == low[stage]:
@@ -335,10 +409,12 @@ def _in_memory(
     micro_batches: int,
     limits: Sequence[int],
     recomputed: Units,
+    offloaded: Units,
 ) -> PlanDecisions:
     """Return the decisions with extra micro-batches in flight to cover the travel time of messages,
     or without these if they do not fit."""
-    times = ChunkTimes(job, cut.chunks, cut.axes, recomputed, limits)
+    sent = around_recomputed(offloaded, recomputed)
+    times = ChunkTimes(job, cut.chunks, cut.axes, recomputed, limits, sent)
     batches = share_batch(job, times, micro_batches, limits)
     decided = _ordered(job, cut, times, batches)
     if any(decided.transits) and decided.room.short_bytes > 0:
@@ -357,7 +433,8 @@ def _ordered(
         sends = P2PCosts(job, cut.chunks)
         transits = [sends.transits(copy, batches, cut.edges) for copy in copies]
     orders = _orders(job, times, cut.edges, batches, transits)
-    memory = RankMemory(job, cut.chunks, cut.axes, orders, times.recomputed)
+    units = (times.recomputed, times.offloaded)
+    memory = RankMemory(job, cut.chunks, cut.axes, orders, *units)
     room = MemoryBudget(job, cut, memory, batches)
     return PlanDecisions(times, cut.axes, batches, cut.edges, cut.shared, room, orders, transits)
 
@@ -431,10 +508,12 @@ def _folded(shares: Sequence[int]) -> str:
 
 
 def _explained(
-    job: PlanningContext, chunks: Sequence[StageChunk], recomputed: Units
+    job: PlanningContext, chunks: Sequence[StageChunk], decided: PlanDecisions
 ) -> Iterator[Decision]:
-    """Yield the decisions on recomputation, heads, unsharded tensors, and unused parameters."""
-    form = job.form
+    """Yield the decisions on recomputation, offloaded activations, heads, unsharded tensors, and
+    unused parameters."""
+    form, recomputed = job.form, decided.recomputed
+    yield from _explained_offload(job, chunks, decided)
     for stage, asked in enumerate(form.stages):
         if not asked.recompute.is_open:
             continue
@@ -459,6 +538,25 @@ def _explained(
     for path in job.profile.unused_parameters:
         reason = "the loss does not depend on it"
         yield Decision(path, "not trained", "", reason)
+
+
+def _explained_offload(
+    job: PlanningContext, chunks: Sequence[StageChunk], decided: PlanDecisions
+) -> Iterator[Decision]:
+    """Yield the decisions on what blocks save: how many blocks send it to the host, where that is
+    open, and that it frees nothing on CPUs."""
+    for stage, form in enumerate(job.form.stages):
+        if form.offload == "none":
+            continue
+        chosen = decided.offloaded.get(stage, frozenset())
+        if job.cluster.on_cpu:
+            reason = "the memory of the host is that of its CPU processes"
+            yield Decision(form.offload_path, form.offload if chosen else "none", "", reason)
+        elif form.offload == "auto":
+            here = [chunk for chunk in chunks if chunk.stage == stage]
+            text = described(job, here, chosen).replace("full", "cpu")
+            reason = f"activations {'do not fit' if chosen else 'fit'}"
+            yield Decision(form.offload_path, text, "none" if chosen else "cpu", reason)
 
 
 def _explained_head(job: PlanningContext, chunk: StageChunk) -> Iterator[Decision]:

@@ -80,6 +80,11 @@ class PlanDecisions:
         """Return the paths of the modules that are recomputed in the backward, by stage."""
         return self.times.recomputed
 
+    @property
+    def offloaded(self) -> Units:
+        """Return the paths of the modules whose saved tensors are sent to the host, by stage."""
+        return self.times.offloaded
+
     @cached_property
     def memory(self) -> Mapping[int, MemoryEstimate]:
         """Return the peak bytes of every rank, by rank."""
@@ -148,7 +153,8 @@ def build_plan(
     )
     if job.as_is:
         (chunk,) = decided.chunks
-        return replace(plan, recomputed=units_of(job, chunk, decided.recomputed))
+        again, sent = (units_of(job, chunk, x) for x in (decided.recomputed, decided.offloaded))
+        return replace(plan, recomputed=again, offloaded=sent)
     return replace(
         plan,
         rewrite=PlannedGraph(decided.axes, _segments(job, decided, task_graphs)),
@@ -218,6 +224,7 @@ def _pipeline(job: PlanningContext, decided: PlanDecisions) -> PlannedPipeline:
                 shares_samples=chunk.shares_samples,
                 own_losses=chunk.has_own_losses(job.graph.operations[-1].inputs[0]),
                 recomputed=units_of(job, chunk, decided.recomputed),
+                offloaded=units_of(job, chunk, decided.offloaded),
             )
             for number, chunk in enumerate(decided.chunks)
         ),

@@ -7,9 +7,10 @@ them and leaves gradients. The member needs the peak over all instructions.
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from math import ceil, log2
 
 from whale_train.strategies.graph.operation_graph import Operation, unit_of
-from whale_train.strategies.graph.saved_tensors import View, whole_value
+from whale_train.strategies.graph.saved_tensors import SENT_BYTES, View, whole_value
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
@@ -22,8 +23,8 @@ from whale_train.strategies.memory.engine_memory import (
 )
 from whale_train.strategies.memory.liveness import (
     ActivationProfile,
+    profile_by_unit,
     profile_forward_backward,
-    profile_with_recompute,
 )
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
@@ -49,6 +50,8 @@ class MemberMemory:
     axes: intervals of the members of shard groups, by axis.
     member: index of the member in its shard group.
     again: paths of the modules that are recomputed in the backward.
+    sent: paths of the modules whose saved tensors are on the host.
+    micro_batch: samples of a micro-batch, about, to tell which tensors are large enough to be sent.
     accumulates: True if weight gradients are accumulated in place or deferred.
     gathered: samples of the group for each sample of the member. A part that is split beside
         replicas runs on the samples of all members.
@@ -65,10 +68,15 @@ class MemberMemory:
         accumulates: bool,
         gathered: float,
         one_backward: bool,
+        sent: frozenset[str] = frozenset(),
+        micro_batch: float = 1.0,
     ) -> None:
         self._one_backward = one_backward
         self._job, self._chunks, self._gathered = job, chunks, gathered
         self._accumulates, self._again = accumulates, again
+        # On CPUs the host's memory is the device's.
+        self._sent = frozenset[str]() if job.cluster.on_cpu else sent
+        self._smallest = SENT_BYTES / micro_batch if self._sent else 0.0
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # bytes of frozen weights
         self._experts: dict[str, float] = {}  # elements of split parameters
@@ -89,9 +97,18 @@ class MemberMemory:
                 local = experts
             self._frozen |= frozen_of_member(job, chunk, axes, member)
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
-            here = key_of_units(job, chunk, again)
+            here = key_of_units(job, chunk, again), key_of_units(job, chunk, self._sent)
             self._passing[number] = job.findings.once(
-                ("passing", chunk.key, dealt, here, accumulates, gathered, tuple(local)),
+                (
+                    "passing",
+                    chunk.key,
+                    dealt,
+                    here,
+                    accumulates,
+                    gathered,
+                    tuple(local),
+                    self._smallest,
+                ),
                 partial(self._passed, chunk, axes, member, local, again),
             )
 
@@ -139,8 +156,9 @@ class MemberMemory:
         )
         own = () if job.as_is else own_gradients_of(job, chunk)
         ends = (part.takes, gives, in_place, own)
-        if again:
-            return profile_with_recompute(view, operations, weights, again, *ends)
+        if again or self._sent:
+            units = (again, *ends, self._sent, self._smallest)
+            return profile_by_unit(view, operations, weights, *units)
         return profile_forward_backward(view, operations, weights, *ends)
 
     @cached_property
@@ -193,6 +211,25 @@ class MemberMemory:
         if self._experts:
             return with_beside(self._job, self._stage, rest, self._elements, self._experts)
         return rest
+
+    def host_bytes(self, order: Sequence[Instruction], own: int) -> float:
+        """Return the peak bytes of what the rank's blocks have sent to the host. The arguments are
+        those of `needs`.
+
+        torch reserves pinned memory in powers of two.
+        """
+        held = peak = 0.0
+        of_chunks = {
+            number: sum(_power_of_two(num_bytes * own) for num_bytes in run.sent)
+            for number, run in self._passing.items()
+        }
+        for instruction in order:
+            if instruction.kind is Kind.FORWARD:
+                held += of_chunks[instruction.chunk]
+                peak = max(peak, held)
+            elif instruction.kind in ENDS:
+                held -= of_chunks[instruction.chunk]
+        return peak
 
     @property
     def _stage(self) -> int:
@@ -328,6 +365,11 @@ class MemberMemory:
                     done.add(number)
                     yield come, self._largest_made + bucket, values, 0.0
                     values -= run.deferred
+
+
+def _power_of_two(num_bytes: float) -> float:
+    """Return the least power of two that is at least `num_bytes`; 0 for nothing."""
+    return 2.0 ** ceil(log2(num_bytes)) if num_bytes > 0 else 0.0
 
 
 def _has_one_forward(order: Sequence[Instruction]) -> bool:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import Instruction
@@ -27,6 +28,7 @@ class RankMemory:
     axes: intervals of the members of shard groups, by axis.
     orders: instructions, by replica and position.
     recomputed: paths of the modules that are recomputed in the backward, by stage.
+    offloaded: paths of the modules whose saved tensors are on the host, by stage.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class RankMemory:
         axes: AxisIntervals,
         orders: Sequence[Sequence[Sequence[Instruction]]],
         recomputed: Units,
+        offloaded: Units = MappingProxyType({}),
     ) -> None:
         self._job, self._chunks, self._axes = job, chunks, axes
-        self._orders, self._recomputed = orders, recomputed
+        self._orders, self._recomputed, self._offloaded = orders, recomputed, offloaded
         self._alike_orders = _alike_orders(orders)
         self._one_backward = job.has_one_backward(orders)
         stages = range(len(job.form.stages))
@@ -69,6 +72,18 @@ class RankMemory:
     def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
         """Return the peak bytes of every rank for its largest micro-batch of `batches`."""
         return {rank: self.of(rank, *self._sizes(batches, rank)) for rank in self._ranks}
+
+    def on_hosts(self, rank: int, batches: Batches) -> float:
+        """Return the peak bytes of saved tensors that `rank` has on its host."""
+        stage, order = self._stage_and_order(rank)
+        if not self._offloaded.get(stage):
+            return 0.0
+        samples, own = self._sizes(batches, rank)
+        copy, position = self._job.place_of(rank)
+        index = self._job.seats.positions[copy][position].index(rank)
+        member = self._alike[stage][index] if self._alike[stage] else 0
+        held = self._member(stage, member, order, samples / own if own else 1.0)
+        return held.host_bytes(order, own)
 
     def most(self, rank: int, batches: Batches) -> int:
         """Return the most samples per micro-batch that fit the memory of `rank`, up to the global
@@ -213,8 +228,13 @@ class RankMemory:
         chunks = {number: self._chunks[number] for number in self._held_by[stage]}
         joins = self._job.accumulates(order)
         again = self._recomputed.get(stage, frozenset())
+        sent = self._offloaded.get(stage, frozenset())
+        pieces = 1 + max((x.micro_batch for x in order), default=0)
+        micro_batch = self._job.training.global_batch / self._job.form.copies / pieces
         return MemberMemory(
-            self._job, chunks, axes, member, again, joins, gathered, self._one_backward
+            *(self._job, chunks, axes, member, again, joins, gathered, self._one_backward),
+            sent=sent,
+            micro_batch=micro_batch,
         )
 
 

@@ -19,6 +19,7 @@ from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.types import Cast
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
 from whale_train.strategies.stages.fused_accumulation import named_in_place
+from whale_train.strategies.stages.offloading import transfer_times
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
     PlanningContext,
@@ -37,6 +38,7 @@ class ChunkTimes:
     chunks: all chunks, in the order they run.
     axes: intervals of the members of shard groups, by axis.
     recomputed: paths of the modules that are recomputed in the backward, by stage.
+    offloaded: paths of the modules whose saved tensors are sent to the host, by stage.
     limits: the most samples per micro-batch of each rank, which bound the shares of members that
         divide a micro-batch (empty: no limit).
     """
@@ -48,9 +50,10 @@ class ChunkTimes:
         axes: AxisIntervals,
         recomputed: Units = MappingProxyType({}),
         limits: Sequence[int] = (),
+        offloaded: Units = MappingProxyType({}),
     ) -> None:
         self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
-        self.limits = limits
+        self.limits, self.offloaded = limits, offloaded
         self._members = [equivalent_ranks(chunk.axes, axes) for chunk in chunks]
         self._parts = [_parts(chunk) if chunk.shares_samples else () for chunk in chunks]
 
@@ -62,11 +65,12 @@ class ChunkTimes:
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
         again = key_of_units(self.job, chunk, self.recomputed.get(chunk.stage, frozenset()))
+        sent = key_of_units(self.job, chunk, self.offloaded.get(chunk.stage, frozenset()))
         cut = tuple(self.axes[x] for x in chunk.axes)
         nodes = tuple(self.job.cluster.node_of[x] for x in ranks) if chunk.expert_axes else ()
         shares = self.member_shares(number, ranks, samples) if chunk.shares_samples else ()
         return self.job.findings.once(
-            ("times", chunk.key, cut, devices, samples, link, again, shares, nodes),
+            ("times", chunk.key, cut, devices, samples, link, again, sent, shares, nodes),
             lambda: self._priced(number, ranks, samples, shares, link),
         )
 
@@ -142,14 +146,27 @@ class ChunkTimes:
         casts = chunk.sharded.assignment.casts if chunk.sharded else ()
         moved = self._casts(chunk, casts, ranks, samples, link)
         moved += self._under_products(chunk, ranks, samples, shares)
+        index = members.index(slowest)
         if units := self.recomputed.get(chunk.stage):
             again = frozenset(self._again(chunk, units))
-            index = members.index(slowest)
             once_more = self._own(number, index, ranks[index], samples, shares, units).forward
             back = self._casts(chunk, [x for x in casts if x.user in again], ranks, samples, link)
             slowest += Times(backward_input=once_more + back.forward)
             moved += Times(backward_input=back.forward)
-        return slowest + moved, moved
+        copied = self._sent(number, index, ranks, samples)
+        return slowest + moved + copied, moved + copied
+
+    def _sent(self, number: int, index: int, ranks: Sequence[int], samples: int) -> Times:
+        """Return the times that copies to the host and back add, for member `index` of a shard
+        group."""
+        chunk, job = self.chunks[number], self.job
+        sent = self.offloaded.get(chunk.stage)
+        if not sent or job.profile.graph is None:
+            return Times()
+        assignment = chunk.sharded.assignment if chunk.sharded else None
+        again = self.recomputed.get(chunk.stage, frozenset())
+        device, part = job.cluster.devices[ranks[index]], part_of(assignment, self.axes, index)
+        return transfer_times(job, chunk.slice.operations, sent, again, device, samples, part)
 
     def _again(self, chunk: StageChunk, units: frozenset[str]) -> Sequence[str]:
         """Return the operations of a chunk that run again in the backward."""

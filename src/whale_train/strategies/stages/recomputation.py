@@ -70,6 +70,14 @@ def in_order_of_worth(job: PlanningContext, chunks: Sequence[StageChunk]) -> tup
     return tuple(sorted(worth, key=lambda block: -rounded[block]))  # a stable sort
 
 
+def seconds_by_byte(job: PlanningContext, chunks: Sequence[StageChunk]) -> float:
+    """Return the seconds of forwards for each byte that recomputing all blocks of `chunks`
+    frees; 0 where nothing is freed."""
+    worth = _worth(job, chunks).values()
+    freed = sum(num_bytes for num_bytes, _ in worth)
+    return sum(seconds for _, seconds in worth) / freed if freed > 0 else 0.0
+
+
 def key_of_units(job: PlanningContext, chunk: StageChunk, units: frozenset[str]) -> object:
     """Return a key of what a chunk recomputes. Chunks that are equal but for names and recompute
     all or none of their blocks have equal keys."""
