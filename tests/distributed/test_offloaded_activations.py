@@ -11,9 +11,14 @@ from tests.distributed.test_parallel_strategies import Case, hf
 from tests.distributed.test_rehearse import LARGE, rehearsed
 from torch import nn
 
+from whale_train.config import read_request
+from whale_train.errors import PlanError
+from whale_train.launcher.compose.command_line import composed, rewritten
+from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.rehearsal import Rehearsal
 from whale_train.runtime.base.host_copies import HostCopies
 from whale_train.strategies.graph.saved_tensors import SENT_BYTES
+from whale_train.strategies.plan.plan import Plan
 
 # The products between the two linear layers of a block are large enough to be sent.
 DROPS = hf(
@@ -118,3 +123,50 @@ def test_the_device_has_no_more_than_planned(
     for kind, other in zip(said.kinds, kept.kinds, strict=True):
         assert kind.peak == pytest.approx(kind.planned, rel=within), (kind.rank, kind.peak_bytes)
         assert kind.peak < other.peak
+
+
+def planned(overrides: list[str]) -> str:
+    """The plan of a request as JSON, or what it is refused with."""
+    config = composed(rewritten([*overrides, "mode=plan"]))
+    try:
+        plan = resolve_request(read_request(config, {"hardware": "h", "strategy": "s"})).plan
+    except PlanError as error:
+        return str(error)
+    return plan.to_json()
+
+
+TIGHT = [*LARGE, "model.width=2048", "model.depth=24", "model.heads=16"]
+
+
+def test_auto_offloads_the_fewest_first_blocks_that_fit(served: Served) -> None:
+    graph = "strategy.graph={replicate: {offload: {activations: auto}}}"
+    plans = {
+        batch: Plan.from_json(
+            served.ask(planned, overrides=[*TIGHT, graph, f"train.global_batch={batch}"])
+        )
+        for batch in (64, 4096)
+    }
+    assert plans[64].offloaded == ()
+    sent = plans[4096].offloaded
+    assert 0 < len(sent) < 24
+    assert [path.rpartition(".")[2] for path in sent] == [str(x) for x in range(len(sent))]
+    notes = {note.key: note for note in plans[4096].decisions}
+    assert (
+        notes["strategy.graph.replicate.offload.activations"].chosen == f"{len(sent)} of 24 blocks"
+    )
+    assert notes["strategy.graph.replicate.offload"].reason.startswith("activations on the hosts: ")
+    everything = graph.replace("auto", "cpu")
+    whole = Plan.from_json(
+        served.ask(planned, overrides=[*TIGHT, everything, "train.global_batch=4096"])
+    )
+    assert len(whole.offloaded) == 24
+    assert whole.predicted.step_time_s > plans[4096].predicted.step_time_s
+    assert whole.ranks[0].memory_bytes.total < plans[4096].ranks[0].memory_bytes.total
+
+
+def test_parts_beside_copies_are_refused(served: Served) -> None:
+    graph = f"strategy.graph=[{{replicate: {{{SENT}}}}}, {{split: {{modules: head}}}}]"
+    assert served.ask(planned, overrides=[*LARGE, graph]) == (
+        "strategy.graph[0].replicate.offload.activations=cpu is for copies of whole layers, and "
+        "here modules are split beside the copies; use none, and recompute: full"
+    )

@@ -146,8 +146,8 @@ PIPELINE = "strategy.graph.pipeline"
             f"{REPLICATE}.offload.optimizer=nvme is unknown; use one of: cpu, none",
         ),
         (
-            {"replicate": {"offload": {"activations": "gpu"}}},
-            f"{REPLICATE}.offload.activations=gpu is unknown; use one of: auto, cpu, none",
+            {"replicate": {"offload": {"activations": "disk"}}},
+            f"{REPLICATE}.offload.activations=disk is unknown; use one of: auto, cpu, none",
         ),
         (
             {"replicate": {"zero": 3, "offload": {"parameters": None}}},

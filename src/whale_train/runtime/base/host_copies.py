@@ -22,7 +22,7 @@ from whale_train.strategies.graph.saved_tensors import SENT_BYTES
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class Transfers(Protocol):
+class HostLink(Protocol):
     """How tensors travel between a device and its host."""
 
     def send(self, flat: Tensor) -> Tensor | None:
@@ -47,20 +47,20 @@ class Copy:
     flat: all elements of the storage, in one dimension.
     """
 
-    def __init__(self, flat: Tensor, transfers: Transfers) -> None:
+    def __init__(self, flat: Tensor, link: HostLink) -> None:
         self.source = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = flat._version
         self.elements, self.dtype = flat.numel(), flat.dtype
         self.on_device: Tensor | None = flat
-        self.on_host = transfers.send(flat)
-        self._transfers = transfers
+        self.on_host = link.send(flat)
+        self._link = link
         self._arrival: Any = None
 
     def fetch(self) -> None:
         """Begin to fetch the values, unless the device has them."""
         if self.on_device is None:
-            self.on_device = self._transfers.fetch(self)
-            self._arrival = self._transfers.mark()
+            self.on_device = self._link.fetch(self)
+            self._arrival = self._link.mark()
 
     def values(self) -> Tensor:
         """Return the values [elements] on the device, which waits for their arrival."""
@@ -75,7 +75,7 @@ class Copy:
 
     def _arrive(self) -> None:
         if self._arrival is not None:
-            self._transfers.wait(self._arrival)
+            self._link.wait(self._arrival)
             self._arrival = None
 
     def __del__(self) -> None:
@@ -134,7 +134,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._transfers: Transfers = (
+        self._link: HostLink = (
             _Streams(device)
             if device.type == "cuda"
             else _Nowhere()
@@ -164,17 +164,17 @@ class HostCopies:
         if not here.copies:
             return
         if self._last is not None:
-            self._transfers.wait(self._last.sent)
+            self._link.wait(self._last.sent)
             ours = set(map(id, here.living()))
             for copy in self._last.living():
                 if id(copy) not in ours:
                     copy.on_device = None
-        here.sent, self._last = self._transfers.mark(), here
+        here.sent, self._last = self._link.mark(), here
 
     def _packed(
         self, tensor: Tensor, here: _Pass, weights: "_Weights"
     ) -> Tensor | _Sent | _OfWeight:
-        """Return what autograd keeps in place of `tensor`, which the forward `here` saves."""
+        """Send `tensor`, which the forward `here` saves, and return what stands for it in autograd."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -193,7 +193,7 @@ class HostCopies:
         copy = self._by_storage.get(key)
         if copy is None or copy.version != tensor._version or copy.is_stale():
             flat = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-            copy = self._by_storage[key] = Copy(flat, self._transfers)
+            copy = self._by_storage[key] = Copy(flat, self._link)
             self.num_sent += 1
         return copy
 
@@ -224,8 +224,8 @@ class _Weights:
 
     def of(self, storage: int) -> Tensor | None:
         """Return the parameter or buffer with the storage at an address, or None."""
-        if (found := self._by_storage.get(storage)) is not None:
-            return found
+        if (tensor := self._by_storage.get(storage)) is not None:
+            return tensor
         return next((x for x in self._freed if x.untyped_storage()._cdata == storage), None)
 
     def is_copied(self, tensor: Tensor) -> bool:

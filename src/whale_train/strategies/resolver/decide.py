@@ -57,15 +57,16 @@ from whale_train.strategies.stages.micro_batches import (
 from whale_train.strategies.stages.offloading import (
     around_recomputed,
     blocks_to_offload,
-    transfer_seconds_by_byte,
+    transfer_times,
 )
 from whale_train.strategies.stages.p2p import P2PCosts
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
 from whale_train.strategies.stages.recomputation import (
     Units,
+    all_blocks,
     described,
     in_order_of_worth,
-    seconds_by_byte,
+    second_forward_s,
     units_asked_for,
 )
 from whale_train.strategies.stages.split_names import why_whole
@@ -320,8 +321,8 @@ def _decided(
 
 def _cheaper_first(job: PlanningContext, cut: Chunked) -> Sequence[bool]:
     """Return the open choices in the order in which they are made: False for the blocks that are
-    recomputed, True for those that are offloaded. Where a stage leaves both open, the choice with
-    fewer seconds for a byte comes first."""
+    recomputed, True for those that are offloaded. Where a stage leaves both open, the one that adds
+    fewer seconds comes first: both free about the same bytes of a block."""
     both = [
         n
         for n, stage in enumerate(job.form.stages)
@@ -329,11 +330,13 @@ def _cheaper_first(job: PlanningContext, cut: Chunked) -> Sequence[bool]:
     ]
     if not both or job.cluster.on_cpu:
         return (False, True)
-    stage = both[0]
-    device = job.cluster.devices[job.replicas[stage][0][0]]
-    again = seconds_by_byte(job, [chunk for chunk in cut.chunks if chunk.stage == stage])
-    sends = transfer_seconds_by_byte(device, on_cpu=job.cluster.on_cpu)
-    return (True, False) if sends < again else (False, True)
+    chunks = [chunk for chunk in cut.chunks if chunk.stage == both[0]]
+    device = job.cluster.devices[job.replicas[both[0]][0][0]]
+    names = [name for chunk in chunks for name in chunk.slice.operations]
+    samples = max(1, job.training.global_batch // job.form.copies)
+    sent = transfer_times(job, names, all_blocks(job, chunks), (), device, samples)
+    sends_first = sent.total / samples < second_forward_s(job, chunks)
+    return (True, False) if sends_first else (False, True)
 
 
 def _with_fewest(
@@ -556,6 +559,7 @@ def _explained_offload(
             here = [chunk for chunk in chunks if chunk.stage == stage]
             text = described(job, here, chosen).replace("full", "cpu")
             reason = f"activations {'do not fit' if chosen else 'fit'}"
+            reason += ", with what is recomputed" if stage in decided.recomputed else ""
             yield Decision(form.offload_path, text, "none" if chosen else "cpu", reason)
 
 

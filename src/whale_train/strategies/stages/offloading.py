@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.cost.op_work import PartOfValue
+from whale_train.strategies.cost.op_work import PartOfValue, whole
 from whale_train.strategies.cost.roofline import Times, fetch_time_s
 from whale_train.strategies.graph.operation_graph import HELD, OWN, unit_of
 from whale_train.strategies.graph.saved_tensors import SENT_BYTES, kept
@@ -53,7 +53,7 @@ def transfer_times(
     again: Container[str],
     device: Device,
     samples: int,
-    part: PartOfValue,
+    part: PartOfValue = whole,
 ) -> Times:
     """Return the seconds that the copies to the host and back add to the operations `names`.
 
@@ -85,11 +85,6 @@ def transfer_times(
         backward = times.total - times.forward
         total += Times(max(0.0, seconds - times.forward), max(0.0, seconds - backward))
     return total
-
-
-def transfer_seconds_by_byte(device: Device, *, on_cpu: bool) -> float:
-    """Return the seconds of sending a byte to the host and back."""
-    return 2 * fetch_time_s(1.0, [device], on_cpu)
 
 
 def _faults(job: PlanningContext, stage: int) -> list[Fault]:

@@ -70,12 +70,9 @@ def in_order_of_worth(job: PlanningContext, chunks: Sequence[StageChunk]) -> tup
     return tuple(sorted(worth, key=lambda block: -rounded[block]))  # a stable sort
 
 
-def seconds_by_byte(job: PlanningContext, chunks: Sequence[StageChunk]) -> float:
-    """Return the seconds of forwards for each byte that recomputing all blocks of `chunks`
-    frees; 0 where nothing is freed."""
-    worth = _worth(job, chunks).values()
-    freed = sum(num_bytes for num_bytes, _ in worth)
-    return sum(seconds for _, seconds in worth) / freed if freed > 0 else 0.0
+def second_forward_s(job: PlanningContext, chunks: Sequence[StageChunk]) -> float:
+    """Return the seconds of a sample's forward in all blocks of `chunks`."""
+    return sum(seconds for _, seconds in _worth(job, chunks).values())
 
 
 def key_of_units(job: PlanningContext, chunk: StageChunk, units: frozenset[str]) -> object:
