@@ -174,7 +174,7 @@ class HostCopies:
     def _packed(
         self, tensor: Tensor, here: _Pass, weights: "_Weights"
     ) -> Tensor | _Sent | _OfWeight:
-        """Send `tensor`, which the forward `here` saves, and return what stands for it in autograd."""
+        """Send `tensor`, which the forward `here` saves, and return its stand-in for autograd."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()

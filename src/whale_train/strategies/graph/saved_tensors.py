@@ -146,8 +146,8 @@ def halves(graph: OperationGraph) -> frozenset[str]:
 
 # Operations that autocast, or a careful model, runs in fp32.
 _WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-# The smallest tensor that is sent to the host: at the 12 GB/s of a nominal link 83 us, which is well
-# above what it takes to begin a copy.
+# The smallest tensor that is sent to the host: 83 us at the 12 GB/s of a nominal link, well above
+# what it takes to begin a copy.
 SENT_BYTES = 1_000_000
 _CAST = -3  # in keys of `kept`: the 16-bit copy that a product has made of a wider value
 
