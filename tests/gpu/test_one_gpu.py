@@ -75,3 +75,37 @@ def test_memory_is_what_was_planned_and_rehearsed(
     (kind,) = json.loads((run_dir / "rehearsal.json").read_text())["kinds"]
     assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=0.10)
     assert found["peak_bytes"] == pytest.approx(sum(kind["peak_bytes"].values()), rel=0.10)
+
+
+SENT = "strategy.graph={replicate: {offload: {activations: cpu}}}"
+
+
+def test_what_is_saved_travels_beside_the_work(tmp_path: Path) -> None:
+    """Copies to the host and back are of pinned memory, on a stream without kernels, in a step that
+    waits for nothing and needs the memory that was planned."""
+    overrides = (*WIDE, SENT, "train.precision=bf16", "train.global_batch=32")
+    found = of_a_rank(tmp_path, *overrides)
+    assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=0.10)
+    run_dir = tmp_path / "run"
+    done = whale_train(run_dir, *overrides, "train.profile=[3,4]")
+    assert done.returncode == 0, done.stderr[-4000:]
+    events = json.loads((run_dir / "profile" / "rank_0.json").read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    computing = {event["args"]["stream"] for event in kernels}
+    for way in ("DtoH", "HtoD"):
+        copies = [
+            event
+            for event in events
+            if event.get("cat") == "gpu_memcpy"
+            and way in event["name"]
+            and event["args"]["bytes"] >= 1_000_000
+        ]
+        assert copies
+        assert all("Pinned" in event["name"] for event in copies)
+        assert computing.isdisjoint(event["args"]["stream"] for event in copies)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_offloaded_activations_are_one_process(precision: str, tmp_path: Path) -> None:
+    overrides = (*WIDE, SENT, f"train.precision={precision}")
+    assert not verdict(tmp_path / "run", *overrides)
