@@ -17,8 +17,8 @@ from whale_train.strategies.graph.rewrites import Rewrite
 from whale_train.strategies.graph.saved_tensors import View, halves, kept
 from whale_train.strategies.memory.liveness import (
     MemoryPoint,
+    profile_by_unit,
     profile_forward_backward,
-    profile_with_recompute,
 )
 
 HIDDEN = (Size(0, 1), Size(8))  # 32 bytes a sample
@@ -93,7 +93,7 @@ def test_of_a_part_a_part_is_kept() -> None:
 
 
 def test_computed_again_keeps_what_enters_a_block() -> None:
-    run = profile_with_recompute(View(CHAIN), NAMES, GRADIENTS, {"blocks.0", "blocks.1"})
+    run = profile_by_unit(View(CHAIN), NAMES, GRADIENTS, {"blocks.0", "blocks.1"})
     assert run.kept == 32.0  # g enters blocks.1, and the loss keeps nothing; x is the batch's
     assert run.gradients == 512.0
     assert max(moment.values for moment in run.first) <= 96 + 3 * 32
