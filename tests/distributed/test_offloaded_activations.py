@@ -38,6 +38,11 @@ SENT = "offload: {activations: cpu}"
         ("{{replicate: {{degree: 1, {0}, of: {{split: {{}}}}}}}}", ()),
         pytest.param("{{replicate: {{{0}}}}}", ("train.compile=true",), marks=pytest.mark.full),
         pytest.param(
+            "{{replicate: {{{0}}}}}",
+            ("train.precision=bf16", "train.global_batch=16"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             "{{replicate: {{degree: 1, {0}, of: {{pipeline: {{stages: 2, micro_batches: 2}}}}}}}}",
             ("train.global_batch=16",),
             marks=pytest.mark.full,
