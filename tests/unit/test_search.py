@@ -66,6 +66,7 @@ def test_the_order_of_nodes_does_not_matter(
 
 @settings(max_examples=examples(15), deadline=None)
 @given(clusters(least=2), st.sampled_from(PROFILES), st.sampled_from(NETWORKS))
+@pytest.mark.full
 def test_more_devices_are_never_slower(
     nodes: Sequence[Sequence[Device]], profile: ModelProfile, network: float
 ) -> None:
