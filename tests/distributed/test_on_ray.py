@@ -153,7 +153,6 @@ def test_nothing_is_left_when_the_command_is_killed(job: Job, cluster: str) -> N
     assert_nothing_left(job)
 
 
-@pytest.mark.full
 def test_what_the_cluster_has_not_is_refused(job: Job, cluster: str) -> None:
     address = cluster.partition(":")[0]
     start(job, cluster, "launcher.placement_s=1", "launcher.threads=2")
