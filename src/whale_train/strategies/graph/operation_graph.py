@@ -34,6 +34,8 @@ Shape = tuple[Size, ...]
 # The targets of parameters (`frozen` ones are not trained), and of all tensors that a model holds.
 WEIGHTS = ("parameter", "frozen")
 HELD = (*WEIGHTS, "buffer")
+# The targets of operations that compute nothing.
+GIVEN = (*HELD, "input", "output", "graph")
 
 # Used in place of an input's index: the operation's own value, and a tensor that is not the value
 # of any operation, such as statistics and masks.
@@ -143,7 +145,7 @@ def blocks_of(operations: Iterable[Operation]) -> tuple[str, ...]:
     innermost entry of a list that has modules of its own. A list of single layers inside a block,
     such as a Sequential, is part of the block; entries without modules are blocks where they run
     several operations."""
-    paths = [x.module for x in operations if x.target not in (*HELD, "input", "output", "graph")]
+    paths = [x.module for x in operations if x.target not in GIVEN]
     counts = Counter(paths)
     has_modules = {
         ".".join(parts[:number])

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain, groupby
 
 from whale_train.strategies.graph.operation_graph import (
-    HELD,
+    GIVEN,
     INSIDE,
     OWN,
     Operation,
@@ -75,7 +75,7 @@ def profile_forward_backward(
     own_gradients: names of the operations that compute their weights' gradients themselves.
     """
     graph = view.graph
-    computed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
+    computed = [graph[name] for name in operations if graph[name].target not in GIVEN]
     saved = [list(saved_by(view, operation)) for operation in computed]
     values: dict[tuple[str, int], float] = {}
     for key, num_bytes in chain.from_iterable(saved):
@@ -113,7 +113,7 @@ def profile_with_recompute(
     The other arguments are those of `profile_forward_backward`.
     """
     graph = view.graph
-    computed = [name for name in operations if graph[name].target not in _GIVEN]
+    computed = [name for name in operations if graph[name].target not in GIVEN]
     crossed = {graph.memory_of[name] for name in (*takes, *gives)}
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[MemoryPoint] = []
@@ -128,7 +128,7 @@ def profile_with_recompute(
         before = sum(values.values())
         own = kept(view, names)
         if unit:
-            enters = [x for x in read - inside if graph[x].target not in _GIVEN]
+            enters = [x for x in read - inside if graph[x].target not in GIVEN]
             values |= {(x, OWN): view.num_bytes(x) for x in enters}
             known = sum(num_bytes for key, num_bytes in own.items() if key in values)
             before = sum(values.values()) - known  # values that enter stay, and are not kept twice
@@ -161,7 +161,6 @@ def _runs(
     return [(unit, list(names)) for (unit, _), names in groupby(operations, key=place)]
 
 
-_GIVEN = (*HELD, "input", "output", "graph")
 # Operations that pass their gradient on unchanged, to every value they add.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
 
