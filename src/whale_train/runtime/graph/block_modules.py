@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.base.recompute import Recomputed
 from whale_train.runtime.graph.shard_rng import SharedRandom
-from whale_train.strategies.graph.operation_graph import unit_of
+from whale_train.strategies.graph.block_paths import unit_of
 
 
 class BlockModule(nn.Module):

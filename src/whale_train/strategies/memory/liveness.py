@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
 
+from whale_train.strategies.graph.block_paths import block_of, unit_of
 from whale_train.strategies.graph.operation_graph import (
     GIVEN,
     INSIDE,
     OWN,
     Operation,
     OperationGraph,
-    block_of,
-    unit_of,
 )
 from whale_train.strategies.graph.saved_tensors import View, kept, saved_by
 

@@ -14,7 +14,12 @@ from typing import Literal
 
 from whale_train.errors import Fault, PlanError, nearest
 from whale_train.strategies.grammar.recompute import Recompute
-from whale_train.strategies.graph.operation_graph import GIVEN, HELD, OWN, blocks_of, unit_of
+from whale_train.strategies.graph.block_paths import blocks_of, unit_of
+from whale_train.strategies.graph.operation_graph import (
+    GIVEN,
+    HELD,
+    OWN,
+)
 from whale_train.strategies.graph.saved_tensors import kept
 from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk
