@@ -9,12 +9,16 @@
 # What to do: repeat the signal until the job has ended, and have tasks heed it once. Name the state
 # (`scancel --state=RUNNING --signal=USR2 JOB`), and `scancel --state=PENDING JOB` for one that waits.
 #
-# Needs root, slurm-wlm and munge; starts a controller and a node of its own.
+# Needs root, slurm-wlm 22.05.8 and munge; starts a controller and a node of its own.
 # Exits 0 while Slurm behaves so, 1 when it no longer does.
 set -eu
 for tool in slurmctld slurmd munged mungekey sbatch; do
     command -v "$tool" > /dev/null || { echo "needs $tool: apt-get install slurm-wlm munge"; exit 2; }
 done
+case $(slurmctld -V) in
+    *" 22.05.8") slurmctld -V ;;
+    *) echo "seen with 22.05.8, and here is $(slurmctld -V)"; exit 2 ;;
+esac
 folder=$(mktemp -d)
 started=""
 trap 'for pid in $started; do kill "$pid" 2> /dev/null || true; done; sleep 2; rm -rf "$folder"' EXIT

@@ -178,7 +178,8 @@ MODEL = (
         "batch_too_large",
         f"train.global_batch=1000000 {ON_P100}",
         "train.global_batch=1000000 is {any} samples ({any} TB) more than the memory of "
-        "hardware=v100_p100_mix holds under strategy=dp; use at most {any}, or more ZeRO",
+        "hardware=v100_p100_mix holds under strategy=dp; use at most {any}, more ZeRO, or "
+        "recompute: auto",
     ),
 )
 

@@ -62,7 +62,7 @@ STRATEGY = (
         "near_strategy_key",
         "strategy.graph.replicate.zreo=1",
         "strategy.graph.replicate.zreo is not a key here; did you mean zero? One of: degree, "
-        "modules, of, offload, zero",
+        "modules, of, offload, recompute, zero",
     ),
     Case(
         "offload_without_zero",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from whale_train.strategies.graph.block_paths import blocks_of, unit_of
 from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     OWN,
@@ -10,8 +11,6 @@ from whale_train.strategies.graph.operation_graph import (
     OperationGraph,
     Ref,
     Size,
-    blocks_of,
-    unit_of,
 )
 from whale_train.strategies.graph.rewrites import Rewrite
 from whale_train.strategies.graph.saved_tensors import View, halves, kept

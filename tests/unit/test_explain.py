@@ -176,3 +176,16 @@ def test_a_file_may_write_a_node_by_its_name_alone() -> None:
     written = [x.setting.written for x in reliefs(Setting({"graph": stages}, mixed(), training()))]
     recomputing = [{"stage": {"recompute": "full"}}] * 2
     assert any(x["graph"]["pipeline"]["stages"] == recomputing for x in written if "graph" in x)
+
+
+def test_copies_and_splits_recompute_and_what_is_beside_copies_does_as_they_do() -> None:
+    def changes(graph: Any) -> list[str]:
+        return [x.change for x in reliefs(Setting({"graph": graph}, mixed(), training()))]
+
+    again = {"recompute: full", "recompute: none"}
+    for primitive in ("replicate", "split"):
+        said = changes({primitive: {"recompute": "auto"}})
+        assert {f"{primitive}: {x}" for x in again} <= set(said)
+    said = changes([{"replicate": {}}, {"split": {"modules": "head"}}])
+    assert "replicate: recompute: full" in said
+    assert not any(x.startswith("split: recompute") for x in said)

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.pairs import examples
 from tests.unit.operation_graphs import Sketch, gpt
@@ -66,6 +66,7 @@ def test_the_order_of_nodes_does_not_matter(
 
 @settings(max_examples=examples(15), deadline=None)
 @given(clusters(least=2), st.sampled_from(PROFILES), st.sampled_from(NETWORKS))
+@example([[SLOW] * 2, [SLOW], [SLOW] * 2], gpt(), 1e9)  # three of them are the fastest
 def test_more_devices_are_never_slower(
     nodes: Sequence[Sequence[Device]], profile: ModelProfile, network: float
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.pairs import examples
 
 from whale_train.errors import Fault
+from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     Operation,
@@ -21,7 +22,6 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.partition.pipeline_partition import (
     Sequenced,
     balanced,
-    block_of,
     is_inside,
     sequenced,
     sliced,

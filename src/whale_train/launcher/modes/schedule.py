@@ -15,6 +15,7 @@ from whale_train.launcher.compose.command_line import parsed_flags, parsed_overr
 from whale_train.launcher.job_end import JobEnd
 from whale_train.launcher.planning.devices.devices_here import HostPlacement
 from whale_train.launcher.planning.devices.placing import place_of, this_host_of
+from whale_train.launcher.ranks.on_ray.bundles import threads_of_a_rank
 from whale_train.launcher.ranks.run_dir import write_environment, write_json
 from whale_train.launcher.ranks.run_files import make_run_dir
 from whale_train.launcher.ranks.stop_signals import StopSignals
@@ -22,7 +23,7 @@ from whale_train.launcher.schedule.job_file import read_jobs
 from whale_train.launcher.schedule.job_process import HostStarter
 from whale_train.launcher.schedule.job_starter import JobStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, planned_job
-from whale_train.launcher.schedule.ray_jobs import ray_starter, threads_on_ray
+from whale_train.launcher.schedule.ray_jobs import ray_starter
 from whale_train.launcher.schedule.running_jobs import LiveJob, RunningJobs
 from whale_train.launcher.schedule.slurm_jobs import slurm_starter, threads_on_slurm
 from whale_train.launcher.schedule.submissions import read_trace
@@ -77,7 +78,7 @@ def schedule_jobs(
         hardware += threads_on_slurm(request.launcher) if place.cluster.on_cpu else []
         starter = slurm_starter(request, hardware, run_dir / SLURM)
     elif request.launcher.kind == "ray":
-        hardware.append(f"launcher.threads={threads_on_ray(request)}")
+        hardware.append(f"launcher.threads={threads_of_a_rank(request)}")
         starter = ray_starter(request, hardware, signals)
     else:
         if place.device == "cpu" and not options.simulate:  # jobs share the cores
@@ -89,10 +90,8 @@ def schedule_jobs(
     faults: list[Fault] = []
     for number, job in enumerate(asked):
         if not starter.may_hold(job.entry.devices):
-            rule, remedy = (
-                "is neither part of a node nor whole nodes",
-                "use " + ", ".join(map(str, counts)),
-            )
+            rule = "is neither part of a node nor whole nodes"
+            remedy = f"use {', '.join(map(str, counts))}"
             at = f"jobs[{number}].devices"
             faults.append(Fault(at, str(job.entry.devices), rule, remedy))
     if faults:

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from whale_train.config import Request
 from whale_train.launcher.job_end import EXIT_STATUS
-from whale_train.launcher.schedule.job_files import end_of_log, last_step, log_of, step_s_after
+from whale_train.launcher.schedule.job_files import (
+    end_of_log,
+    has_stepped_after,
+    last_step,
+    log_of,
+)
 from whale_train.launcher.schedule.job_starter import Ended
 from whale_train.launcher.schedule.planned_job import counts_of
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
@@ -70,16 +75,6 @@ class TrainingProcess:
         """Return False: a process of this host runs at once."""
         return False
 
-    @property
-    def has_stepped(self) -> bool:
-        """Return whether this attempt has finished a step."""
-        return last_step(self.run_dir) > self.began_step
-
-    def step_s(self) -> float | None:
-        """Return the median time of this attempt's steps, in seconds; None before there are enough
-        of them."""
-        return step_s_after(self.run_dir, self.began_step)
-
     def ended(self) -> Ended | None:
         """Return the status with which the process ended, or None while it runs."""
         status = self.process.poll()
@@ -90,8 +85,9 @@ class TrainingProcess:
             return "interrupted"
         end = named.get(status, "failed")
         # Ranks that were told to stop while they were joining leave each other waiting.
-        is_unborn = end == "failed" and self.is_stopping and not self.has_stepped
-        return "interrupted" if is_unborn else end
+        if end == "failed" and self.is_stopping:
+            return "failed" if has_stepped_after(self.run_dir, self.began_step) else "interrupted"
+        return end
 
     def said(self) -> str:
         """Return the end of what the job has printed."""

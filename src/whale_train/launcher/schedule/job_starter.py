@@ -39,19 +39,9 @@ class JobAttempt(Protocol):
         ...
 
     @property
-    def has_stepped(self) -> bool:
-        """Return whether this attempt has finished a step."""
-        ...
-
-    @property
     def is_queued(self) -> bool:
         """Return whether the job waits in a queue of the engine that runs it, without devices. To
         the schedule it holds them."""
-        ...
-
-    def step_s(self) -> float | None:
-        """Return the median time of this attempt's steps, in seconds; None before there are enough
-        of them."""
         ...
 
     def ended(self) -> Ended | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.planning.devices.machine import threads_asked
 from whale_train.launcher.python.overrides import overrides_of
 from whale_train.launcher.ranks.on_ray.bundles import bundles_of
 from whale_train.launcher.ranks.on_ray.ray_cluster import connected, living_nodes, placed
@@ -129,8 +128,3 @@ def ray_starter(request: Request, hardware: Sequence[str], signals: StopSignals)
                 ids = tuple(node.id for node in group.nodes)
     overrides = tuple(x for x in hardware if x.partition("=")[0] not in _NUMBERS)
     return RayStarter(overrides, entries, launcher, ids)
-
-
-def threads_on_ray(request: Request) -> int:
-    """Return the number of threads of each rank, which has as many CPUs."""
-    return request.launcher.threads or threads_asked() or 1

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.schedule.job_files import last_step
+from whale_train.launcher.schedule.job_files import has_stepped_after, last_step, step_s_after
 from whale_train.launcher.schedule.job_starter import JobAttempt, JobStarter
 from whale_train.launcher.schedule.planned_job import PlannedJob, StepTimes
 from whale_train.strategies.cluster_scheduling.schedulable_job import (
@@ -211,7 +211,7 @@ class RunningJobs:
                 job.first_step_s = self.now_s
             if job.stopped_at_s is None or job.process is None or job.process.is_stopping:
                 continue
-            if job.process.has_stepped:
+            if has_stepped_after(job.run_dir, job.process.began_step):
                 took_s = self.now_s - job.stopped_at_s - job.queued_s
                 self.measured_s.append(took_s)
                 job.stopped_at_s = None
@@ -219,8 +219,10 @@ class RunningJobs:
     def _refit(self) -> None:
         """Correct the speed of each running job by the steps that it has taken."""
         for job in self.jobs:
-            seconds = None if job.process is None else job.process.step_s()
-            if seconds is None or job.process is None:
+            if job.process is None:
+                continue
+            seconds = step_s_after(job.run_dir, job.process.began_step)
+            if seconds is None:
                 continue
             times = job.planned.job.throughput
             assert isinstance(times, StepTimes)

@@ -23,7 +23,12 @@ from whale_train.launcher.ranks.on_slurm import (
     submit,
 )
 from whale_train.launcher.ranks.slurm_queue import ENDED, cancel, notify, queue_states
-from whale_train.launcher.schedule.job_files import end_of_log, last_step, log_of, step_s_after
+from whale_train.launcher.schedule.job_files import (
+    end_of_log,
+    has_stepped_after,
+    last_step,
+    log_of,
+)
 from whale_train.launcher.schedule.job_starter import Ended
 from whale_train.launcher.schedule.slurm_nodes import SlurmNodes
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
@@ -98,16 +103,6 @@ class SlurmProcess:
         """Return whether the job waits for nodes."""
         return self.state in _QUEUED
 
-    @property
-    def has_stepped(self) -> bool:
-        """Return whether this attempt has finished a step."""
-        return last_step(self.run_dir) > self.began_step
-
-    def step_s(self) -> float | None:
-        """Return the median time of this attempt's steps, in seconds; None before there are enough
-        of them."""
-        return step_s_after(self.run_dir, self.began_step)
-
     def stop(self) -> None:
         """Tell the job to save a checkpoint and end; cancel it if it has no nodes yet."""
         if not self.is_stopping and self.ended() is None:
@@ -155,7 +150,7 @@ class SlurmProcess:
         now_s = time.monotonic()
         if self._has_result():
             self._result_s = self._result_s or now_s
-            leaving_s = _LEAVING_S if self.has_stepped else 0.0
+            leaving_s = _LEAVING_S if self._has_stepped() else 0.0
             if now_s - self._result_s >= leaving_s and not self._is_cut_short:
                 self._is_cut_short = True
                 cancel(self.job.job_id)
@@ -176,9 +171,12 @@ class SlurmProcess:
         if status == "interrupted" or self.state == "PREEMPTED":  # by Slurm, where not by us
             self.is_stopping = True
             return "interrupted"
-        if status == "failed" and self.is_stopping and not self.has_stepped:
+        if status == "failed" and self.is_stopping and not self._has_stepped():
             return "interrupted"  # told before it could save, when there was nothing to save
         return status
+
+    def _has_stepped(self) -> bool:
+        return has_stepped_after(self.run_dir, self.began_step)
 
     def _has_result(self) -> bool:
         """Return whether rank 0's command has ended."""

@@ -23,7 +23,7 @@ OWN_SOURCES = (  # the code that makes a profile and writes it
     *sorted((_PACKAGE / "models").rglob("*.py")),
     *(
         _PACKAGE / "strategies" / "graph" / f"{name}.py"
-        for name in ("saved_tensors", "operation_graph", "profile_json", "rewrites")
+        for name in ("saved_tensors", "operation_graph", "block_paths", "profile_json", "rewrites")
     ),
     *(
         _PACKAGE / f"{name}.py"

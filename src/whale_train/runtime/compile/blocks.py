@@ -17,7 +17,7 @@ from whale_train.models.export.export import model_path
 from whale_train.runtime.base.recompute import is_second_run
 from whale_train.runtime.compile.compiler import Compiler, are_operations_seen
 from whale_train.runtime.kernels.sync_batch_norm import GlobalBatchNorm
-from whale_train.strategies.graph.operation_graph import is_repeated
+from whale_train.strategies.graph.block_paths import is_repeated
 
 
 def compile_blocks(module: nn.Module, compiler: Compiler) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.kernels.rms_norm import rms_norm
-from whale_train.strategies.graph.operation_graph import is_repeated, unit_of
+from whale_train.strategies.graph.block_paths import is_repeated, unit_of
 
 _FEWEST = 2  # the least number of computing operations for which a region is worth its call
 

@@ -17,7 +17,7 @@ from whale_train.runtime.base.host_copies import HostCopies
 from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.base.recompute import Recomputed
 from whale_train.runtime.graph.shard_rng import SharedRandom
-from whale_train.strategies.graph.operation_graph import unit_of
+from whale_train.strategies.graph.block_paths import unit_of
 
 
 class BlockModule(nn.Module):

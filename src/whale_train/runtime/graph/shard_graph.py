@@ -44,7 +44,7 @@ from whale_train.runtime.loss.graph_losses import (
     plain_loss,
     smoothing,
 )
-from whale_train.strategies.graph.operation_graph import block_of
+from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.rewrites import OVERLAPPED_ROWS
 from whale_train.strategies.layouts.types import BATCH
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment

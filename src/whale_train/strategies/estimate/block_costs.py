@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from whale_train.strategies.cost.op_work import Work
 from whale_train.strategies.cost.resharding import cast_times
 from whale_train.strategies.cost.roofline import Times, whole_times, work_times
-from whale_train.strategies.graph.operation_graph import is_repeated
+from whale_train.strategies.graph.block_paths import is_repeated
 from whale_train.strategies.graph.saved_tensors import kept
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import Assignment, Layout, R, Shard

@@ -138,15 +138,17 @@ def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Clus
     return replace(cluster, nodes=tuple(map(of, cluster.nodes)), fewer={})
 
 
-def _graphs(graph: Graph) -> Iterator[tuple[str, Graph]]:
-    """Yield graphs that differ from `graph` in one node, each with the change in words."""
+def _graphs(graph: Graph, *, beside: bool = False) -> Iterator[tuple[str, Graph]]:
+    """Yield graphs that differ from `graph` in one node, each with the change in words. `beside` is
+    True for a node in a list of nodes that share devices."""
     if isinstance(graph, list) and len(graph) > 1 and all(x == graph[0] for x in graph):
         for change, changed in _graphs(graph[0]):  # of equal stages, all are changed alike
             yield change, [changed] * len(graph)
         return
     if isinstance(graph, list):
+        shared = any(_node(node)[0] == "replicate" for node in graph)
         for place, node in enumerate(graph):
-            for change, changed in _graphs(node):
+            for change, changed in _graphs(node, beside=shared):
                 yield change, [*graph[:place], changed, *graph[place + 1 :]]
         return
     primitive, body = _node(graph)
@@ -158,6 +160,9 @@ def _graphs(graph: Graph) -> Iterator[tuple[str, Graph]]:
     }
     for change, changed in changes[primitive](body):
         yield f"{primitive}: {change}", {primitive: changed}
+    if primitive == "replicate" or (primitive == "split" and not beside):
+        for change, changed in _recomputing_more(body):
+            yield f"{primitive}: {change}", {primitive: changed}
     inside = "stages" if primitive == "pipeline" else "of"
     if isinstance(body.get(inside), list | dict | str):
         for change, changed in _graphs(body[inside]):
@@ -174,9 +179,7 @@ def _node(given: Mapping[str, Any] | str) -> tuple[str, dict[str, Any]]:
 
 
 def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changes of a `replicate`: its number of copies, ZeRO, what is kept on the host, what is
-    recomputed."""
-    yield from _recomputing_more(body)
+    """Yield changes of a `replicate`: its number of copies, ZeRO, what is kept on the host."""
     if "degree" in body:
         yield "no degree", {key: value for key, value in body.items() if key != "degree"}
     zero = body.get("zero", 0)
@@ -198,9 +201,7 @@ def _of_copies(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_splits(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changes of a `split`: its number of devices, the patterns given by hand, what is
-    recomputed."""
-    yield from _recomputing_more(body)
+    """Yield changes of a `split`: its number of devices, the patterns given by hand."""
     for degree in (2, 4, 8):
         if degree != body.get("degree"):
             yield f"degree: {degree}", {**body, "degree": degree}

@@ -5,8 +5,7 @@ plan, the cost model and the runtime's rewrites share. Sizes that depend on the 
 of it (`Size(0, 16)` is 16 x batch); everything is *per sample* unless its name says otherwise.
 """
 
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -34,6 +33,8 @@ Shape = tuple[Size, ...]
 # The targets of parameters (`frozen` ones are not trained), and of all tensors that a model holds.
 WEIGHTS = ("parameter", "frozen")
 HELD = (*WEIGHTS, "buffer")
+# The targets of operations that compute nothing.
+GIVEN = (*HELD, "input", "output", "graph")
 
 # Used in place of an input's index: the operation's own value, and a tensor that is not the value
 # of any operation, such as statistics and masks.
@@ -120,55 +121,6 @@ class Operation:
         for _, argument in self.kwargs:
             visit(argument)
         return tuple(names)
-
-
-def block_of(module: str) -> str:
-    """Return the path of the block that a module belongs to.
-
-    It is the module's path up to the last number (`encoder.layers.3`), as lists of equal blocks are
-    named. A path without a number is returned unchanged.
-    """
-    parts = module.split(".")
-    numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbered[-1] + 1]) if numbered else module
-
-
-def is_repeated(block: str) -> bool:
-    """Return True if a block is an entry of a list of blocks, as in deep models."""
-    return any(part.isdecimal() for part in block.split("."))
-
-
-def blocks_of(operations: Iterable[Operation]) -> tuple[str, ...]:
-    """Return the paths of a model's repeated blocks, in the order they run: of each module, the
-    innermost entry of a list that has modules of its own. A list of single layers inside a block,
-    such as a Sequential, is part of the block; entries without modules are blocks where they run
-    several operations."""
-    paths = [x.module for x in operations if x.target not in (*HELD, "input", "output", "graph")]
-    counts = Counter(paths)
-    has_modules = {
-        ".".join(parts[:number])
-        for parts in (path.split(".") for path in counts)
-        for number in range(1, len(parts))
-    }
-    block: dict[str, str] = {}
-    for path in counts:
-        parts = path.split(".")
-        entries = [".".join(parts[: i + 1]) for i, x in enumerate(parts) if x.isdecimal()]
-        within = [entry for entry in entries if entry in has_modules]
-        several = [entry for entry in entries if counts[entry] > 1]
-        block[path] = (within or several or [""])[-1]
-    return tuple(dict.fromkeys(block[path] for path in paths if block[path]))
-
-
-def unit_of(module: str, units: Container[str]) -> str:
-    """Return the outermost of `units`, paths of modules, that the module at a path is part of; ''
-    where it is part of none."""
-    end = module.find(".")
-    while end >= 0:
-        if module[:end] in units:
-            return module[:end]
-        end = module.find(".", end + 1)
-    return module if module in units else ""
 
 
 def kind_of(operation: Operation) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.operation_graph import (
     HELD,
     LOOKUP,
@@ -19,7 +20,6 @@ from whale_train.strategies.graph.operation_graph import (
     Operation,
     OperationGraph,
     Ref,
-    block_of,
     kind_of,
 )
 

@@ -11,6 +11,7 @@ from functools import cache
 from types import MappingProxyType
 
 from whale_train.strategies.graph.operation_graph import (
+    GIVEN,
     INSIDE,
     LOWERED,
     OWN,
@@ -164,6 +165,13 @@ def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
         for key, num_bytes in saved_by(view, view.graph[name]):
             saved.setdefault(key, num_bytes)
     return saved
+
+
+def entering_values(graph: OperationGraph, operations: Collection[str]) -> set[str]:
+    """Return the values that `operations` read and others compute, each by the name of the
+    operation that owns its storage."""
+    read = {graph.memory_of[x] for name in operations for x in graph[name].inputs}
+    return {x for x in read.difference(operations) if graph[x].target not in GIVEN}
 
 
 def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int], float]]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
+from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
-    block_of,
 )
 from whale_train.strategies.memory.liveness import ActivationProfile, MemoryPoint
 from whale_train.strategies.plan.plan import MemoryEstimate

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
 
+from whale_train.strategies.graph.block_paths import block_of, unit_of
 from whale_train.strategies.graph.operation_graph import (
-    HELD,
+    GIVEN,
     INSIDE,
     OWN,
     Operation,
     OperationGraph,
-    block_of,
-    unit_of,
 )
-from whale_train.strategies.graph.saved_tensors import View, kept, saved_by
+from whale_train.strategies.graph.saved_tensors import View, entering_values, kept, saved_by
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def profile_forward_backward(
     own_gradients: names of the operations that compute their weights' gradients themselves.
     """
     graph = view.graph
-    computed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
+    computed = [graph[name] for name in operations if graph[name].target not in GIVEN]
     saved = [list(saved_by(view, operation)) for operation in computed]
     values: dict[tuple[str, int], float] = {}
     for key, num_bytes in chain.from_iterable(saved):
@@ -120,7 +119,7 @@ def profile_by_unit(
     those of `profile_forward_backward`.
     """
     graph = view.graph
-    computed = [name for name in operations if graph[name].target not in _GIVEN]
+    computed = [name for name in operations if graph[name].target not in GIVEN]
     crossed = {graph.memory_of[name] for name in (*takes, *gives)}
     values = {(name, OWN): view.num_bytes(name) for name in crossed}
     forward: list[MemoryPoint] = []
@@ -129,7 +128,6 @@ def profile_by_unit(
     last: dict[tuple[str, int], float] = {}  # what the last offloaded module has sent
     for unit, is_sent, names in _runs(graph, computed, units, offloaded):
         inside = set(names)
-        read = {graph.memory_of[x] for name in names for x in graph[name].inputs}
         left = {graph.memory_of[x] for x in names if not inside.issuperset(graph.users[x])}
         run = profile_forward_backward(
             *(view, names, weights, (), left & inside), in_place, own_gradients
@@ -137,7 +135,7 @@ def profile_by_unit(
         own = kept(view, names)
         held = sum(values.values())
         before = held + sum(n for key, n in last.items() if key not in own)
-        enters = [x for x in read - inside if graph[x].target not in _GIVEN] if unit else []
+        enters = entering_values(graph, names) if unit else ()
         entering = {(x, OWN): view.num_bytes(x) for x in enters}
         if is_sent:
             saves = entering if unit else own
@@ -188,7 +186,6 @@ def _runs(
     return [(unit, bool(sent), list(names)) for (unit, sent, _), names in runs]
 
 
-_GIVEN = (*HELD, "input", "output", "graph")
 # Operations that pass their gradient on unchanged, to every value they add.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
 

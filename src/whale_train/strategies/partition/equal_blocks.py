@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from whale_train.strategies.cost.op_work import Works
+from whale_train.strategies.graph.block_paths import block_of, is_repeated
 from whale_train.strategies.graph.operation_graph import (
     HELD,
     WEIGHTS,
@@ -17,8 +18,6 @@ from whale_train.strategies.graph.operation_graph import (
     Operation,
     OperationGraph,
     Ref,
-    block_of,
-    is_repeated,
 )
 from whale_train.strategies.graph.rewrites import RewriteScope
 from whale_train.strategies.graph.saved_tensors import halves

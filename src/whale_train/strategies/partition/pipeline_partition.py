@@ -15,12 +15,12 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, closest
+from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.forward_state import updates_beside
 from whale_train.strategies.graph.operation_graph import (
     WEIGHTS,
     ModelProfile,
     OperationGraph,
-    block_of,
     value_bytes,
 )
 from whale_train.strategies.graph.saved_tensors import View, saved_by

@@ -6,9 +6,9 @@ its group, and how much memory that takes. All of this uses the operation graph,
 where nothing cuts it; no torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, PlanError
@@ -25,14 +25,18 @@ from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.boundary_search import Trial, shift_boundaries
 from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
+from whale_train.strategies.resolver.reasons import (
+    explained_chunks,
+    explained_devices,
+    explained_shares,
+    explained_sums,
+)
 from whale_train.strategies.resolver.refusals import refuse_model, refuse_own_losses, refuse_pieces
 from whale_train.strategies.resolver.write import (
     PlanDecisions,
     build_plan,
     simulated_step,
-    sums_in_two_levels,
 )
-from whale_train.strategies.schedule.apportion import even_shares
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
 from whale_train.strategies.schedule.orders import schedule
 from whale_train.strategies.simulate.prediction import Simulated
@@ -60,16 +64,14 @@ from whale_train.strategies.stages.offloading import (
     transfer_times,
 )
 from whale_train.strategies.stages.p2p import P2PCosts
-from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
+from whale_train.strategies.stages.placement import PlanningContext, form_of
 from whale_train.strategies.stages.recomputation import (
     Units,
     all_blocks,
-    described,
     in_order_of_worth,
     second_forward_s,
     units_asked_for,
 )
-from whale_train.strategies.stages.split_names import why_whole
 
 _Edges = Mapping[tuple[int, int], bool]
 
@@ -195,9 +197,9 @@ def _considered(
     assert step is not None
 
     def plan() -> Plan:
-        explained = [*decisions, *_explained_devices(job), *_explained_shares(job, decided.batches)]
-        explained += [*cut.decisions, *_explained(job, cut.chunks, decided)]
-        explained += _explained_sums(job, decided)
+        explained = [*decisions, *explained_devices(job), *explained_shares(job, decided.batches)]
+        explained += [*cut.decisions, *explained_chunks(job, cut.chunks, decided)]
+        explained += explained_sums(job, decided)
         explained += offload_decisions(
             _offload_path(job, decided), _contents(job, decided), look.found.kept, job.cluster
         )
@@ -395,8 +397,9 @@ def _fewest_blocks(
     high = {stage: len(order) for stage, order in blocks.items()}
     while any(high[stage] - low[stage] > 1 for stage in blocks):
         middle = {stage: (low[stage] + high[stage]) // 2 for stage in blocks}
-        tried = units({n: frozenset(blocks[n][: middle[n]]) for n in blocks})
-        memory = RankMemory(job, cut.chunks, cut.axes, decided.orders, *tried)
+        again, sent = units({n: frozenset(blocks[n][: middle[n]]) for n in blocks})
+        sent = around_recomputed(sent, again)
+        memory = RankMemory(job, cut.chunks, cut.axes, decided.orders, again, sent)
         over = stages_without_room(job, memory.of_batches(decided.batches))
         for stage, number in middle.items():
             if number == low[stage]:
@@ -463,112 +466,3 @@ def _orders(
             known[alike] = schedule(name, positions, owners, edges, count, durations, underway)
         orders.append(known[alike])
     return orders
-
-
-def _explained_devices(job: PlanningContext) -> Iterator[Decision]:
-    """Yield a decision on the degree that the request leaves open, if there is one."""
-    form, count = job.form, len(job.cluster.devices)
-    if form.added > 1:
-        reason = f"an outer replicate of {form.added} uses all {count} devices"
-        asked = str(form.copies // form.added)
-        yield Decision("strategy.graph", str(form.copies), asked, reason)
-    elif form.filled is not None:
-        reason = f"all devices of hardware={job.cluster.name}"
-        yield Decision(f"{form.filled}.degree", str(count), "", reason)
-
-
-def _explained_shares(job: PlanningContext, batches: Batches) -> Iterator[Decision]:
-    """Yield a decision on uneven shares of the batch, among replicas or among members that divide a
-    stage's samples."""
-    shares = [sum(stop - start for start, stop in of_copy) for of_copy in batches.samples]
-    if batches.members:
-        sharing = (next(filter(None, copy)) for copy in batches.members)
-        by_member = zip(*(of for copy in sharing for of in copy), strict=True)
-        shares = [sum(stop - start for start, stop in of) for of in by_member]
-    total, count = sum(shares), len(shares)
-    even = even_shares(total, count, [total] * count) or ()
-    if sorted(even) != sorted(shares):
-        reason = "each takes what it does in the time of the slowest, within its memory"
-        yield Decision("strategy.balance", _folded(shares), f"even {_folded(even)}", reason)
-
-
-def _explained_sums(job: PlanningContext, decided: PlanDecisions) -> Iterator[Decision]:
-    """Yield a decision where gradients are summed inside hosts first, with the longest of these
-    sums."""
-    sums = sums_in_two_levels(job, decided).values()
-    if sums:
-        longest = max(sums, key=lambda x: x.seconds)
-        reason = "gradients are summed inside each host, then across hosts, in "
-        reason += f"{in_seconds(longest.hierarchical_s)}; all at once takes "
-        reason += in_seconds(longest.flat_s)
-        yield Decision("train.all_reduce", "hierarchical", "flat", reason)
-
-
-def _folded(shares: Sequence[int]) -> str:
-    """Return shares as text, with runs of equal shares folded: `8 x 43, 8 x 25`."""
-    runs = ((len(list(equal)), share) for share, equal in groupby(shares))
-    return ", ".join(f"{times} x {share}" for times, share in runs)
-
-
-def _explained(
-    job: PlanningContext, chunks: Sequence[StageChunk], decided: PlanDecisions
-) -> Iterator[Decision]:
-    """Yield the decisions on recomputation, offloaded activations, heads, unsharded tensors, and
-    unused parameters."""
-    form, recomputed = job.form, decided.recomputed
-    yield from _explained_offload(job, chunks, decided)
-    for stage, asked in enumerate(form.stages):
-        if not asked.recompute.is_open:
-            continue
-        of_stage = [chunk for chunk in chunks if chunk.stage == stage]
-        chosen = described(job, of_stage, recomputed.get(stage, frozenset()))
-        rejected = "none" if stage in recomputed else "full"
-        reason = f"its activations {'do not fit' if stage in recomputed else 'fit'}"
-        if asked.recompute.mode == "memory":
-            reason = f"the fewest that keep {asked.recompute.share:.0%} of the activations"
-        yield Decision(asked.recompute.path, chosen, rejected, reason)
-    for chunk in chunks:
-        yield from _explained_head(job, chunk)
-        if chunk.sharded is None:
-            continue
-        path = form.stages[chunk.stage].path
-        for module in chunk.sharded.whole:
-            reason = f"{why_whole(job, chunk, module)}: every device of the group holds it whole"
-            yield Decision(f"{path} {module}", "whole", "sharded", reason)
-        for name in chunk.sharded.assignment.gathered:
-            reason = "no rule for it: it is given whole tensors, which is slower"
-            yield Decision(f"operation {name}", "whole", "sharded", reason)
-    for path in job.profile.unused_parameters:
-        reason = "the loss does not depend on it"
-        yield Decision(path, "not trained", "", reason)
-
-
-def _explained_offload(
-    job: PlanningContext, chunks: Sequence[StageChunk], decided: PlanDecisions
-) -> Iterator[Decision]:
-    """Yield the decisions on what blocks save: how many blocks send it to the host, where that is
-    open, and that it frees nothing on CPUs."""
-    for stage, form in enumerate(job.form.stages):
-        if form.offload == "none":
-            continue
-        chosen = decided.offloaded.get(stage, frozenset())
-        if job.cluster.on_cpu:
-            reason = "the memory of the host is that of its CPU processes"
-            yield Decision(form.offload_path, form.offload if chosen else "none", "", reason)
-        elif form.offload == "auto":
-            here = [chunk for chunk in chunks if chunk.stage == stage]
-            text = described(job, here, chosen).replace("full", "cpu")
-            reason = f"activations {'do not fit' if chosen else 'fit'}"
-            reason += ", with what is recomputed" if stage in decided.recomputed else ""
-            yield Decision(form.offload_path, text, "none" if chosen else "cpu", reason)
-
-
-def _explained_head(job: PlanningContext, chunk: StageChunk) -> Iterator[Decision]:
-    """Yield a decision that names the projection that is split as the head."""
-    if chunk.head is None:
-        return
-    split = job.form.stages[chunk.stage].split
-    assert split is not None
-    reason = f"the output projection of {job.profile.name}: {chunk.head.weight} with "
-    reason += f"{chunk.head.classes} classes"
-    yield Decision(f"{split.path}.modules", chunk.head.module or "(the model)", "", reason)

@@ -5,7 +5,7 @@ of one size, micro-batches by powers of two, at most two numbers of copies. Neig
 bound by that. Owns which changes there are; `improve.py` tries them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise, permutations, product
 
@@ -30,18 +30,21 @@ class Choices:
     space: the space of the search.
     beside: modules, or globs of modules, that may be split beside copies.
     weights: globs of the weights whose patterns may be given by hand.
+    sets: sets of devices that may be used.
     """
 
     space: Space
     beside: Sequence[str]
     weights: Sequence[str]
+    sets: frozenset[Devices]
 
 
 def choices_of(space: Space, findings: ModelAnalysis) -> Choices:
     """Return the choices for neighbours of candidates for a model. Weights of equal blocks have one
     glob, which stands for all of them."""
+    sets = frozenset(space.sets())
     if not (space.exported and space.splits):
-        return Choices(space, (), ())
+        return Choices(space, (), (), sets)
     elements: dict[str, int] = {}
     heads = {head.weight for head in findings.heads[:1]}
     for parameter in findings.profile.parameters:
@@ -53,7 +56,7 @@ def choices_of(space: Space, findings: ModelAnalysis) -> Choices:
     modules = [glob.rpartition(".")[0] for glob in weights if glob not in heads]
     parts = dict.fromkeys(module for module in modules if module)
     head = ["head"] if space.split_head else []
-    return Choices(space, [*head, *parts][:_WEIGHTS], weights)
+    return Choices(space, [*head, *parts][:_WEIGHTS], weights, sets)
 
 
 def _of_all_blocks(path: str) -> str:
@@ -123,13 +126,15 @@ def other_numbers(candidate: Candidate, choices: Choices) -> Iterator[Candidate]
 
 
 def other_stages(candidate: Candidate, choices: Choices) -> Iterator[Candidate]:
-    """Yield the candidates with other replicas, stages, splits, or another order of devices, out of
-    those in `general` form. Experts that are spread stay as they are. The resolver refuses some."""
+    """Yield the candidates with other replicas, stages, splits, one device more or less, or another
+    order of devices, out of those in `general` form. Experts that are spread stay as they are. The
+    resolver refuses some."""
     space, mesh = choices.space, candidate.mesh
     if not space.exported or candidate.experts:
         return
     meshes = (replace(mesh, copies=copies, parts=stages) for copies, stages in _stages(mesh, space))
-    changed = (_on(candidate, other, space.global_batch) for other in meshes)
+    resized = _with_other_devices(mesh, choices.sets)
+    changed = (_on(candidate, x, space.global_batch) for x in chain(meshes, resized))
     ordered = (
         replace(candidate, mesh=replace(mesh, devices=order))
         for order in (() if space.use_all else islice(permutations(mesh.devices), 1, 4))
@@ -228,6 +233,36 @@ def _stages(mesh: Mesh, space: Space) -> Iterator[tuple[int, Stages]]:
         yield mesh.copies, tuple(replace(stage, kind="") for stage in stages)
     elif mesh.copies == 1 and len(mesh.devices) > 1:
         yield from ((1, named) for named in _named(mesh))
+
+
+def _with_other_devices(mesh: Mesh, sets: Set[Devices]) -> Iterator[Mesh]:
+    """Yield the meshes with one device of a kind more or less, out of the `sets` of at most
+    `_WIDEST` devices: one replica or one copy of a stage more or less, a stage more, or less."""
+    for step in (1, -1):
+        for kind, _ in mesh.devices:
+            devices = tuple((k, n + step * (k == kind)) for k, n in mesh.devices)
+            if mesh.count + step > _WIDEST or tuple(sorted(devices)) not in sets:
+                continue
+            other = replace(mesh, devices=devices)
+            if len(mesh.parts) == 1 and mesh.parts[0].width == 1:
+                yield replace(other, copies=mesh.copies + step)
+            elif mesh.copies == 1:
+                yield from (replace(other, parts=parts) for parts in _resized(mesh, kind, step))
+
+
+def _resized(mesh: Mesh, kind: str, step: int) -> Iterator[Stages]:
+    """Yield the stages of a mesh with one device of a kind more (`step` 1) or less (-1)."""
+    stages = mesh.parts
+    for number, stage in enumerate(stages):
+        before, after = stages[:number], stages[number + 1 :]
+        if stage.kind not in ("", kind):
+            continue
+        if step > 0:
+            yield (*before, Part(stage.kind, 1, 1, 1), stage, *after)
+        elif stage.width == 1 and len(stages) > 1:
+            yield (*before, *after)
+        if stage.shards == 1 and stage.copies + step > 0:
+            yield (*before, replace(stage, copies=stage.copies + step), *after)
 
 
 def _copies(mesh: Mesh) -> Iterator[tuple[int, Stages]]:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from math import ceil, log2
 
-from whale_train.strategies.graph.operation_graph import Operation, unit_of
+from whale_train.strategies.graph.block_paths import unit_of
+from whale_train.strategies.graph.operation_graph import Operation
 from whale_train.strategies.graph.saved_tensors import SENT_BYTES, View, whole_value
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (

@@ -20,6 +20,7 @@ from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
 from whale_train.strategies.stages.micro_batches import Batches, BatchTooLargeError, share_batch
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk, form_of
+from whale_train.strategies.stages.recomputation import blocks_of_model
 
 
 class ShortOfMemoryError(PlanError):
@@ -207,7 +208,12 @@ def _no_room_for_batch(room: MemoryBudget, most: int) -> Fault:
         f"is {missing} samples ({in_bytes(missing * sample)}) more than the memory of "
         f"hardware={job.cluster.name} holds under strategy={job.strategy.name}"
     )
-    return Fault("train.global_batch", str(batch), rule, f"use at most {most}, or more ZeRO")
+    others = ["more ZeRO"] if job.zero < 3 else []
+    keeps_all = any(stage.recompute.mode == "none" for stage in job.form.stages)
+    others += ["recompute: auto"] if keeps_all and blocks_of_model(job) else []
+    *first, last = (f"at most {most}", *others)
+    remedy = f"{', '.join(first)}, or {last}" if first else last
+    return Fault("train.global_batch", str(batch), rule, f"use {remedy}")
 
 
 def _fitting_zero(job: PlanningContext) -> str:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from whale_train.errors import PlanError
 from whale_train.strategies.cost.op_cost import Prices
+from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     OperationGraph,
-    block_of,
 )
 from whale_train.strategies.graph.rewrites import Rewrite, RewriteScope
 from whale_train.strategies.graph.saved_tensors import View

@@ -5,13 +5,12 @@ from collections.abc import Container, Sequence
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cost.op_work import PartOfValue, whole
 from whale_train.strategies.cost.roofline import Times, fetch_time_s
-from whale_train.strategies.graph.operation_graph import HELD, OWN, unit_of
-from whale_train.strategies.graph.saved_tensors import SENT_BYTES, kept
+from whale_train.strategies.graph.block_paths import unit_of
+from whale_train.strategies.graph.operation_graph import HELD, OWN
+from whale_train.strategies.graph.saved_tensors import SENT_BYTES, entering_values, kept
 from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 from whale_train.strategies.stages.recomputation import Units, all_blocks, blocks_of_model
-
-_GIVEN = (*HELD, "input", "graph")
 
 
 def blocks_to_offload(
@@ -75,9 +74,7 @@ def transfer_times(
         runs_again = [x for x in of_unit if unit_of(graph[x].module, again)]
         saved = kept(view, of_unit)
         if len(runs_again) == len(of_unit):
-            read = {graph.memory_of[x] for name in of_unit for x in graph[name].inputs}
-            entering = {x for x in read.difference(of_unit) if graph[x].target not in _GIVEN}
-            saved = {(x, OWN): view.num_bytes(x) for x in entering}
+            saved = {(x, OWN): view.num_bytes(x) for x in entering_values(graph, of_unit)}
         num_bytes = sum(n for x in saved.values() if (n := x * samples) >= SENT_BYTES)
         seconds = fetch_time_s(num_bytes, [device], job.cluster.on_cpu)
         key = ("sent", unit, of_unit[0], tuple(part(x, None) for x in of_unit))

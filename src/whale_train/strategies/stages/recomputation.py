@@ -8,18 +8,24 @@ values (as in Megatron-LM's `recompute_method=block`, which takes the first laye
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
 from whale_train.errors import Fault, PlanError, nearest
 from whale_train.strategies.grammar.recompute import Recompute
-from whale_train.strategies.graph.operation_graph import HELD, OWN, blocks_of, unit_of
-from whale_train.strategies.graph.saved_tensors import kept
+from whale_train.strategies.graph.block_paths import blocks_of, unit_of
+from whale_train.strategies.graph.operation_graph import (
+    GIVEN,
+    HELD,
+    OWN,
+)
+from whale_train.strategies.graph.saved_tensors import entering_values, kept
+from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 
 Units = Mapping[int, frozenset[str]]  # paths of the modules that are recomputed, by stage
 
-_GIVEN = (*HELD, "input", "graph")
 _ROUNDED = 3  # digits to which two blocks free the same bytes for a second
 
 
@@ -144,7 +150,6 @@ def _blocks(job: PlanningContext, chunk: StageChunk) -> tuple[str, ...]:
     operations = chunk.slice.operations
     if job.profile.graph is None or not operations:
         return tuple(_blocks_of_parameters(job))
-    key = ("blocks of", operations[0], operations[-1], len(operations))
     of_model = blocks_of_model(job)
 
     def found() -> tuple[str, ...]:
@@ -152,7 +157,13 @@ def _blocks(job: PlanningContext, chunk: StageChunk) -> tuple[str, ...]:
             unit for x in operations if (unit := _innermost(job.graph[x].module, of_model))
         ))  # fmt: skip
 
-    return job.findings.once(key, found)
+    return job.findings.once((*_place(chunk), "blocks"), found)
+
+
+def _place(chunk: StageChunk) -> tuple[str, str, int]:
+    """Return a key of the operations of a chunk, which are consecutive."""
+    operations = chunk.slice.operations
+    return operations[0], operations[-1], len(operations)
 
 
 def _innermost(module: str, units: frozenset[str]) -> str:
@@ -176,27 +187,36 @@ def _blocks_of_parameters(job: PlanningContext) -> dict[str, None]:
 def _worth(job: PlanningContext, chunks: Sequence[StageChunk]) -> dict[str, tuple[float, float]]:
     """Return the bytes of a sample that recomputing a block frees, and the seconds of the block's
     forward, by the block's path, in the order they run."""
-    view, graph = job.findings.view, job.graph
     device = job.cluster.devices[job.replicas[chunks[0].stage][0][0]]
     worth: dict[str, tuple[float, float]] = {}
     for chunk in chunks:
-        blocks = frozenset(_blocks(job, chunk))
-        names: dict[str, list[str]] = {}
-        for name in chunk.slice.operations:
-            operation = graph[name]
-            if operation.target in HELD:
-                continue
-            if block := unit_of(operation.module, blocks):
-                names.setdefault(block, []).append(name)
-        for block, inside in names.items():
-            own = kept(view, inside)
-            read = {graph.memory_of[x] for name in inside for x in graph[name].inputs}
-            entering = {x for x in read.difference(inside) if graph[x].target not in _GIVEN}
-            freed = sum(num_bytes for (x, _), num_bytes in own.items() if x not in entering)
-            freed -= sum(view.num_bytes(x) for x in entering if (x, OWN) not in own)
-            times = job.findings.prices.times(("again", block, inside[0]), inside, device, 1)
+        here = job.findings.once(
+            (*_place(chunk), "worth", id(device)), partial(_worth_in, job, chunk, device)
+        )
+        for block, (freed, seconds) in here.items():
             before = worth.get(block, (0.0, 0.0))
-            worth[block] = (before[0] + freed, before[1] + times.forward)
+            worth[block] = (before[0] + freed, before[1] + seconds)
+    return worth
+
+
+def _worth_in(
+    job: PlanningContext, chunk: StageChunk, device: Device
+) -> dict[str, tuple[float, float]]:
+    """Return the bytes and seconds of `_worth` for the operations of one chunk."""
+    view, graph = job.findings.view, job.graph
+    blocks = frozenset(_blocks(job, chunk))
+    names: dict[str, list[str]] = {}
+    for name in chunk.slice.operations:
+        if graph[name].target not in GIVEN and (block := unit_of(graph[name].module, blocks)):
+            names.setdefault(block, []).append(name)
+    worth: dict[str, tuple[float, float]] = {}
+    for block, inside in names.items():
+        own = kept(view, inside)
+        entering = entering_values(graph, inside)
+        freed = sum(num_bytes for (x, _), num_bytes in own.items() if x not in entering)
+        freed -= sum(view.num_bytes(x) for x in entering if (x, OWN) not in own)
+        times = job.findings.prices.times(("again", block, inside[0]), inside, device, 1)
+        worth[block] = (freed, times.forward)
     return worth
 
 

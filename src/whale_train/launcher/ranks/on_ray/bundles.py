@@ -84,7 +84,7 @@ def bundles_of(request: Request, nodes: Sequence[RayNode]) -> Bundles:
     hardware, name = request.hardware, request.names.get("hardware", "hardware")
     chosen = _chosen(request.launcher.hosts, nodes)
     offered = chosen or nodes
-    threads = request.launcher.threads or threads_asked() or 1
+    threads = threads_of_a_rank(request)
     if "kind" not in hardware:
         faults: list[Fault] = []
         cluster = read_inventory(hardware, name, faults, facts_of(this_host(())))
@@ -107,6 +107,11 @@ def bundles_of(request: Request, nodes: Sequence[RayNode]) -> Bundles:
     resources = tuple({unit: float(count * of_a_rank)} for count in counts)
     labels = _labels([[node] for node in used])
     return Bundles(resources, counts, "STRICT_SPREAD", threads, labels)
+
+
+def threads_of_a_rank(request: Request) -> int:
+    """Return the number of threads of each rank, which has as many CPUs."""
+    return request.launcher.threads or threads_asked() or 1
 
 
 def _of_inventory(

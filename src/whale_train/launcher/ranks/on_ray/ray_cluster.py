@@ -87,10 +87,11 @@ def _refuse_silent(address: str) -> None:
 
 
 def living_nodes() -> list[RayNode]:
-    """Return the living nodes of the cluster that this process is connected to."""
+    """Return the living nodes of the cluster that this process is connected to, in the order of
+    their addresses and of what they offer: Ray's own order differs from call to call."""
     import ray
 
-    return [
+    nodes = [
         RayNode(
             node["NodeID"],
             node["NodeManagerAddress"],
@@ -100,6 +101,7 @@ def living_nodes() -> list[RayNode]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+    return sorted(nodes, key=lambda node: (node.shown, node.id))
 
 
 @dataclass(frozen=True)
