@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils._pytree import tree_map
 
+import whale_train.models.grouped_product  # noqa: F401, an operation that is lowered
+
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEY: Any = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 # Operations with a kernel in CUDA's autocast, by its effect (torch/amp: "Op-Specific Behavior").
@@ -80,6 +82,20 @@ def casting_once(device_type: str) -> Iterator[None]:
         return
     with torch.autocast(device_type, enabled=False):
         yield
+
+
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """Make autocast cast a weight at each read inside this context, and keep no copies.
+
+    Otherwise autocast keeps its copies of all weights until the forward has ended.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -218,7 +234,8 @@ def _lowered(value: Any) -> Any:
     assert _now.dtype is not None
     if not _is_floating(value) or value.dtype == _now.dtype:
         return value
-    if not (value.is_leaf and value.requires_grad and value.dtype == torch.float32):
+    is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
+    if not (is_weight and torch.is_autocast_cache_enabled()):
         return value.to(_now.dtype)
     if id(value) not in _now.casts:
         _now.casts[id(value)] = (value, value.to(_now.dtype))

@@ -1,7 +1,8 @@
 """Run a function now, and again in its backward instead of keeping its values.
 
 The second run draws the same random numbers, and leaves the buffers alone that the first run has
-updated, as a BatchNorm updates its statistics. `torch.utils.checkpoint` does the rest.
+updated, as a BatchNorm updates its statistics. Neither run keeps copies of weights that autocast
+makes: they would be as large as what is recomputed. `torch.utils.checkpoint` does the rest.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from whale_train.runtime.base.autocast import as_now
+from whale_train.runtime.base.autocast import as_now, casting_anew
 
 Buffers = Sequence[tuple[MutableMapping[Any, Tensor], Any]]  # each as a mapping and its key
 
@@ -50,7 +51,7 @@ class Recomputed:
         watched = buffers if self._updates is None else [buffers[i] for i in self._updates]
         before = [at[key].clone() for at, key in watched]
         versions = [at[key]._version for at, key in watched]
-        contexts = (nullcontext(), _second_run(watched, before, self._restoring(), as_now()))
+        contexts = (casting_anew(), _second_run(watched, before, self._restoring(), as_now()))
         result = checkpoint(
             partial(function, **kwargs), *args, use_reentrant=False, context_fn=lambda: contexts
         )
@@ -80,7 +81,7 @@ def _second_run(
     try:
         for (at, key), value in zip(watched, before, strict=True):
             at[key] = value
-        with restoring, autocast_again():
+        with restoring, autocast_again(), casting_anew():
             yield
     finally:
         _Again.entered -= 1

@@ -279,7 +279,30 @@ class _Writer:
             lookup = partial(split_embedding, shards=shards, padding_idx=padding)
             return self.out.call(lambda weight, ids: lookup(ids, weight), args[:2], node.name)
         assert becomes == "split_cross_entropy", becomes
-        return self.out.call(self.split_loss(node, shards), args[:2], node.name)
+        logits = self.without_cast(node, args[0])
+        return self.out.call(self.split_loss(node, shards), [logits, args[1]], node.name)
+
+    def without_cast(self, node: fx.Node, logits: fx.Node) -> fx.Node:
+        """Return `logits`, the argument of the cross-entropy `node`, without a cast to fp32 that
+        nothing else reads: `split_cross_entropy` computes in fp32 what it reads in 16 bits, and
+        needs no copy."""
+        value = node.args[0]
+        while isinstance(value, fx.Node) and len(value.users) == 1:
+            source = value.args[0] if value.args else None
+            if value.target in _TO_FP32 and isinstance(source, fx.Node):
+                is_wider = source.meta["val"].dtype == torch.float64
+                if is_wider or value.args[1:] != (torch.float32,):
+                    break
+                cast = self.made[value.name]
+                (read,) = cast.all_input_nodes
+                cast.replace_all_uses_with(read)
+                self.graph.erase_node(cast)
+                self.made[value.name] = self.nodes[value.name] = read
+                return read if logits is cast else logits
+            if value.target not in _RESHAPES:
+                break
+            value = source
+        return logits
 
     def split_loss(self, node: fx.Node, shards: ShardGroup) -> Callable[..., Tensor]:
         """Return the cross-entropy `node` over sharded classes, a function of logits and targets.
@@ -301,6 +324,15 @@ class _Writer:
             )
 
         return cross_entropy
+
+
+_TO_FP32 = (torch.ops.aten.to.dtype,)
+_RESHAPES = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.flatten.using_ints,
+    torch.ops.aten._unsafe_view.default,
+)
 
 
 def _weighted(mean: Callable[..., Tensor], weight: float, *args: Any) -> Tensor:

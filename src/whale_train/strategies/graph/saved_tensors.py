@@ -93,6 +93,12 @@ class View:
         part = self.read_as.get((operation.name, name), 0.0)
         return self.graph.num_bytes[name] * part * (0.5 if name in self.halves else 1.0)
 
+    def widened_bytes(self, operation: Operation, name: str) -> float:
+        """Return the bytes per sample of the fp32 copy of `name`, a value of 16 bits, that
+        `operation` reads where autocast runs it in fp32; else 0."""
+        is_widened = self.casts and name in self.halves and kind_of(operation) in _WIDE
+        return 2 * self.num_bytes(name) if is_widened else 0.0
+
     def put_together(self, operation: Operation, name: str) -> tuple[str, float] | None:
         """Return the value that is gathered or sliced for `operation` to read `name`, and the
         fraction of it that results.

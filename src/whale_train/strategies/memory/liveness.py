@@ -133,26 +133,18 @@ def profile_by_unit(
             *(view, names, weights, (), left & inside), in_place, own_gradients
         )
         own = kept(view, names)
-        held = sum(values.values())
-        before = held + sum(n for key, n in last.items() if key not in own)
-        enters = entering_values(graph, names) if unit else ()
-        entering = {(x, OWN): view.num_bytes(x) for x in enters}
+        enters = {(x, OWN): view.num_bytes(x) for x in entering_values(graph, names)}
+        saves = enters if unit else own
+        others = {**values, **last, **(enters if unit else {})}
+        before = sum(num_bytes for key, num_bytes in others.items() if key not in own)
+        # Nobody saves these, and the caller of a run refers to them while the run reads them.
+        read = sum(x for key, x in enters.items() if key not in own and key not in others)
+        forward += (MemoryPoint(0.0, before + read + m.values) for m in run.forward)
         if is_sent:
-            saves = entering if unit else own
-            here = {key: n for key, n in saves.items() if key not in values and n >= smallest}
-            alive = {**last, **values, **saves}
-            before = sum(n for key, n in alive.items() if key not in own)
-            values |= {key: n for key, n in saves.items() if key not in here}
-            sent |= here
-            last = here
-        elif unit:
-            values |= entering
-            known = sum(num_bytes for key, num_bytes in own.items() if key in values)
-            # Values that enter stay, and are not kept twice.
-            before += sum(values.values()) - held - known
-        forward += (MemoryPoint(0.0, before + m.values) for m in run.forward)
-        if not unit and not is_sent:
-            values |= own
+            last = {key: x for key, x in saves.items() if key not in values and x >= smallest}
+            sent |= last
+            saves = {key: x for key, x in saves.items() if key not in last}
+        values |= saves
         blocks.append((run, before))
     done, moments = 0.0, dict[bool, list[MemoryPoint]]({True: [], False: []})
     for run, before in reversed(blocks):
@@ -261,6 +253,8 @@ class _Run:
                     so_far += num_bytes
             touched = {memory_of[x] for x in (operation.name, *operation.inputs)}
             at_hand = sum(size(x) for x in touched if x in own and (x, OWN) not in known)
+            if not _is_written_over(self.view, operation):
+                at_hand += sum(self.view.widened_bytes(operation, x) for x in operation.inputs)
             for cast, num_bytes in read:
                 # Shards are received in one buffer, and joined in another.
                 buffers = (cast not in made) + ((cast, OWN) not in known)
@@ -338,6 +332,8 @@ class _Run:
                 continue
             if source in gradients:
                 at_hand += size
+            if wide := view.widened_bytes(operation, source):
+                at_hand += wide - size  # before it is cast to 16 bits
             if sources.count(source) > 1:
                 at_hand += size
             gradients[source] = size
