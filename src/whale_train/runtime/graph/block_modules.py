@@ -41,16 +41,23 @@ class BlockModule(nn.Module):
             else:
                 self.register_buffer(name, tensor)
         self._copies = copies
+        self._updatable_from = 0  # the first argument that the graph may update in place
         self._again = None if random is None else Recomputed(lambda: _SameDraws(random))
         # The graphs are not submodules: they own nothing, and an engine must not walk into them.
         self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
 
-    def set_graph(self, training: bool, graph: fx.GraphModule, names: tuple[str, ...]) -> None:
+    def set_graph(
+        self, training: bool, graph: fx.GraphModule, num_values: int, names: tuple[str, ...]
+    ) -> None:
         """Use `graph` in training or in evaluation.
 
-        The last arguments of `graph` are the tensors held here under `names`.
+        The first `num_values` arguments of `graph` are values that other blocks have computed, the
+        last ones the tensors held here under `names`. Those between are parameters and buffers that
+        several blocks read.
         """
         self._graphs[training] = (graph, names)
+        if training:
+            self._updatable_from = 0 if _updates(graph) else num_values
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """Return the outputs of the block's graph for the inputs `values`.
@@ -77,7 +84,11 @@ class BlockModule(nn.Module):
     def _run_twice(self, *values: Any) -> tuple[Any, ...]:
         """Return the outputs, which are computed again in the backward."""
         # Tensors that several blocks read, and one of them may update, come as values.
-        given = {i: x for i, x in enumerate(values) if isinstance(x, Tensor) and _is_constant(x)}
+        given = {
+            i: x
+            for i, x in enumerate(values)
+            if i >= self._updatable_from and isinstance(x, Tensor) and _is_constant(x)
+        }
         own = [(self._buffers, name) for name, x in self._buffers.items() if x is not None]
         buffers: Any = [*own, *((given, i) for i in given)]
 
@@ -90,6 +101,12 @@ class BlockModule(nn.Module):
 
     def _held(self, names: Sequence[str]) -> Iterator[Tensor]:
         return (getattr(self, name) for name in names)
+
+
+def _updates(graph: fx.GraphModule) -> bool:
+    """Return True if an operation of `graph` may update its arguments in place."""
+    schemas = (getattr(node.target, "_schema", None) for node in graph.graph.nodes)
+    return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def _is_constant(value: Tensor) -> bool:
@@ -244,7 +261,8 @@ class Blocks(nn.Module):
                 passed = [p for p in run.tensors if p not in exclusive]
                 # The block's own tensors come last, after the tensors that several blocks read.
                 graph = _reordered(run.graph, (*run.takes, *passed, *exclusive))
-                block.set_graph(training, graph, tuple(attribute[training][p] for p in exclusive))
+                own_names = tuple(attribute[training][p] for p in exclusive)
+                block.set_graph(training, graph, len(run.takes), own_names)
                 done = frozenset(name for name in run.takes if last.get(name) == number)
                 self._order[training].append((key, run, tuple(passed), done))
 

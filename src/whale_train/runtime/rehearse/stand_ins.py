@@ -141,6 +141,9 @@ class ZeroEngine:
         self._prefetched: list[Tensor] = []
         if self._stage == 3:
             self.held.append(torch.empty(self._bucket, device=device))  # it is never freed
+            # All parts of gradients lie in one buffer, which is never freed either.
+            if not self._offloads:
+                self._gradients.append(torch.empty(self._part, device=device))
             self._gather_when_called(forget, kept_here="offload_param" not in zero)
         if self._stage > 1:
             for parameter in self._trained:
@@ -200,7 +203,8 @@ class ZeroEngine:
             flat.grad = None
         for parameter in self._trained:
             parameter.grad = None
-        self._gradients = []
+        if self._stage < 3:
+            self._gradients = []
         self._second = None
         del part
         if self._stage < 3:  # gathered into the parameters themselves
@@ -263,7 +267,7 @@ class ZeroEngine:
         assert parameter.grad is not None
         count = parameter.grad.numel()
         parameter.grad = None
-        if not self._offloads:
+        if not self._offloads and self._stage < 3:
             part = torch.empty(-(-count // self.copies), device=self._device)
             self._gradients.append(part)
         self._filled += count

@@ -203,7 +203,8 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
             is_half = lowers or made_of in view.halves
             yield (name, OWN), num_bytes * part * (0.5 if is_half else 1.0)
             continue
-        if lowers and place != OWN and source not in view.halves:
+        is_cast = lowers and "float" in view.graph[source].dtype  # a mask of bools is not
+        if is_cast and place != OWN and source not in view.halves:
             yield (source + reader, _CAST), num_bytes * view.part(source) / 2
         else:
             yield (source, OWN), num_bytes * view.part(source)
