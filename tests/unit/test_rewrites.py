@@ -8,7 +8,12 @@ import pytest
 from tests.unit.operation_graphs import Sketch
 
 from whale_train.strategies.graph.operation_graph import OperationGraph
-from whale_train.strategies.graph.rewrites import Rewrite, RewriteScope, run_order
+from whale_train.strategies.graph.rewrites import (
+    GATHERED_PRODUCTS,
+    Rewrite,
+    RewriteScope,
+    run_order,
+)
 
 NORM = ("square", "mean", "shifted", "root", "normed", "wide", "y")
 
@@ -169,6 +174,18 @@ def test_products_that_alone_read_what_enters(
     assert [rewrite.operations for rewrite in rewrites] == joined
     for rewrite in rewrites:
         assert rewrite.reads_as_one(graph) == {(name, "x") for name in rewrite.operations}
+        assert not rewrite.gathers_again(graph)
+
+
+def test_products_that_alone_read_gathered_tokens() -> None:
+    graph = projections()
+    casts = changes(dict.fromkeys(ENTERING, "gather_enter"))
+    scope = replace(RewriteScope.whole(graph), casts=casts, gathered=list(ENTERING))
+    (rewrite,) = scope.joined_products()
+    assert (rewrite.kind, rewrite.operations) == (GATHERED_PRODUCTS, ("one", "other"))
+    assert rewrite.reads_as_one(graph) == rewrite.gathers_again(graph) == set(ENTERING)
+    others = replace(scope, gathered=())  # such as rows of a batch, for a split head
+    assert not list(others.joined_products())
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,27 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+class TokenShards:
+    """The shards of one dimension of a value that products read gathered.
+
+    dim, outer, shards: as in `all_gather_reduce_scatter`; `dim` is not negative.
+    """
+
+    def __init__(self, dim: int, outer: int, shards: ShardGroup) -> None:
+        self._place = _ShardedDim(dim, outer, shards)
+        self.group = shards.group
+
+    def gather(self, shard: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather the members' shards, and return a function that returns the whole value
+        once it has arrived. Not differentiable."""
+        return _all_gather_begun(shard, self._place, overlaps=True)
+
+    def sum(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum the members' `x`, and return a function that returns this rank's slice of
+        the sum once it has arrived. Not differentiable."""
+        return _sum_slice_begun(x, self._place, overlaps=True)
+
+
 def _my_slice(x: Tensor, place: _ShardedDim) -> Tensor:
     """Return this rank's slice of an unsharded `x`, as a copy."""
     return _slice(x, place, place.shards.rank)
@@ -369,29 +390,45 @@ def _exchanged(x: Tensor, have: _ShardedDim, want: _ShardedDim) -> Tensor:
 
 
 def _all_gather(x: Tensor, place: _ShardedDim) -> Tensor:
-    """Return the unsharded tensor.
+    """Return the unsharded tensor."""
+    if x.dtype == torch.bool:  # gloo has no bool
+        return _all_gather(x.view(torch.uint8), place).view(torch.bool)
+    return _all_gather_begun(x, place)()
+
+
+def _all_gather_begun(
+    x: Tensor, place: _ShardedDim, overlaps: bool = False
+) -> Callable[[], Tensor]:
+    """Begin to gather `x`, and return a function that returns the unsharded tensor. With
+    `overlaps`, work that comes before its call does not wait for the other members.
 
     Uneven shards are padded to the widest before they are sent, as gloo gathers only equal shards.
     """
-    if x.dtype == torch.bool:  # gloo has no bool
-        return _all_gather(x.view(torch.uint8), place).view(torch.bool)
     shards = place.shards
     shape = place.unfolded(x, shards.size, shards.total)
     shard = place.folded(x, shards.size).contiguous()
     widest = max(shards.sizes)
     if math.prod(shape) == 0:
-        return x.new_empty(shape)
+        return lambda: x.new_empty(shape)
     if shards.size < widest:
         padded = shard.new_zeros(len(shard), widest, shard.shape[2])
         padded[:, : shards.size] = shard
         shard = padded
-    gathered = all_gather_stack(shard, shards.group)
-    if len(shards.pieces) > 1:
-        return torch.cat(_in_order(gathered, place), dim=1).view(shape)
-    if shards.is_even:  # where lead is 1, the gathered shards are already in order
-        return gathered.movedim(0, 1).reshape(shape)
-    pieces = [piece[:, :size] for piece, size in zip(gathered, shards.sizes, strict=True)]
-    return torch.cat(pieces, dim=1).view(shape)
+    gathered = shard.new_empty(len(shards.sizes), *shard.shape)
+    work = all_gather_single(
+        gathered.view(-1), shard.reshape(-1), group=shards.group, async_op=overlaps
+    )
+
+    def joined() -> Tensor:
+        stack = _arrived(gathered, work, shards.group)
+        if len(shards.pieces) > 1:
+            return torch.cat(_in_order(stack, place), dim=1).view(shape)
+        if shards.is_even:  # where lead is 1, the gathered shards are already in order
+            return stack.movedim(0, 1).reshape(shape)
+        pieces = [piece[:, :size] for piece, size in zip(stack, shards.sizes, strict=True)]
+        return torch.cat(pieces, dim=1).view(shape)
+
+    return joined
 
 
 def _in_order(gathered: Sequence[Tensor] | Tensor, place: _ShardedDim) -> list[Tensor]:
@@ -411,21 +448,41 @@ def _in_order(gathered: Sequence[Tensor] | Tensor, place: _ShardedDim) -> list[T
 
 def _sum_slice(x: Tensor, place: _ShardedDim) -> Tensor:
     """Return this rank's slice of the sum of the members' `x`."""
-    shards = place.shards
-    if len(shards.pieces) > 1 or not _scatters_well(shards.group):
-        return _my_slice(all_reduced(x, shards.group), place)
+    return _sum_slice_begun(x, place)()
+
+
+def _sum_slice_begun(x: Tensor, place: _ShardedDim, overlaps: bool = False) -> Callable[[], Tensor]:
+    """Begin to sum `x`, and return a function that returns this rank's slice of the sum. With
+    `overlaps`, work that comes before its call does not wait for the other members."""
+    shards, group = place.shards, place.shards.group
+    work: Any = None
+    if len(shards.pieces) > 1 or not _scatters_well(group):
+        total = x.clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            work = dist.all_reduce(total, group=group, async_op=overlaps)
+        return lambda: _my_slice(_arrived(total, work, group), place)
     shard = x.new_empty(place.unfolded(x, shards.total, shards.size))
     if x.numel() == 0:
-        return shard
+        return lambda: shard
     pieces = place.folded(x, shards.total)
     if shards.is_even:
         lead, _, tail = pieces.shape
         ordered = pieces.view(lead, len(shards.sizes), shards.size, tail).movedim(1, 0)
-        reduce_scatter_single(shard.view(-1), ordered.reshape(-1), group=shards.group)
+        work = reduce_scatter_single(
+            shard.view(-1), ordered.reshape(-1), group=group, async_op=overlaps
+        )
     else:
         chunks = [piece.reshape(-1) for piece in pieces.split_with_sizes(shards.sizes, 1)]
-        dist.reduce_scatter(shard.view(-1), chunks, group=shards.group)
-    return shard
+        work = dist.reduce_scatter(shard.view(-1), chunks, group=group, async_op=overlaps)
+    return lambda: _arrived(shard, work, group)
+
+
+def _arrived(result: Tensor, work: Any, group: dist.ProcessGroup) -> Tensor:
+    """Return `result` after `work`, a collective that is still under way (None: it has ended). A
+    timeout is reported by the name `group` (runtime/failures/timeout_frames.py)."""
+    if work is not None:
+        work.wait()
+    return result
 
 
 def _scatters_well(group: dist.ProcessGroup) -> bool:

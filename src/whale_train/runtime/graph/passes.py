@@ -16,6 +16,7 @@ from whale_train.runtime.kernels.grouped_attention import group_keys
 from whale_train.runtime.kernels.rms_norm import join_rms_norms
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.strategies.graph.rewrites import (
+    GATHERED_PRODUCTS,
     GROUPED_KEYS,
     JOINED_PRODUCTS,
     OWN_GRADIENTS,
@@ -46,6 +47,6 @@ def run_passes(
     if not on_cpu:
         group_keys(graph, of(GROUPED_KEYS))
     if owner is not None:
-        join_products(graph, of(JOINED_PRODUCTS), owner)
+        join_products(graph, [*of(JOINED_PRODUCTS), *of(GATHERED_PRODUCTS)], owner)
         owner.replace(graph, chain.from_iterable(of(OWN_GRADIENTS)))
     graph.recompile()

@@ -1,19 +1,24 @@
-"""Overlap the all-reduce of an input's gradient with the weight gradients of the products that read
-it.
+"""Overlap the communication of products that read one common input with their gradients.
 
 A replicated value that enters sharded work gets gradients from every member of the group. Earlier
 layers wait for the sum of these gradients, but nothing waits for the work's weight gradients. So
 where all readers of such a value are products with weights (the three projections of an attention,
 the two of a gated MLP, a head), they become one function whose backward begins the sum, computes
-the weight gradients, and then waits for the sum. The plan lists the products (`joined_products` of
+the weight gradients, and then waits for the sum.
+
+An input that is sharded along the sequence is gathered for them, in the dtype of the products. The
+function saves the rank's shard alone; its backward gathers the input again beside the gradient of
+the input, and scatters the sum of that gradient beside the weight gradients.
+
+The plan lists the products (`joined_products` and `gathered_products` of
 strategies/graph/rewrites.py). Megatron-LM does the same for its column-parallel layers (Korthikanti
 et al. 2022, arXiv 2205.05198, section 4.2.2).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import getitem
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.base.autocast import autocast, autocast_dtype
 from whale_train.runtime.base.graph_nodes import replace_nodes
+from whale_train.runtime.comms.layout_collectives import TokenShards, copy_to_parallel_region
 from whale_train.runtime.kernels.matmul import ProductForm, as_rows, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 
@@ -29,11 +35,11 @@ from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_pro
 def join_products(
     graph: fx.GraphModule, joined: Iterable[Sequence[fx.Node]], owner: WeightGradients
 ) -> None:
-    """Replace each of `joined` in `graph`, and the node that copies its input to the parallel
+    """Replace each of `joined` in `graph`, and the node through which its input enters the parallel
     region, by one function.
 
     joined: products with weights of the placeholders, in the order they run. They are the only
-        readers of one `copy_to_parallel_region`.
+        readers of one `copy_to_parallel_region` or `all_gather_reduce_scatter`.
     owner: computes the gradients of the weights and biases.
     """
     for nodes in joined:
@@ -41,9 +47,9 @@ def join_products(
         entered = products[0].input
         function = graph.get_submodule(str(entered.target)).function
         assert isinstance(function, partial)
-        group: dist.ProcessGroup = function.keywords["group"]
         name = f"products_{entered.name}"
-        graph.add_module(name, _Joined([product.kind for product in products], group, owner))
+        kinds = [product.kind for product in products]
+        graph.add_module(name, _Joined(kinds, _entry(function), owner))
         operands = [x for product in products for x in (product.weight, product.bias)]
         with graph.graph.inserting_after(entered):
             joint = graph.graph.call_module(name, (entered.args[0], *operands))
@@ -56,17 +62,60 @@ def join_products(
         graph.graph.erase_node(entered)
 
 
-class _Joined(nn.Module):
-    """Products with one common input, whose gradient the backward all-reduces over `group`."""
+class _Entry(Protocol):
+    """How an input enters products that are sharded over `group`."""
 
-    def __init__(
-        self, kinds: Sequence[ProductForm], group: dist.ProcessGroup, owner: WeightGradients
-    ) -> None:
+    group: dist.ProcessGroup
+
+    def gather(self, own: Tensor) -> Callable[[], Tensor]:
+        """Begin to make the products' input of what the rank has of it, and return a function that
+        returns the input."""
+
+    def sum(self, gradient: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum the members' gradients of the input, and return a function that returns what
+        the rank has of the sum."""
+
+
+class _Whole:
+    """An input of which every member has all."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def gather(self, own: Tensor) -> Callable[[], Tensor]:
+        return lambda: own
+
+    def sum(self, gradient: Tensor) -> Callable[[], Tensor]:
+        group = self.group  # a timeout is reported by this name (failures/timeout_frames.py)
+        work = dist.all_reduce(gradient, group=group, async_op=True) if gradient.numel() else None
+
+        def summed() -> Tensor:
+            if work is not None:
+                work.wait()
+            return gradient
+
+        return summed
+
+
+def _entry(function: partial[Tensor]) -> _Entry:
+    """Return the entry of the cast `function`, a `copy_to_parallel_region` or
+    `all_gather_reduce_scatter`."""
+    given = function.keywords
+    if function.func is copy_to_parallel_region:
+        return _Whole(given["group"])
+    return TokenShards(given["dim"], given["outer"], given["shards"])
+
+
+class _Joined(nn.Module):
+    """Products with one common input, which enters by `entry`."""
+
+    def __init__(self, kinds: Sequence[ProductForm], entry: _Entry, owner: WeightGradients) -> None:
         super().__init__()
-        self.kinds, self.group, self.owner = tuple(kinds), group, owner
+        self.kinds, self.entry, self.owner = tuple(kinds), entry, owner
 
     def forward(self, x: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the value [.., out] of each product for the common input `x` [.., in].
+        """Return the value [.., out] of each product for the rank's part `x` [.., in] of the common
+        input.
 
         `operands` are the weight and the bias (or None) of each product in turn.
         """
@@ -78,7 +127,8 @@ class _Joined(nn.Module):
 class _Products(torch.autograd.Function):
     """Several products of one input, as one function of autograd.
 
-    The backward overlaps the sum of the input's gradient with the weight gradients.
+    The backward overlaps the arrival of the input with the input's gradient, and the sum of that
+    gradient with the weight gradients.
     """
 
     @staticmethod
@@ -94,6 +144,7 @@ class _Products(torch.autograd.Function):
         weights, biases = operands[::2], operands[1::2]
         ctx.save_for_backward(x, *weights)
         with autocast(x.device.type, enabled=False):
+            x = joined.entry.gather(x)()
             given = zip(joined.kinds, weights, biases, strict=True)
             return tuple(kind.value(x, w, b) for kind, w, b in given if w is not None)
 
@@ -102,22 +153,19 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         joined: _Joined = ctx.joined
-        # A timeout is reported by the local name `group` (runtime/failures/timeout_frames.py).
-        group = joined.group
-        of_x, work = None, None
+        arrived, summed = joined.entry.gather(x), None
         if ctx.needs_input_grad[0]:
             of_x = _sum_of_inputs(joined.kinds, grads, weights).to(ctx.dtype)
-            if of_x.numel():
-                work = dist.all_reduce(of_x, group=group, async_op=True)
+            summed = joined.entry.sum(of_x)
+            del of_x
+        x = arrived()
         operands, needed = ctx.operands, ctx.needs_input_grad[3:]
         operand_grads: list[Tensor | None] = []
         for number, (kind, grad) in enumerate(zip(joined.kinds, grads, strict=True)):
             pair = slice(2 * number, 2 * number + 2)  # weight and bias
             wanted = of_product(kind, operands[pair], needed[pair], grad, x)
             operand_grads += joined.owner.gradients(wanted)
-        if work is not None:
-            work.wait()
-        return of_x, None, None, *operand_grads
+        return summed and summed(), None, None, *operand_grads
 
 
 def _sum_of_inputs(

@@ -26,6 +26,7 @@ from whale_train.strategies.graph.operation_graph import (
 RMS_NORM = "rms_norm"
 GROUPED_KEYS = "grouped_keys"
 JOINED_PRODUCTS = "joined_products"
+GATHERED_PRODUCTS = "gathered_products"
 OWN_GRADIENTS = "own_gradients"
 OVERLAPPED_ROWS = "overlapped_rows"
 
@@ -46,6 +47,9 @@ class Rewrite:
 
     `joined_products`: the only readers of a value that enters sharded work, all of them products.
     They run as one, whose backward computes weight gradients while it reduces the value's gradient.
+
+    `gathered_products`: the only readers of a value that is sharded along the sequence and gathered
+    for them, all of them products. They run as one, which gathers the value again in its backward.
 
     `own_gradients`: products and lookups. Each computes the gradient of its weight itself, and
     accumulates it in place or defers it.
@@ -76,7 +80,17 @@ class Rewrite:
     def reads_as_one(self, graph: OperationGraph) -> frozenset[tuple[str, str]]:
         """Return pairs (operation, value) in which the operation shares one cast copy of the value
         with the other operations. `graph` is the graph of the operations."""
-        if self.kind != JOINED_PRODUCTS:
+        return self._readings(graph, JOINED_PRODUCTS, GATHERED_PRODUCTS)
+
+    def gathers_again(self, graph: OperationGraph) -> frozenset[tuple[str, str]]:
+        """Return pairs (operation, value) in which the operation saves the rank's shard of the
+        value that it reads gathered. `graph` is the graph of the operations."""
+        return self._readings(graph, GATHERED_PRODUCTS)
+
+    def _readings(self, graph: OperationGraph, *kinds: str) -> frozenset[tuple[str, str]]:
+        """Return the pairs of each product and the value that all products read, in a rewrite of
+        one of `kinds`."""
+        if self.kind not in kinds:
             return frozenset()
         value = _operands(graph[self.operations[0]])[0]
         assert isinstance(value, Ref)
@@ -95,6 +109,8 @@ class RewriteScope:
         value. The operation is '' for values that others read.
     replaced: the operations that are already replaced by others.
     cut: the dimension along which a value is sharded, by name.
+    gathered: the changes, by (operation, value), that gather a value along the sequence for sharded
+        work.
     """
 
     graph: OperationGraph
@@ -103,6 +119,7 @@ class RewriteScope:
     casts: Mapping[tuple[str, str], tuple[str, Hashable, Hashable]] = field(default_factory=dict)
     replaced: Collection[str] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
+    gathered: Collection[tuple[str, str]] = ()
 
     @classmethod
     def whole(cls, graph: OperationGraph) -> "RewriteScope":
@@ -134,17 +151,19 @@ class RewriteScope:
                 yield Rewrite(GROUPED_KEYS, (*operations, name))
 
     def joined_products(self) -> Iterator[Rewrite]:
-        """Yield groups of products that are the only readers of a value which enters sharded
-        work."""
+        """Yield groups of products that are the only readers of a value which enters sharded work,
+        or is gathered along the sequence for it."""
         readers: dict[tuple[str, str], list[str]] = {}
         for (user, value), (kind, *_) in self.casts.items():
-            if kind in _ENTERS and (user in self._names or not user):
+            joins = kind in _ENTERS or (user, value) in self.gathered
+            if joins and (user in self._names or not user):
                 readers.setdefault((value, kind), []).append(user)
         changed = {self.graph[name].changes for name in self._writers}
-        for (value, _), users in readers.items():
+        for (value, kind), users in readers.items():
             if value not in changed and all(self._reads_weights(user, value) for user in users):
                 in_order = sorted(users, key=self.graph.places.__getitem__)
-                yield Rewrite(JOINED_PRODUCTS, tuple(in_order))
+                name = JOINED_PRODUCTS if kind in _ENTERS else GATHERED_PRODUCTS
+                yield Rewrite(name, tuple(in_order))
 
     def own_gradients(self) -> Iterator[str]:
         """Yield the products and lookups among the operations that read a weight directly."""

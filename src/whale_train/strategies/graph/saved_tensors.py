@@ -43,6 +43,8 @@ class View:
     reads_as_one: pairs (operation, value) of operations that share one copy of the value. Any other
         operation has a copy of its own.
     repeated: the source of each repeated value, which attention reads in its place.
+    gathers_again: pairs (operation, value) of operations that save the rank's shard of the value,
+        and gather it again in their backward.
     """
 
     graph: OperationGraph
@@ -53,6 +55,7 @@ class View:
     read_as: Mapping[tuple[str, str], float] = field(default_factory=dict)
     reads_as_one: frozenset[tuple[str, str]] = frozenset()
     repeated: Mapping[str, str] = field(default_factory=dict)
+    gathers_again: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def at(cls, graph: OperationGraph, precision: str) -> "View":
@@ -79,6 +82,9 @@ class View:
             joined=self.joined.union(*(x.unmade for x in rewrites)),
             repeated={**self.repeated, **dict(repeated)},
             reads_as_one=self.reads_as_one.union(*(x.reads_as_one(self.graph) for x in rewrites)),
+            gathers_again=self.gathers_again.union(
+                *(x.gathers_again(self.graph) for x in rewrites)
+            ),
         )
 
     def part(self, name: str) -> float:
@@ -91,7 +97,9 @@ class View:
         """Return the bytes per sample of `name` as `operation` reads it, if it is gathered or
         sliced for that; else 0."""
         part = self.read_as.get((operation.name, name), 0.0)
-        return self.graph.num_bytes[name] * part * (0.5 if name in self.halves else 1.0)
+        is_cast = self.casts and (operation.name, name) in self.gathers_again
+        is_half = is_cast or name in self.halves
+        return self.graph.num_bytes[name] * part * (0.5 if is_half else 1.0)
 
     def widened_bytes(self, operation: Operation, name: str) -> float:
         """Return the bytes per sample of the fp32 copy of `name`, a value of 16 bits, that
@@ -192,7 +200,8 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
         if source in view.repeated:
             source = view.repeated[source]
             num_bytes = view.graph.num_bytes[source]
-        put_together = view.put_together(operation, source)
+        again = (operation.name, read) in view.gathers_again
+        put_together = None if again else view.put_together(operation, source)
         source = view.graph.memory_of[source]
         # A copy is shared by all operations in `reads_as_one`; any other has its own.
         reader = "" if (operation.name, read) in view.reads_as_one else f" for {operation.name}"

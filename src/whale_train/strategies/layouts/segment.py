@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.graph.rewrites import OWN_GRADIENTS, Rewrite, RewriteScope
 from whale_train.strategies.layouts.propagation import Assignment, Shard
+from whale_train.strategies.layouts.types import SEQUENCE, Cast
+
+
+def _gathers_tokens(cast: Cast) -> bool:
+    """Return True for a cast that gathers a value along the sequence for sharded work."""
+    source = cast.source
+    return cast.kind == "gather_enter" and isinstance(source, Shard) and SEQUENCE in source.axis
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Segment:
         return RewriteScope(
             *(graph, self.operations, self.gives),
             casts={(x.user, x.value): (x.kind, x.source, x.target) for x in typed.casts},
+            gathered=[(x.user, x.value) for x in typed.casts if _gathers_tokens(x)],
             replaced={*self.sums, *typed.becomes, *drawn},
             cut={name: x.dim for name, x in typed.layouts.items() if isinstance(x, Shard)},
         )

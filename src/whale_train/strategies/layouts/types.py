@@ -89,6 +89,7 @@ Layout = Replicated | ReplicatedPartialGrad | PartialSum | DispatchedRows | Shar
 R, ENTERED, P = Replicated(), ReplicatedPartialGrad(), PartialSum()
 
 BATCH = "batch"  # the axis along which replicas divide the samples
+SEQUENCE = "sequence."  # in the name of an axis of tokens, before the number of tokens
 
 
 def shard(dim: int, axis: str, pieces: Sequence[int], outer: int | Size = 1) -> Shard:

@@ -55,8 +55,8 @@ class PlannedCast:
 class PlannedRewrite:
     """Operations that are executed differently than one by one with autograd's backward.
 
-    kind: `rms_norm`, `grouped_keys`, `joined_products`, `own_gradients` or `overlapped_rows`, which
-        strategies/graph/rewrites.py explains.
+    kind: `rms_norm`, `grouped_keys`, `joined_products`, `gathered_products`, `own_gradients` or
+        `overlapped_rows`, which strategies/graph/rewrites.py explains.
     operations: names of the operations, in the order they run.
     """
 

@@ -16,6 +16,7 @@ from whale_train.strategies.graph.operation_graph import (
 )
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
+from whale_train.strategies.layouts.types import SEQUENCE
 from whale_train.strategies.partition.pipeline_partition import (
     Slice,
     balanced,
@@ -30,7 +31,6 @@ from whale_train.strategies.stages.beside_copies import module_span, named_weigh
 from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_idle_patterns, sharded
 from whale_train.strategies.tensor_parallel.choose import Sharded
-from whale_train.strategies.tensor_parallel.region import SEQUENCE
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from whale_train.strategies.layouts.propagation import (
 )
 from whale_train.strategies.layouts.rules.pointwise import pointwise
 from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
+from whale_train.strategies.layouts.types import SEQUENCE
 from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding, find_weights
 
-SEQUENCE = "sequence."  # prefix of the name of an axis of tokens, before the number of tokens
 _SMALL = 100  # a weight of less than 1/100 of its block may be replicated at no cost
 
 
