@@ -7,6 +7,7 @@ hand, and the few keys and values that have another form in the config than in t
 from dataclasses import dataclass
 
 from whale_train.strategies.grammar import nodes
+from whale_train.strategies.grammar.offload import OFFLOAD
 from whale_train.strategies.grammar.recompute import RECOMPUTE
 from whale_train.strategies.hardware import cluster
 
@@ -76,21 +77,21 @@ STRATEGY = (
         "replicate.offload.optimizer",
         nodes.Replicate,
         "offload_optimizer",
-        _choices(nodes.OFFLOAD),
+        _choices(OFFLOAD),
         "none",
     ),
     FieldKey(
         "replicate.offload.parameters",
         nodes.Replicate,
         "offload_parameters",
-        _choices(nodes.OFFLOAD),
+        _choices(OFFLOAD),
         "none",
     ),
     FieldKey(
         "replicate.offload.activations",
         nodes.Replicate,
         "offload_activations",
-        _choices(nodes.OFFLOAD_ACTIVATIONS),
+        _choices(OFFLOAD),
         "null",
     ),
     FieldKey("replicate.modules", nodes.Replicate, "modules", _PATHS, "*"),

@@ -139,11 +139,11 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"replicate": {"offload": "cpu"}},
-            f"{REPLICATE}.offload=cpu is not a mapping; use {{optimizer: cpu, parameters: none}}",
+            f"{REPLICATE}.offload=cpu is not a mapping; use auto, or {{optimizer: cpu, parameters: none}}",
         ),
         (
             {"replicate": {"zero": 1, "offload": {"optimizer": "nvme"}}},
-            f"{REPLICATE}.offload.optimizer=nvme is unknown; use one of: cpu, none",
+            f"{REPLICATE}.offload.optimizer=nvme is unknown; use one of: auto, cpu, none",
         ),
         (
             {"replicate": {"offload": {"activations": "disk"}}},
@@ -152,7 +152,7 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"replicate": {"zero": 3, "offload": {"parameters": None}}},
             f"{REPLICATE}.offload.parameters=null is unknown; "
-            "did you mean none? One of: cpu, none",
+            "use one of: auto, cpu, none",
         ),
         (
             {"replicate": {"offload": {"optimizer": "cpu"}}},

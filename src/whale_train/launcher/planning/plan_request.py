@@ -343,6 +343,8 @@ def _planned(
         strategy = chosen.strategy
     here = _stand_ins(request, strategy, cluster) if emulated else None
     plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
+    if request.mode == "train":
+        _refuse_offload_of(plan, request)
     if chosen is not None:
         plan = replace(plan, decisions=(*chosen.decisions, *plan.decisions))
     used = cluster.chosen(strategy.devices)
@@ -459,13 +461,28 @@ def _refuse_offloading(request: Request, faults: list[Fault]) -> None:
         for node in every_node(request.strategy_graph().graph)
         if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
     ]
-    missing = _missing_tools() if offloading and request.optimizer.name != "sgd" else []
-    if missing:
-        rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
-        rule += " and no ".join(missing)
-        remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
-        key = f"{offloading[0].path}.offload.optimizer"
-        faults.append(Fault(key, "cpu", rule, remedy))
+    if offloading:
+        faults += _faults_of_tools(request, offloading[0].path)
+
+
+def _refuse_offload_of(plan: Plan, request: Request) -> None:
+    """Raise ConfigError where the planner chose to offload the optimizer to the host, and a tool
+    that compiles the optimizer there is missing."""
+    offloading = [x.path for x in plan.task_graphs if x.offload["optimizer"] == "cpu"]
+    if faults := _faults_of_tools(request, offloading[0]) if offloading else []:
+        raise ConfigError(faults)
+
+
+def _faults_of_tools(request: Request, path: str) -> list[Fault]:
+    """Return the fault of the replicate at `path`, which offloads its optimizer, if DeepSpeed's CPU
+    optimizer cannot be compiled."""
+    missing = _missing_tools() if request.optimizer.name != "sgd" else []
+    if not missing:
+        return []
+    rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
+    rule += " and no ".join(missing)
+    remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
+    return [Fault(f"{path}.offload.optimizer", "cpu", rule, remedy)]
 
 
 def _can_offload(request: Request) -> bool:

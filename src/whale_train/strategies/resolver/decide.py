@@ -61,6 +61,7 @@ from whale_train.strategies.stages.micro_batches import (
 from whale_train.strategies.stages.offloading import (
     around_recomputed,
     blocks_to_offload,
+    settled,
     transfer_times,
 )
 from whale_train.strategies.stages.p2p import P2PCosts
@@ -267,7 +268,7 @@ def _staging(
         raise PlanError(faults)
     job = PlanningContext(strategy, cluster, findings, training, form)
     refuse_model(job)
-    return job
+    return replace(job, form=settled(job))
 
 
 def _asked_micro_batches(job: PlanningContext) -> int:
