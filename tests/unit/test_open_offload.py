@@ -79,7 +79,7 @@ def test_only_what_does_not_fit_is_offloaded_and_the_plan_says_why() -> None:
     ]
     assert "none is 3.10 MB short; " in decision.reason
     assert "optimizer on the host, zero: 1 is" in decision.reason
-    with pytest.raises(ShortOfMemoryError, match="101 kB more than its 3.50 MB"):
+    with pytest.raises(ShortOfMemoryError, match=r"101 kB more than its 3\.50 MB"):
         planned(AUTO, 3.5e6)
 
 

@@ -32,14 +32,15 @@ class Replicate:
     path: path of the node's key in the strategy.
     degree: number of replicas (None: auto).
     zero: ZeRO stage of the replicas.
-    offload_optimizer: `cpu` where the optimizer's state is on the host, `none`, or `auto` where the
-        planner chooses (`resolver/open_offload.py`).
+    offload_optimizer: `cpu` where the optimizer's state is in the host's memory, `nvme` where it is
+        in files, `none`, or `auto` where the planner chooses (`resolver/open_offload.py`).
     offload_parameters: the same for the parameters.
     modules: paths or globs of the modules that are replicated.
     of: nodes inside each replica (empty: the model, or the stage around it).
     recompute: what is computed again in the backward (None: what a node around it says).
     offload_activations: `cpu` where what blocks save for their backward is on the host, `auto`
         where the planner chooses the blocks, or `none` (None: what a node around it says).
+    offload_path: folder on every host in which ranks make the files of `nvme` (None: none are).
     """
 
     path: str
@@ -51,6 +52,7 @@ class Replicate:
     of: tuple["Node", ...] = ()
     recompute: Recompute | None = None
     offload_activations: str | None = None
+    offload_path: str | None = None
 
     @property
     def offloads(self) -> bool:
@@ -278,6 +280,7 @@ class _Reader:
             of=self.children(given, path, "replicate"),
             recompute=self.recompute(given, path),
             offload_activations=offload.activations,
+            offload_path=offload.path,
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:

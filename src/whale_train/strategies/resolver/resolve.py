@@ -218,10 +218,11 @@ def _refuse_engines(strategy: Strategy, training: Training, faults: list[Fault])
             remedy = "use zero: 0, as strategy=dp, or another optimizer"
             rule += optimizer.unlike_in_parts
             faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
-    offloaded = next((x for x in nodes if x.offload_optimizer == "cpu"), None)
+    offloaded = next((x for x in nodes if x.offload_optimizer != "none"), None)
     if offloaded is not None and training.optimizers:
         optimizer = training.optimizers[0]
-        rule = f"cannot be kept on the host ({offloaded.path}.offload.optimizer=cpu), where "
+        rule = f"cannot be kept on the host ({offloaded.path}.offload.optimizer="
+        rule += f"{offloaded.offload_optimizer}), where "
         rule += "DeepSpeed has Adam's and SGD's updates alone"
         remedy = "use optimizer=adamw, adam or sgd, or a strategy without offload"
         faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))

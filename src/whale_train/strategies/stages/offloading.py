@@ -37,7 +37,7 @@ def blocks_to_offload(
     return {stage: here for stage, here in units.items() if here}
 
 
-def settled(job: PlanningContext) -> Form:
+def with_activations_settled(job: PlanningContext) -> Form:
     """Return the form of `job` with `auto` or `none` for the stages that send activations to the
     host where possible."""
     stages = tuple(
