@@ -7,6 +7,7 @@ hand, and the few keys and values that have another form in the config than in t
 from dataclasses import dataclass
 
 from whale_train.strategies.grammar import nodes
+from whale_train.strategies.grammar.offload import ACTIVATIONS, OFFLOAD
 from whale_train.strategies.grammar.recompute import RECOMPUTE
 from whale_train.strategies.hardware import cluster
 
@@ -76,21 +77,28 @@ STRATEGY = (
         "replicate.offload.optimizer",
         nodes.Replicate,
         "offload_optimizer",
-        _choices(nodes.OFFLOAD),
+        _choices(OFFLOAD),
         "none",
     ),
     FieldKey(
         "replicate.offload.parameters",
         nodes.Replicate,
         "offload_parameters",
-        _choices(nodes.OFFLOAD),
+        _choices(OFFLOAD),
         "none",
     ),
     FieldKey(
         "replicate.offload.activations",
         nodes.Replicate,
         "offload_activations",
-        _choices(nodes.OFFLOAD_ACTIVATIONS),
+        _choices(ACTIVATIONS),
+        "null",
+    ),
+    FieldKey(
+        "replicate.offload.path",
+        nodes.Replicate,
+        "offload_path",
+        "the absolute path of a folder",
         "null",
     ),
     FieldKey("replicate.modules", nodes.Replicate, "modules", _PATHS, "*"),
@@ -144,6 +152,10 @@ HARDWARE = (
     ),
     FieldKey("nodes[].link", cluster.Node, "link", "the name of a link, or its figures"),
     FieldKey("nodes[].host", cluster.Node, "host", "the name of a host, or its figures", "null"),
+    FieldKey("nodes[].nvme", cluster.Node, "nvme", "the figures of its disks", "null"),
+    FieldKey("nvme.bytes", cluster.NvmeFigures, "bytes", _FIGURE),
+    FieldKey("nvme.read_bytes_s", cluster.NvmeFigures, "read_bytes_s", _FIGURE),
+    FieldKey("nvme.write_bytes_s", cluster.NvmeFigures, "write_bytes_s", _FIGURE),
     FieldKey("device.name", cluster.Device, "name", "text"),
     FieldKey("device.flops", cluster.Device, "flops", "a mapping of `fp32`, `bf16`, `fp16`"),
     FieldKey("device.memory_bytes", cluster.Device, "memory_bytes", _FIGURE),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 VARIABLE = "TORCH_EXTENSIONS_DIR"
 CPU_ADAM = "cpu_adam"  # the optimizer of offloaded state
+ASYNC_IO = "async_io"  # reads and writes state in files
+PIN_MEMORY = "pin_memory"  # loaded before `ASYNC_IO`
 
 
 def kernel_cache() -> Path:

@@ -92,7 +92,7 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"replicate": {"zero": 1, "offload": {"optimiser": "cpu"}}},
             f"{REPLICATE}.offload.optimiser is not a key here; did you mean optimizer? "
-            "One of: activations, optimizer, parameters",
+            "One of: activations, optimizer, parameters, path",
         ),
         (
             {"split": {"patterns": "row"}},
@@ -139,11 +139,12 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"replicate": {"offload": "cpu"}},
-            f"{REPLICATE}.offload=cpu is not a mapping; use {{optimizer: cpu, parameters: none}}",
+            f"{REPLICATE}.offload=cpu is not a mapping; "
+            "use auto, or {optimizer: cpu, parameters: none}",
         ),
         (
-            {"replicate": {"zero": 1, "offload": {"optimizer": "nvme"}}},
-            f"{REPLICATE}.offload.optimizer=nvme is unknown; use one of: cpu, none",
+            {"replicate": {"zero": 1, "offload": {"optimizer": "disk"}}},
+            f"{REPLICATE}.offload.optimizer=disk is unknown; use one of: auto, cpu, none, nvme",
         ),
         (
             {"replicate": {"offload": {"activations": "disk"}}},
@@ -152,7 +153,7 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"replicate": {"zero": 3, "offload": {"parameters": None}}},
             f"{REPLICATE}.offload.parameters=null is unknown; "
-            "did you mean none? One of: cpu, none",
+            "use one of: auto, cpu, none, nvme",
         ),
         (
             {"replicate": {"offload": {"optimizer": "cpu"}}},

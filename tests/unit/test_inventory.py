@@ -195,7 +195,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 def test_unknown_and_missing_keys() -> None:
     assert refused({"nodes": [{"devces": 2, "device": "t4_16gb", "link": "nvlink2"}]}) == [
         "hardware.nodes[0].devces=2 is no key of a node; "
-        "did you mean devices? One of: count, device, devices, host, link",
+        "did you mean devices? One of: count, device, devices, host, link, nvme",
         "hardware.nodes[0].devices is missing; add it, for instance devices: 8",
     ]
     assert refused({"node": []}) == [
@@ -265,7 +265,7 @@ def test_wrong_shapes() -> None:
     )
     assert refused({"nodes": ["t4_16gb"]})[0] == (
         "hardware.nodes[0]=t4_16gb is not a mapping; "
-        "write a mapping with the keys devices, device, link, count, host"
+        "write a mapping with the keys devices, device, link, count, host, nvme"
     )
     assert refused({"nodes": [node(device=None)]})[0].startswith(
         "hardware.nodes[0].device=null is no device of the catalogue; "

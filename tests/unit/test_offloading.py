@@ -30,11 +30,12 @@ def offload_of(strategy: object, cluster: Cluster) -> list[Decision]:
         # SGD's momentum, the optimizer's copy and the gradient, fp32 all.
         ({"replicate": {"zero": 2, "offload": {"optimizer": "cpu"}}}, "optimizer", 12),
         ({"replicate": {"zero": 1, "offload": {"optimizer": "cpu"}}}, "optimizer", 8),
-        ({"replicate": {"zero": 3, "offload": OFFLOAD}}, "optimizer and parameters", 16),
+        # ZeRO 3 has the gradient twice.
+        ({"replicate": {"zero": 3, "offload": OFFLOAD}}, "optimizer and parameters", 20),
         (
             {"replicate": {"zero": 3, "offload": OFFLOAD, "of": SPLIT}},
             "optimizer and parameters",
-            16,
+            20,
         ),
     ],
 )

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from whale_train.kernel_cache import kernel_cache
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.devices.calibrations import calibrations_folder
+from whale_train.launcher.planning.nvme_tools import LIBAIO, missing_for_files
 from whale_train.machine.limits import cores, memory_bytes
 from whale_train.machine.nvml import visible_gpus
 from whale_train.quantities import in_bytes
@@ -137,6 +138,10 @@ def compilers() -> Iterator[Check]:
         path = shutil.which(program)
         remedy = "" if path else f"install {program}, for {purpose}"
         yield Check("compilers", program, path or "", remedy=remedy)
+    missing = missing_for_files()
+    package = LIBAIO if missing == "libaio" else missing
+    remedy = f"install {package}, for offload: {{optimizer: nvme}}" if missing else ""
+    yield Check("compilers", "libaio", "" if missing else "found", remedy=remedy)
 
 
 def folders() -> Iterator[Check]:

@@ -46,6 +46,7 @@ from whale_train.launcher.planning.exact_bits import refuse_hash_of_parts, refus
 from whale_train.launcher.planning.isolated_documents import refuse_joined_documents
 from whale_train.launcher.planning.longest_rows import refuse_longest
 from whale_train.launcher.planning.loss_read import explain_logits
+from whale_train.launcher.planning.nvme_tools import files_refused
 from whale_train.launcher.planning.own_optimizers import (
     explain_optimizers,
     refuse_parts,
@@ -343,6 +344,8 @@ def _planned(
         strategy = chosen.strategy
     here = _stand_ins(request, strategy, cluster) if emulated else None
     plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
+    if request.mode == "train":
+        _refuse_offload_of(plan, request)
     if chosen is not None:
         plan = replace(plan, decisions=(*chosen.decisions, *plan.decisions))
     used = cluster.chosen(strategy.devices)
@@ -454,18 +457,38 @@ def _refuse_compiling(request: Request, faults: list[Fault]) -> None:
 def _refuse_offloading(request: Request, faults: list[Fault]) -> None:
     """Add a fault where the strategy offloads the optimizer to the host, and a tool that compiles
     the optimizer there is missing."""
-    offloading = [
-        node
-        for node in every_node(request.strategy_graph().graph)
-        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
-    ]
-    missing = _missing_tools() if offloading and request.optimizer.name != "sgd" else []
-    if missing:
-        rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
-        rule += " and no ".join(missing)
-        remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
-        key = f"{offloading[0].path}.offload.optimizer"
-        faults.append(Fault(key, "cpu", rule, remedy))
+    offloading = [x for x in _replicates(request) if x.offload_optimizer in ("cpu", "nvme")]
+    if offloading:
+        faults += _faults_of_tools(request, offloading[0].path)
+
+
+def _refuse_offload_of(plan: Plan, request: Request) -> None:
+    """Raise ConfigError where the planner chose to offload the optimizer to the host, and a tool
+    that compiles the optimizer there is missing."""
+    offloading = [x.path for x in plan.task_graphs if x.offload["optimizer"] != "none"]
+    if faults := _faults_of_tools(request, offloading[0]) if offloading else []:
+        raise ConfigError(faults)
+
+
+def _faults_of_tools(request: Request, path: str) -> list[Fault]:
+    """Return the fault of the replicate at `path`, which offloads its optimizer, if DeepSpeed's CPU
+    optimizer cannot be compiled, and the faults of state in files."""
+    faults = []
+    node = next((x for x in _replicates(request) if x.path == path), None)
+    if node is not None and node.offload_path is not None:
+        faults = files_refused(node.path, node.offload_path)
+    missing = _missing_tools() if request.optimizer.name != "sgd" else []
+    if not missing:
+        return faults
+    rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
+    rule += " and no ".join(missing)
+    remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
+    return [*faults, Fault(f"{path}.offload.optimizer", "cpu", rule, remedy)]
+
+
+def _replicates(request: Request) -> list[Replicate]:
+    """Return all replicates of the request's strategy."""
+    return [x for x in every_node(request.strategy_graph().graph) if isinstance(x, Replicate)]
 
 
 def _can_offload(request: Request) -> bool:

@@ -48,7 +48,7 @@ def said_of_kernels(request: Request, plan: Plan) -> str:
 
     The first run on a machine that offloads an optimizer compiles it, before the first step.
     """
-    offloads = any(task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs)
+    offloads = any(task_graph.offload["optimizer"] != "none" for task_graph in plan.task_graphs)
     if not offloads or request.optimizer.name == "sgd" or is_compiled(CPU_ADAM):
         return ""
     took = "a minute to several, by its cores"

@@ -1,5 +1,6 @@
 """The engine of copies that partition state among them: DeepSpeed's ZeRO and offload."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
@@ -23,11 +24,14 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
     partition,
     partitions_by_dtype,
     unchecked_norms,
+    with_weight_buffers,
     without_broadcast,
 )
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
 from whale_train.runtime.engines.reached_alike import ReachedAlike
+from whale_train.runtime.engines.swap_folder import SwapFolder, nvme_paths, within
+from whale_train.runtime.engines.swapped_state import SwappedState
 from whale_train.runtime.optim.optimizers import in_groups, makes_late, state_of
 from whale_train.strategies.resolver.deepspeed_config import for_processes
 
@@ -69,6 +73,10 @@ class DeepSpeedEngine:
         use_accelerator(device)
         if device.type == "cpu":
             config = for_processes(config)
+        if parents := nvme_paths(config):
+            folder = SwapFolder(next(iter(parents)))
+            weakref.finalize(self, folder.remove)
+            config = with_weight_buffers(within(config, folder.path), module, copies.size)
         self.holders = copies
         self.copies = copies.size
         self.counts_norm = copies.is_first and copies.index == 0
@@ -104,7 +112,9 @@ class DeepSpeedEngine:
                 assert copies.group is not None
                 place = (copies.group.rank(), copies.size)
                 partition(module, topology, config, weights, place)
-            with one_master_copy(), partitions_by_dtype(), without_broadcast():
+            in_files = config["zero_optimization"].get("offload_param", {}).get("device") == "nvme"
+            by_dtype = nullcontext() if in_files else partitions_by_dtype()
+            with one_master_copy(), by_dtype, without_broadcast():
                 # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=module,
@@ -116,7 +126,10 @@ class DeepSpeedEngine:
                 )
         if self._stage < 3 and "offload_optimizer" in config["zero_optimization"]:
             _accumulate_in_fp32(self._optimizer)
-        weights.give_masters(self._optimizer, self._stage)
+        self._swapped = SwappedState(self._optimizer) if parents else None
+        weights.give_masters(self._master)
+        if self._swapped is not None:
+            self._swapped.flush()
         self.module = self._engine.module
         offloads = "offload_optimizer" in config["zero_optimization"]
         self._devices = device, torch.device("cpu") if offloads else device
@@ -236,7 +249,11 @@ class DeepSpeedEngine:
             if fragment is None:
                 continue
             flat, at, start, size = fragment
-            flat_state = state_of(self._optimizer.optimizer, flat)
+            group = self._group_in_files(parameter)
+            if self._swapped is None or group is None:
+                flat_state = state_of(self._optimizer.optimizer, flat)
+            else:
+                flat_state = self._swapped.state(group)
             yield ParameterState(
                 parameter,
                 flat.detach().narrow(0, at, size),
@@ -272,15 +289,32 @@ class DeepSpeedEngine:
             group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start, held = self._part(parameter)
             assert held <= size
-            return (
-                (optimizer.fp32_partitioned_groups_flat[group], at, start, held) if held else None
-            )
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            if self._swapped is not None and self._swapped.has(group):
+                flat = self._swapped.value(group)
+            return (flat, at, start, held) if held else None
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None
         held, own = mapping.lp_fragment_address, mapping.hp_fragment_address
         flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         return flat, own.start, held.start, held.numel
+
+    def _group_in_files(self, parameter: nn.Parameter) -> int | None:
+        """Return the sub-group of `parameter`, if ZeRO 3 keeps its state in files."""
+        if self._swapped is None:
+            return None
+        group = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)][0]
+        return group if self._swapped.has(group) else None
+
+    def _master(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
+        """Return this rank's fp32 values of `parameter`, and the index of the first one in the
+        flattened parameter; None where the rank holds none."""
+        fragment = self._fragment(parameter)
+        if fragment is None:
+            return None
+        flat, at, start, size = fragment
+        return flat.detach().narrow(0, at, size), start
 
     def _part(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return the first index and the number of the elements of the flattened `parameter` that
@@ -317,8 +351,14 @@ class DeepSpeedEngine:
         if self._stage < 3:
             return
         for state in self.states():
+            if self._swapped is not None and self._swapped.write_weight(
+                state.parameter, state.value
+            ):
+                continue
             part = state.parameter.ds_tensor  # type: ignore[attr-defined]
             part.detach()[: state.value.numel()].copy_(state.value)
+        if self._swapped is not None:
+            self._swapped.flush()
         always_whole = self._optimizer.persistent_parameters
         if always_whole:
             always_whole[0].partition(always_whole)

@@ -9,6 +9,7 @@ memory to begin than to train.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -45,6 +46,30 @@ def partition(
         config_dict_or_path=config,
         mpu=topology,
     )
+
+
+def with_weight_buffers(config: dict[str, Any], module: nn.Module, ranks: int) -> dict[str, Any]:
+    """Return `config` with host buffers for the weights of `module` that `ranks` ranks keep in
+    files.
+
+    A buffer has room for a rank's part of the largest weight. As many are needed at once as a
+    module, or a block that is gathered whole, has weights; twice as many let the next one's arrive
+    meanwhile. By default DeepSpeed (0.19.8) has 5 buffers of 1e8 elements, and fails where a module
+    has more weights, or larger ones.
+    """
+    zero = config["zero_optimization"]
+    if zero.get("offload_param", {}).get("device") != "nvme":
+        return config
+    deepspeed = import_module("deepspeed.utils")
+    counts, largest = [1], 1
+    for inner in module.modules():
+        is_whole = deepspeed.z3_leaf_module(inner)
+        sizes = [p.numel() for p in inner.parameters(recurse=is_whole)]
+        counts.append(len(sizes))
+        largest = max(largest, *sizes, 1)
+    buffers = {"buffer_size": -(-largest // ranks), "buffer_count": 2 * max(counts)}
+    zero = {**zero, "offload_param": {**zero["offload_param"], **buffers}}
+    return {**config, "zero_optimization": zero}
 
 
 class _Cast(nn.Module):

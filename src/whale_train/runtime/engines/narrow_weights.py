@@ -8,7 +8,6 @@ the exact value.
 """
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,23 +61,21 @@ class NarrowWeights:
             self._exact[parameter] = lambda: on_host
         parameter.data = parameter.data.to(self._dtype)
 
-    def give_masters(self, optimizer: Any, stage: int) -> None:
-        """Write the stored fp32 values into the partitions of `optimizer`, under ZeRO `stage`, and
-        drop the stored values."""
+    def give_masters(self, master_of: Callable[[nn.Parameter], tuple[Tensor, int] | None]) -> None:
+        """Write the stored fp32 values into the optimizer's, and drop the stored values.
+
+        `master_of` returns this rank's fp32 values of a parameter and the index of the first one in
+        the flattened parameter; None where another rank has all of it.
+        """
         for parameter, remembered in self._exact.items():
-            if stage == 3:
-                exact = remembered().flatten()
-                master, _ = optimizer._get_fp32_opt_state_partition(
-                    parameter, release_swap_buffers=False
-                )
-                master[: exact.numel()].data.copy_(exact)
+            held = master_of(parameter)
+            if held is None:
                 continue
-            own = parameter._hp_mapping  # type: ignore[attr-defined]
-            if own is None:  # another rank has all of it
-                continue
-            address = own.lp_fragment_address
-            part = remembered().flatten().narrow(0, address.start, address.numel)
-            own.hp_fragment.data.copy_(part)
+            master, start = held
+            exact = remembered().flatten()
+            # Under ZeRO 3 this rank's part alone was stored.
+            first = 0 if exact.numel() == master.numel() else start
+            master.copy_(exact.narrow(0, first, master.numel()))
         self._exact = {}
 
 

@@ -32,6 +32,7 @@ from whale_train.imports import importing
 from whale_train.machine.hosts import REFUSED
 from whale_train.machine.parents import STOPPED, end_with_parent
 from whale_train.runtime.cpu.threads import num_threads, set_num_threads
+from whale_train.runtime.engines.swap_folder import remove_unowned_of
 from whale_train.runtime.failures.failure import (
     HOST_LOG,
     RankEnd,
@@ -107,14 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prepared = worker.prepare(request)
         wait_until_ready(run_dir, options.parent)
         world_size = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["world_size"]
-        return serve(
-            run_dir,
-            world_size,
-            lambda: worker.complete(run_dir, prepared),
-            worker.run_rank,
-            options.parent,
-            worker.forget,
-        )
+        try:
+            return serve(
+                run_dir,
+                world_size,
+                lambda: worker.complete(run_dir, prepared),
+                worker.run_rank,
+                options.parent,
+                worker.forget,
+            )
+        finally:
+            remove_unowned_of(run_dir)
     except Exception as error:
         record_host_failure(assigned.wait(), error)
         return 1

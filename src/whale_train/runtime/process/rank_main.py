@@ -53,7 +53,7 @@ from whale_train.runtime.engines.rank_context import RankContext
 from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.process.checkpoint_results import checkpoint_results
-from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
+from whale_train.runtime.process.compile_offload_kernels import load_async_io, load_cpu_adam
 from whale_train.runtime.process.preload import preload_deepspeed
 from whale_train.runtime.record.callbacks import Callbacks, told_when_failing
 from whale_train.runtime.record.metrics import Metrics, peak_memory_bytes
@@ -132,7 +132,7 @@ def complete(run_dir: Path, prepared: Prepared) -> Prepared:
     result.
 
     These are the exported graph, if ranks run it; DeepSpeed, if they partition; and the CPU
-    optimizer that DeepSpeed would compile at its first use.
+    optimizer and the library for NVMe that DeepSpeed would compile at their first use.
     """
     plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.rewrite is not None and prepared.graph is None:
@@ -140,9 +140,11 @@ def complete(run_dir: Path, prepared: Prepared) -> Prepared:
     if any(task_graph.zero for task_graph in plan.task_graphs):
         preload_deepspeed()
     if prepared.request.optimizer.name != "sgd" and any(
-        task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs
+        task_graph.offload["optimizer"] != "none" for task_graph in plan.task_graphs
     ):
         load_cpu_adam()
+    if any("nvme" in task_graph.offload.values() for task_graph in plan.task_graphs):
+        load_async_io()
     return prepared
 
 

@@ -12,14 +12,13 @@ from typing import Any, cast
 
 from whale_train.errors import Fault, closest, nearest
 from whale_train.other_trainers import known_elsewhere
+from whale_train.strategies.grammar.offload import read_offload
 from whale_train.strategies.grammar.recompute import Recompute, read_recompute
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
 BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # dims of a split beside a replicate
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
-OFFLOAD = ("none", "cpu")
-OFFLOAD_ACTIVATIONS = ("none", "cpu", "auto")
 BALANCE = ("hardware", "even")
 MOST_MICRO_BATCHES = 10_000  # most micro-batches of a step; a plan orders each
 _KEYS = ("graph", "balance", "devices", "prefer_intra_node", "time_limit_s", "logical_workers")
@@ -33,13 +32,15 @@ class Replicate:
     path: path of the node's key in the strategy.
     degree: number of replicas (None: auto).
     zero: ZeRO stage of the replicas.
-    offload_optimizer: `cpu` where the optimizer's state is on the host, or `none`.
-    offload_parameters: `cpu` where the parameters are on the host, or `none`.
+    offload_optimizer: `cpu` where the optimizer's state is in the host's memory, `nvme` where it is
+        in files, `none`, or `auto` where the planner chooses (`resolver/open_offload.py`).
+    offload_parameters: the same for the parameters.
     modules: paths or globs of the modules that are replicated.
     of: nodes inside each replica (empty: the model, or the stage around it).
     recompute: what is computed again in the backward (None: what a node around it says).
     offload_activations: `cpu` where what blocks save for their backward is on the host, `auto`
         where the planner chooses the blocks, or `none` (None: what a node around it says).
+    offload_path: folder on every host in which ranks make the files of `nvme` (None: none are).
     """
 
     path: str
@@ -51,11 +52,17 @@ class Replicate:
     of: tuple["Node", ...] = ()
     recompute: Recompute | None = None
     offload_activations: str | None = None
+    offload_path: str | None = None
 
     @property
     def offloads(self) -> bool:
         """Return True if replicas offload parameters or optimizer state to their hosts."""
         return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if the planner chooses whether to offload parameters or optimizer state."""
+        return "auto" in (self.offload_optimizer, self.offload_parameters)
 
     @property
     def streams(self) -> bool:
@@ -258,43 +265,22 @@ class _Reader:
     def replicate(self, body: Mapping[str, Any], path: str) -> Replicate:
         """Return the replicate whose keys are in `body`."""
         given = self.keys(body, path, ("degree", "zero", "offload", "modules", "recompute", "of"))
-        offload = given.get("offload")
-        if offload is None:
-            offload = {}
-        if not isinstance(offload, Mapping):
-            rule = "is not a mapping"
-            remedy = "use {optimizer: cpu, parameters: none}"
-            self.fault(f"{path}.offload", offload, rule, remedy)
-            offload = {}
-        states = ("optimizer", "parameters", "activations")
-        targets = self.keys(offload, f"{path}.offload", states)
         zero = given.get("zero", 0)
         if type(zero) is not int or zero not in (0, 1, 2, 3):  # True == 1 == 1.0
             self.fault(f"{path}.zero", zero, "is not a ZeRO stage", "use 0, 1, 2 or 3")
             zero = 0
-        optimizer = self.choice(targets, f"{path}.offload", "optimizer", OFFLOAD, "none")
-        parameters = self.choice(targets, f"{path}.offload", "parameters", OFFLOAD, "none")
-        activations: str | None = None
-        if "activations" in targets:
-            choices = OFFLOAD_ACTIVATIONS
-            activations = self.choice(targets, f"{path}.offload", "activations", choices, "none")
-        if zero == 0 and optimizer != "none":
-            rule = "needs ZeRO: the copies' optimizer state is only moved once it is partitioned"
-            remedy = f"use {path}.zero=1, 2 or 3"
-            self.fault(f"{path}.offload.optimizer", optimizer, rule, remedy)
-        if zero != 3 and parameters != "none":
-            rule = "needs ZeRO 3: only partitioned parameters can live elsewhere"
-            self.fault(f"{path}.offload.parameters", parameters, rule, f"use {path}.zero=3")
+        offload = read_offload(given.get("offload"), f"{path}.offload", zero, self.faults)
         return Replicate(
             path,
             degree=self.count_or_auto(given, path, "degree"),
             zero=zero,
-            offload_optimizer=optimizer,
-            offload_parameters=parameters,
+            offload_optimizer=offload.optimizer,
+            offload_parameters=offload.parameters,
             modules=self.modules(given, path) or ("*",),
             of=self.children(given, path, "replicate"),
             recompute=self.recompute(given, path),
-            offload_activations=activations,
+            offload_activations=offload.activations,
+            offload_path=offload.path,
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:

@@ -142,6 +142,20 @@ class HostFigures:
 
 
 @dataclass(frozen=True)
+class NvmeFigures:
+    """The NVMe disks of a host, together.
+
+    bytes: bytes of room for what is offloaded.
+    read_bytes_s: bytes/s of reads.
+    write_bytes_s: bytes/s of writes.
+    """
+
+    bytes: float
+    read_bytes_s: float
+    write_bytes_s: float
+
+
+@dataclass(frozen=True)
 class Node:
     """A host of the inventory.
 
@@ -149,12 +163,14 @@ class Node:
     link: the link that joins them.
     host: the figures of the host itself; None where they are unknown.
     at: the name of the machine that was identified as this node; '' for none.
+    nvme: the figures of its NVMe disks; None where they are unknown.
     """
 
     devices: tuple[Device, ...]
     link: Link
     host: HostFigures | None = None
     at: str = ""
+    nvme: NvmeFigures | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from whale_train.strategies.hardware.cluster import (
     HostShare,
     Link,
     Node,
+    NvmeFigures,
 )
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -47,6 +48,9 @@ _EXAMPLES = {
     "memory_bandwidth_bytes_s": "9e11",
     "bandwidth_bytes_s": "6.25e9",
     "latency_s": "1e-5",
+    "bytes": "4e12",
+    "read_bytes_s": "7e9",
+    "write_bytes_s": "4e9",
 }
 
 _Entry = TypeVar("_Entry", Device, Link, HostFigures)
@@ -77,6 +81,7 @@ class _NodeEntry:
     devices: tuple[Device, ...]
     link: Link
     host: HostFigures | None = None
+    nvme: NvmeFigures | None = None
 
 
 def read_inventory(
@@ -158,7 +163,7 @@ def _long_form(
 
 def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | None:
     fields = _mapping(
-        value, key, "a node", ("devices", "device", "link"), ("count", "host"), faults
+        value, key, "a node", ("devices", "device", "link"), ("count", "host", "nvme"), faults
     )
     fields = {"count": 1, **fields}
     count = _field(fields, key, "count", _count, faults)
@@ -166,6 +171,7 @@ def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | No
     kinds = _field(fields, key, "device", _devices, faults)
     link = _field(fields, key, "link", _link, faults)
     host = _field(fields, key, "host", _host, faults)
+    nvme = _field(fields, key, "nvme", _nvme, faults)
     if kinds and devices and len(kinds) not in (1, devices):
         rule = f"names {len(kinds)} devices, and devices is {devices}"
         faults.append(Fault(f"{key}.device", "", rule, "name one for all of them, or each"))
@@ -175,7 +181,7 @@ def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | No
         faults.append(Fault(f"{key}.host", _text(fields["host"]), rule, "leave it out"))
     if count is None or devices is None or kinds is None or link is None:
         return None
-    return _NodeEntry(count, kinds * (devices // len(kinds)), link, host)
+    return _NodeEntry(count, kinds * (devices // len(kinds)), link, host, nvme)
 
 
 def _cluster(
@@ -198,7 +204,8 @@ def _cluster(
             if own == nominal:
                 own = replace(own, memory_bytes=machine.memory_bytes / processes)
             devices.append(own if share is None else replace(own, host=share))
-        nodes += [Node(tuple(devices), entry.link, entry.host)] * entry.count
+        node = Node(tuple(devices), entry.link, entry.host, nvme=entry.nvme)
+        nodes += [node] * entry.count
     return Cluster(name, tuple(nodes), network)
 
 
@@ -272,6 +279,15 @@ def _inline_host(value: object, key: str, faults: list[Fault]) -> HostFigures | 
     if memory is None or bandwidth is None or link is None:
         return None
     return HostFigures(name or "host", memory, bandwidth, link)
+
+
+def _nvme(value: object, key: str, faults: list[Fault]) -> NvmeFigures | None:
+    required = ("bytes", "read_bytes_s", "write_bytes_s")
+    fields = _mapping(value, key, "a host's disks", required, (), faults)
+    figures = [_field(fields, key, name, _positive, faults) for name in required]
+    if None in figures:
+        return None
+    return NvmeFigures(*(figure for figure in figures if figure is not None))
 
 
 def _flops(value: object, key: str, faults: list[Fault]) -> dict[str, float] | None:

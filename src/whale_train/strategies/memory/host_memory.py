@@ -59,8 +59,8 @@ def offload_decisions(
 
 
 def offloaded(node: Replicate) -> Sequence[str]:
-    """Return the names of the state that `node` offloads to the hosts: `optimizer`, `parameters`,
-    both or none."""
+    """Return the names of the state that `node` keeps in the hosts' memory: `optimizer`,
+    `parameters`, both or none."""
     return [w for w in ("optimizer", "parameters") if getattr(node, f"offload_{w}") == "cpu"]
 
 
@@ -68,7 +68,8 @@ def host_bytes(zero: int, there: Collection[str], training: Training) -> float:
     """Return the bytes on the host for one element of a parameter. `there` holds the names of the
     offloaded state, as returned by `offloaded`.
 
-    An offloaded optimizer has an fp32 value, its states and, from ZeRO 2 on, the gradient.
+    An offloaded optimizer has an fp32 value, its states and, from ZeRO 2 on, the gradient, which
+    ZeRO 3 has twice: as it is accumulated, and for the update (DeepSpeed 0.19.8).
     Offloaded parameters have the weight. Without ZeRO (`zero` 0), offloaded parameters are
     streamed: the gradient is on the host as well and, unless training is in fp32, a 16-bit value
     beside the fp32 one.
@@ -76,6 +77,7 @@ def host_bytes(zero: int, there: Collection[str], training: Training) -> float:
     num_bytes, streamed = 0.0, not zero and "parameters" in there
     if "optimizer" in there:
         num_bytes += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 or streamed else 0)
+        num_bytes += 4 if zero == 3 else 0
     if streamed:
         return num_bytes + (0.0 if training.precision == "fp32" else 2.0)
     if "parameters" in there:

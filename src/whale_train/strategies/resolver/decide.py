@@ -21,6 +21,12 @@ from whale_train.strategies.memory.host_memory import (
     offload_decisions,
     offloaded,
 )
+from whale_train.strategies.memory.nvme import (
+    buffer_bytes,
+    file_bytes,
+    in_files,
+    kept_in_files,
+)
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.boundary_search import Trial, shift_boundaries
@@ -49,7 +55,7 @@ from whale_train.strategies.stage_memory.within_memory import (
 from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
-from whale_train.strategies.stages.engines import engines_of_stages
+from whale_train.strategies.stages.engines import engines_of_stages, held_elements
 from whale_train.strategies.stages.logical_workers import explained_workers
 from whale_train.strategies.stages.micro_batches import (
     Batches,
@@ -62,6 +68,7 @@ from whale_train.strategies.stages.offloading import (
     around_recomputed,
     blocks_to_offload,
     transfer_times,
+    with_activations_settled,
 )
 from whale_train.strategies.stages.p2p import P2PCosts
 from whale_train.strategies.stages.placement import PlanningContext, form_of
@@ -123,12 +130,14 @@ class _Resolved:
     decided: micro-batches, orders and memory.
     step: the simulated step; None where the strategy does not fit the memory.
     kept: bytes that each host holds for its ranks; empty where nothing is offloaded.
+    files: the note of what is in files, if anything is.
     """
 
     cut: Chunked
     decided: PlanDecisions
     step: Simulated | None
     kept: Sequence[float]
+    files: Sequence[Decision]
 
 
 def _look(job: PlanningContext, cut: Chunked, micro_batches: int) -> Trial[_Resolved]:
@@ -138,12 +147,16 @@ def _look(job: PlanningContext, cut: Chunked, micro_batches: int) -> Trial[_Reso
     short = decided.room.short_bytes
     ranks = len(job.cluster.devices)
     if short > 0:
-        return Trial(_Resolved(cut, decided, None, ()), short, inf, ranks)
+        return Trial(_Resolved(cut, decided, None, (), ()), short, inf, ranks)
+    files = (*kept_in_files(job.form.keeper, lambda: _in_files(job, cut), job.cluster),)
     path = _offload_path(job, decided)
     host_loads = kept_on_hosts(path, lambda: _on_hosts(job, cut, decided), job.cluster)
     spans = (step := simulated_step(job, decided)).spans
     return Trial(
-        _Resolved(cut, decided, step, host_loads), short, spans.seconds, len(spans.tasks) + ranks
+        _Resolved(cut, decided, step, host_loads, files),
+        short,
+        spans.seconds,
+        len(spans.tasks) + ranks,
     )
 
 
@@ -203,6 +216,7 @@ def _considered(
         explained += offload_decisions(
             _offload_path(job, decided), _contents(job, decided), look.found.kept, job.cluster
         )
+        explained += look.found.files
         plan = build_plan(job, decided, step.prediction(), explained)
         if plan.logical_workers is None:
             return plan
@@ -221,14 +235,17 @@ def _considered(
 
 def _contents(job: PlanningContext, decided: PlanDecisions) -> Sequence[str]:
     """Return the names of what the strategy offloads."""
-    state = offloaded(job.form.keeper) if job.form.keeper is not None else ()
+    keeper = job.form.keeper
+    state = [*offloaded(keeper)] if keeper is not None else []
+    state += ["buffers of what is in files"] if keeper is not None and in_files(keeper) else []
     return [*state, *(("activations",) if decided.offloaded else ())]
 
 
 def _offload_path(job: PlanningContext, decided: PlanDecisions) -> str | None:
     """Return the path of the key that offloads; None where nothing is offloaded."""
-    if job.form.keeper is not None and offloaded(job.form.keeper):
-        return f"{job.form.keeper.path}.offload"
+    keeper = job.form.keeper
+    if keeper is not None and (offloaded(keeper) or in_files(keeper)):
+        return f"{keeper.path}.offload"
     stages = (job.form.stages[stage] for stage in decided.offloaded)
     return next((stage.offload_path.rpartition(".")[0] for stage in stages), None)
 
@@ -243,6 +260,8 @@ def _on_hosts(job: PlanningContext, cut: Chunked, decided: PlanDecisions) -> Seq
         member = job.seats.positions[copy][position].index(rank)
         host_bytes_of_rank = decided.room.memory.on_hosts(rank, decided.batches)
         for engine in engines[stage]:
+            if engine.keeper is not None and (states := in_files(engine.keeper)):
+                host_bytes_of_rank += _beside_files(job, cut, rank, states)
             if engine.keeper is not None and offloaded(engine.keeper):
                 element_bytes = host_bytes(
                     engine.keeper.zero, offloaded(engine.keeper), job.training
@@ -252,6 +271,34 @@ def _on_hosts(job: PlanningContext, cut: Chunked, decided: PlanDecisions) -> Seq
                 )
         by_rank.append(host_bytes_of_rank)
     return by_rank
+
+
+def _beside_files(job: PlanningContext, cut: Chunked, rank: int, states: Sequence[str]) -> float:
+    """Return the bytes of the host's memory that a rank with `states` in files takes: buffers, and
+    the gradients that backwards accumulate."""
+    parts = _parts_of_rank(job, cut, rank)
+    gradients = 4 * sum(parts.values()) if "optimizer" in states else 0.0
+    return gradients + buffer_bytes(states, parts.items())
+
+
+def _in_files(job: PlanningContext, cut: Chunked) -> Sequence[float]:
+    """Return the bytes in files of each rank, by rank."""
+    assert job.form.keeper is not None
+    element_bytes = file_bytes(in_files(job.form.keeper), job.training)
+    ranks = range(len(job.cluster.devices))
+    return [element_bytes * sum(_parts_of_rank(job, cut, rank).values()) for rank in ranks]
+
+
+def _parts_of_rank(job: PlanningContext, cut: Chunked, rank: int) -> Mapping[str, float]:
+    """Return the elements of each parameter that ZeRO leaves to `rank`, by path."""
+    copy, position = job.place_of(rank)
+    stage = job.seats.stage_of[position]
+    member = job.seats.positions[copy][position].index(rank)
+    copies, held = len(job.copies_of_rest[stage][0]), dict[str, float]()
+    for chunk in cut.chunks:
+        if chunk.stage == stage:
+            held |= held_elements(job, chunk, cut.axes, member)
+    return {path: count / copies for path, count in held.items()}
 
 
 def _staging(
@@ -267,7 +314,7 @@ def _staging(
         raise PlanError(faults)
     job = PlanningContext(strategy, cluster, findings, training, form)
     refuse_model(job)
-    return job
+    return replace(job, form=with_activations_settled(job))
 
 
 def _asked_micro_batches(job: PlanningContext) -> int:

@@ -42,10 +42,16 @@ def deepspeed_config(
         "overlap_comm": node.zero >= 2 and not on_cpu,
     }
     for state in ("optimizer", "parameters"):
-        if getattr(node, f"offload_{state}") == "cpu":
-            key = "offload_param" if state == "parameters" else "offload_optimizer"
-            # Copies to a GPU and back overlap with its work only from pinned memory.
-            zero[key] = {"device": "cpu", "pin_memory": not on_cpu}
+        place = getattr(node, f"offload_{state}")
+        if place == "none":
+            continue
+        key = "offload_param" if state == "parameters" else "offload_optimizer"
+        # Copies to a GPU and back overlap with its work only from pinned memory.
+        zero[key] = {"device": place, "pin_memory": not on_cpu}
+        if place == "nvme":
+            zero[key]["nvme_path"] = node.offload_path
+            if state == "parameters":  # by default, the first 1e9 elements stay in memory
+                zero[key]["max_in_cpu"] = 0
     if node.zero == 3:
         # By default DeepSpeed leaves parameters under 100,000 elements whole on every rank.
         zero["stage3_param_persistence_threshold"] = 0

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.memory.nvme import in_files
 from whale_train.strategies.resolver.shared_batch import (
     refuse_learned_targets,
     refuse_shared_batch,
@@ -26,6 +27,7 @@ def refuse_model(job: PlanningContext) -> None:
     refuse_written_parameters(job.profile, job.zero, faults)
     if job.zero:
         _refuse_partitions(job, faults)
+        _refuse_files(job, faults)
     elif job.as_is and job.form.copies > 1:
         _refuse_reentrant(job.profile, faults)
     if faults:
@@ -39,6 +41,23 @@ def _refuse_no_graph(job: PlanningContext, faults: list[Fault]) -> None:
         key, value = f"{split.path}.modules", ", ".join(split.modules)
     rule = f"needs the model's graph, and {profile.name} cannot be exported"
     faults.append(Fault(key, value, f"{rule} ({profile.export_error})", AS_IS))
+
+
+def _refuse_files(job: PlanningContext, faults: list[Fault]) -> None:
+    """Add faults for state in files beside splits of modules, which have ZeRO 1 at most, and for
+    parameters in files that are held in 16 bits: DeepSpeed's files have one dtype."""
+    keeper = job.form.keeper
+    assert keeper is not None
+    path, states = f"{keeper.path}.offload", in_files(keeper)
+    if states and any(stage.body is not None for stage in job.form.stages):
+        rule = "is for copies of the whole model, and here modules are split beside the copies"
+        faults.append(Fault(f"{path}.{states[0]}", "nvme", rule, "use cpu"))
+    narrow = job.training.precision != "fp32" and job.profile.narrow
+    if "parameters" in states and narrow:
+        rule = f"is for parameters of one dtype, and train.precision={job.training.precision} "
+        rule += f"holds some of {job.profile.name} in 16 bits"
+        remedy = "use cpu, or train.precision=fp32"
+        faults.append(Fault(f"{path}.parameters", "nvme", rule, remedy))
 
 
 def _refuse_partitions(job: PlanningContext, faults: list[Fault]) -> None:

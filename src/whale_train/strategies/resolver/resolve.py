@@ -19,6 +19,7 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.batch_sizes import known_by_graph, within_sizes
 from whale_train.strategies.resolver.decide import decide
 from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
+from whale_train.strategies.resolver.open_offload import alternatives, fastest
 from whale_train.strategies.resolver.shared_batch import with_samples
 from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stages.analysis import ModelAnalysis
@@ -107,6 +108,12 @@ def consider(
 
     Raises PlanError with all faults.
     """
+    if ways := alternatives(strategy):
+        return fastest(
+            strategy,
+            ways,
+            lambda decided: consider(decided, cluster, findings, training, moving=moving, cut=cut),
+        )
     faults: list[Fault] = []
     decisions: list[Decision] = []
     refuse_without_model(strategy, cluster, training, faults)
@@ -128,7 +135,17 @@ def refuse_without_model(
     strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
 ) -> None:
     """Add to `faults` every fault that the strategy has with any model, so that they can be
-    reported before a model is built."""
+    reported before a model is built.
+
+    Where the strategy leaves open what it offloads, these are the faults of the first alternative,
+    if every alternative has one.
+    """
+    if ways := alternatives(strategy):
+        of_ways: list[list[Fault]] = [[] for _ in ways]
+        for way, of_way in zip(ways, of_ways, strict=True):
+            refuse_without_model(way.strategy, cluster, training, of_way)
+        faults += of_ways[0] if all(of_ways) else ()
+        return
     cluster = _used_devices(strategy, cluster, faults, [])
     refuse_precision(training.precision, cluster, faults)
     if training.needs_norms:
@@ -201,10 +218,11 @@ def _refuse_engines(strategy: Strategy, training: Training, faults: list[Fault])
             remedy = "use zero: 0, as strategy=dp, or another optimizer"
             rule += optimizer.unlike_in_parts
             faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))
-    offloaded = next((x for x in nodes if x.offload_optimizer == "cpu"), None)
+    offloaded = next((x for x in nodes if x.offload_optimizer != "none"), None)
     if offloaded is not None and training.optimizers:
         optimizer = training.optimizers[0]
-        rule = f"cannot be kept on the host ({offloaded.path}.offload.optimizer=cpu), where "
+        rule = f"cannot be kept on the host ({offloaded.path}.offload.optimizer="
+        rule += f"{offloaded.offload_optimizer}), where "
         rule += "DeepSpeed has Adam's and SGD's updates alone"
         remedy = "use optimizer=adamw, adam or sgd, or a strategy without offload"
         faults.append(Fault(optimizer.key, optimizer.target, rule, remedy))

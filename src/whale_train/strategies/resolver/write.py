@@ -467,7 +467,7 @@ def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dic
     `largest` is the number of samples of the rank's largest micro-batch."""
     if keeper is None or not keeper.zero:
         return None
-    training, offloaded = job.training, keeper.offload_optimizer == "cpu"
+    training, offloaded = job.training, keeper.offload_optimizer != "none"
     optimizer = None
     if not training.optimizers:
         optimizer = deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded)

@@ -59,7 +59,7 @@ def _apart(job: PlanningContext, stage: int, experts: Mapping[str, float]) -> Me
     sizes = weights_bytes(experts, job.profile, job.training.precision, zero, False)
     optimizer = job.training.state_bytes(experts) + sizes.master
     if keeper:
-        offloads = keeper.offload_optimizer == "cpu" and not job.cluster.on_cpu
+        offloads = keeper.offload_optimizer != "none" and not job.cluster.on_cpu
         optimizer = 0.0 if offloads else optimizer / len(job.data_parallel[stage][0])
     return MemoryEstimate(
         parameters=sizes.weights + sizes.casts,

@@ -13,6 +13,7 @@ from whale_train.strategies.graph.block_paths import unit_of
 from whale_train.strategies.graph.operation_graph import Operation
 from whale_train.strategies.graph.saved_tensors import SENT_BYTES, View, whole_value
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
+from whale_train.strategies.memory import nvme
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
     Weights,
@@ -245,8 +246,8 @@ class MemberMemory:
         job = self._job
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         copies = len(job.copies_of_rest[self._stage][0])
-        offloads = keeper is not None and keeper.offload_optimizer == "cpu"
-        apart = keeper is not None and keeper.offload_parameters == "cpu"
+        offloads = keeper is not None and keeper.offload_optimizer != "none"
+        apart = keeper is not None and keeper.offload_parameters != "none"
         sizes = weights_bytes(self._elements, job.profile, precision, job.zero, apart)
         engine = engine_of(
             *(job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads),
@@ -264,13 +265,20 @@ class MemberMemory:
         )
         frozen = sum(self._frozen.values())
         parameters = (sizes.weights + frozen) / (copies if job.zero == 3 else 1)
-        if apart and not on_cpu:
+        states = nvme.in_files(keeper) if keeper is not None else ()
+        if apart and (not on_cpu or "parameters" in states):
             parameters = 0.0
         optimizer = job.training.state_bytes(self._elements) + sizes.master
+        optimizer /= copies if job.zero else 1
+        if offloads and (not on_cpu or "optimizer" in states):
+            optimizer = 0.0
+        if on_cpu:
+            parts = ((path, count / copies) for path, count in self._elements.items())
+            optimizer += nvme.buffer_bytes(states, parts)
         return MemoryEstimate(
             parameters=parameters + (casts - casts_as_values) + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
-            optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
+            optimizer=optimizer,
             activations=worst.activations,
             communication=worst.moving,
         )

@@ -1,10 +1,13 @@
 """Choose the blocks of each stage that send their saved tensors to the host, and price this."""
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cost.op_work import PartOfValue, whole
 from whale_train.strategies.cost.roofline import Times, fetch_time_s
+from whale_train.strategies.grammar.form import Form
+from whale_train.strategies.grammar.offload import WHERE_POSSIBLE
 from whale_train.strategies.graph.block_paths import unit_of
 from whale_train.strategies.graph.operation_graph import HELD, OWN
 from whale_train.strategies.graph.saved_tensors import SENT_BYTES, entering_values, kept
@@ -32,6 +35,18 @@ def blocks_to_offload(
     if faults:
         raise PlanError(list(faults))
     return {stage: here for stage, here in units.items() if here}
+
+
+def with_activations_settled(job: PlanningContext) -> Form:
+    """Return the form of `job` with `auto` or `none` for the stages that send activations to the
+    host where possible."""
+    stages = tuple(
+        replace(form, offload="none" if _faults(job, stage) else "auto")
+        if form.offload == WHERE_POSSIBLE
+        else form
+        for stage, form in enumerate(job.form.stages)
+    )
+    return replace(job.form, stages=stages)
 
 
 def around_recomputed(offloaded: Units, recomputed: Units) -> dict[int, frozenset[str]]:
@@ -90,7 +105,7 @@ def _faults(job: PlanningContext, stage: int) -> list[Fault]:
     if form.body is not None:
         rule = "is for copies of whole layers, and here modules are split beside the copies"
         return [Fault(form.offload_path, form.offload, rule, "use none, and recompute: full")]
-    if form.offload == "auto" and job.profile.graph is None:
+    if form.offload != "cpu" and job.profile.graph is None:
         rule = "needs the model's graph, to know what each block keeps, and it has none"
         return [Fault(form.offload_path, form.offload, rule, "use cpu, or none")]
     if not blocks_of_model(job):

@@ -29,6 +29,7 @@ from whale_train.strategies.cost.roofline import (
     zeros_time_s,
 )
 from whale_train.strategies.graph.operation_graph import LOOKUP
+from whale_train.strategies.memory import nvme
 from whale_train.strategies.schedule.instructions import COMPUTATIONS, ENDS, Instruction, Kind
 from whale_train.strategies.simulate.tasks import Actor, Cost, Step
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
@@ -210,9 +211,11 @@ class StagedStep:
         link = group_link(self.cluster, group, self.crowd)
         sent = gather_time_s(width * held, len(group), link)
         keeper, streamed = self.job.form.keeper, 0.0
-        if keeper is not None and keeper.offload_parameters == "cpu":
+        if keeper is not None and keeper.offload_parameters != "none":
             holders = [self.cluster.devices[rank] for rank in group]
             sent += fetch_time_s(width * held / len(group), holders, self.cluster.on_cpu)
+            if keeper.offload_parameters == "nvme":
+                sent += nvme.read_time_s(4 * held / len(group), group, self.cluster)
             streamed = self._streamed_s(copy, position)
         chunks = [chunk for chunk in self.times.chunks if chunk.stage == stage]
         of_head = {x for chunk in chunks if chunk.shares_samples for x in chunk.shards}
@@ -274,9 +277,11 @@ class StagedStep:
             held, keeper = engine.elements[member], engine.keeper
             if keeper is not None and keeper.zero:
                 held /= len(engine.groups[0])
-            if keeper is not None and keeper.offload_optimizer == "cpu":
+            if keeper is not None and keeper.offload_optimizer != "none":
                 on_cpu, moves = self.cluster.on_cpu, not engine.streams
                 seconds += offloaded_update_time_s(held, states, device, on_cpu, moves)
+                swapped = (held, nvme.in_files(keeper), self.job.training, rank)
+                seconds += nvme.swap_time_s(*swapped, self.cluster)
             else:
                 seconds += update_time_s(held, states, device)
         return seconds
