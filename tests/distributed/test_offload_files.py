@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -90,14 +91,18 @@ def test_nothing_is_left_however_a_run_ends(ended_by: str, tmp_path: Path, disk:
 
 
 def test_folders_of_living_ranks_stay(disk: Path) -> None:
+    """Nor is anything removed that no rank has made."""
     own = SwapFolder(disk)
-    (disk / "whale-train-left").mkdir()
-    (disk / "whale-train-left" / "file").write_text("x")
-    (disk / "others").mkdir()
+    others = {"others", "whale-train-data", f"{own.path.name}-of-a-user"}
+    for name in others:
+        (disk / name).mkdir()
+        (disk / name / "file").write_text("x")
+    left = shutil.copytree(own.path, disk / f"{own.path.name}x")
     remove_unowned(disk)
-    assert {path.name for path in disk.iterdir()} == {own.path.name, "others"}
+    assert not left.exists()
+    assert {path.name for path in disk.iterdir()} == {own.path.name, *others}
     own.remove()
-    assert [path.name for path in disk.iterdir()] == ["others"]
+    assert {path.name for path in disk.iterdir()} == others
 
 
 @needs_libaio

@@ -1,7 +1,8 @@
 """Give a rank a folder of its own on an NVMe disk, and remove folders whose rank has ended.
 
-A rank holds a lock on its folder. The lock ends with the process, whatever ended it, so a folder
-without a lock has no owner.
+A rank holds a lock on a file in its folder. The lock ends with the process, whatever ended it, so a
+folder with such a file and no lock on it has no owner. Folders without such a file are never
+touched.
 """
 
 import fcntl
@@ -16,12 +17,13 @@ from typing import Any
 from whale_train.errors import LaunchError
 from whale_train.strategies.plan.plan import Plan
 
-_PREFIX = "whale-train-"
+_PREFIX = "whale-train-state-"
+_LOCK = "lock_of_whale_train"
 _STATES = ("offload_optimizer", "offload_param")
 
 
 class SwapFolder:
-    """A new folder inside `parent`, locked by this process.
+    """A new folder inside `parent`, with a file that this process has locked.
 
     Raises LaunchError where none can be made, or where files in it cannot be read and written
     without the page cache, which DeepSpeed's library needs.
@@ -32,7 +34,7 @@ class SwapFolder:
         while True:
             try:
                 self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-                self._lock = os.open(self.path, os.O_RDONLY)
+                self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 os.close(os.open(self.path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
                 return
@@ -52,12 +54,12 @@ class SwapFolder:
 
 def remove_unowned(parent: Path) -> None:
     """Remove the folders of ranks inside `parent` whose process has ended."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
         with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(lock, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
 
