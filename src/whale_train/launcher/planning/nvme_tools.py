@@ -28,8 +28,8 @@ def files_refused(node: str, folder: str) -> list[Fault]:
 
 
 def missing_for_files() -> str:
-    """Return the tool or library that this host lacks to compile DeepSpeed's library for files, or
-    ''.
+    """Return the tool or library without which DeepSpeed's library for files cannot be compiled
+    here; '' if nothing is missing.
 
     A small program that calls libaio is compiled and linked.
     """
