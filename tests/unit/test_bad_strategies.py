@@ -171,7 +171,12 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"split": {"dim": "heads"}},
             "strategy.graph.split.dim=heads is unknown; "
-            "use one of: auto, experts, sequence, tensor, vocabulary",
+            "use one of: auto, context, experts, sequence, tensor, vocabulary",
+        ),
+        (
+            {"split": {"dim": "context", "modules": "*.mlp"}},
+            "strategy.graph.split.modules=*.mlp says which weights are cut, and dim: context "
+            "leaves all of them whole; leave it out, or use dim: auto",
         ),
         (
             {"pipeline": {"stages": [{"stage": {"recompute": True}}]}},

@@ -30,6 +30,11 @@ from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
 from whale_train.runtime.graph.shard_place import ShardContext
 from whale_train.runtime.graph.written_graph import WrittenGraph
+from whale_train.runtime.kernels.context_attention import (
+    AttentionOptions,
+    gathered_attention,
+    heads_attention,
+)
 from whale_train.runtime.kernels.grouped_experts import own_grouped_mm, split_grouped_mm
 from whale_train.runtime.kernels.sync_batch_norm import global_batch_norm
 from whale_train.runtime.kernels.vocab_parallel import (
@@ -44,6 +49,7 @@ from whale_train.runtime.loss.graph_losses import (
     plain_loss,
     smoothing,
 )
+from whale_train.strategies.context_parallel.rules import CONTEXT_ATTENTION, GATHERED
 from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.rewrites import OVERLAPPED_ROWS
 from whale_train.strategies.layouts.types import BATCH
@@ -169,6 +175,8 @@ class _Writer:
         target = str(node.target).removeprefix("aten.")
         if self.counts is not None:
             args, kwargs = in_evaluation(node.target, args, kwargs)
+        if becomes in CONTEXT_ATTENTION:
+            return self.attention(becomes, node, args, kwargs)
         if becomes is not None:
             return self.replacement(becomes, node, args)
         if is_mean_over_targets(node) and (self.place.loss_scale or self.counts is not None):
@@ -280,6 +288,26 @@ class _Writer:
             return self.out.call(lambda weight, ids: lookup(ids, weight), args[:2], node.name)
         assert becomes == "split_cross_entropy", becomes
         return self.out.call(self.split_loss(node, shards), args[:2], node.name)
+
+    def attention(
+        self, becomes: str, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        """Write an attention over positions that the members of the group divide, and return its
+        node."""
+        laid = self.laid(node, 0)
+        assert laid is not None
+        tokens = self.place.along(laid)
+        options = AttentionOptions.of(args, kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if becomes == GATHERED:
+            divided = partial(gathered_attention, tokens=tokens, options=options)
+        else:
+            of_keys = self.laid(node, 1)
+            assert of_keys is not None
+            divided = partial(
+                heads_attention, tokens=tokens, of_keys=self.place.along(of_keys), options=options
+            )
+        return self.out.call(divided, [*args[:3], mask], node.name)
 
     def split_loss(self, node: fx.Node, shards: ShardGroup) -> Callable[..., Tensor]:
         """Return the cross-entropy `node` over sharded classes, a function of logits and targets.

@@ -15,7 +15,7 @@ from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.recompute import Recompute, read_recompute
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
+SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence", "context")
 BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # dims of a split beside a replicate
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 OFFLOAD = ("none", "cpu")
@@ -72,6 +72,8 @@ class Split:
         a weight and whose pattern the weight can have.
     of: nodes inside of the split.
     recompute: what is computed again in the backward (None: what a node around it says).
+
+    With `dim: context`, the weights stay whole and the positions of every sample are divided.
     """
 
     path: str
@@ -81,6 +83,11 @@ class Split:
     patterns: tuple[tuple[str, str], ...] = ()
     of: tuple["Node", ...] = ()
     recompute: Recompute | None = None
+
+    @property
+    def shares_sequence(self) -> bool:
+        """Return True if the devices divide the positions of every sample (context parallelism)."""
+        return self.dim == "context"
 
 
 @dataclass(frozen=True)
@@ -302,6 +309,11 @@ class _Reader:
         """Return the split whose keys are in `body`, and whose `dim` must be one of `dims`. `more`
         are the keys that only some splits have."""
         given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of", *more))
+        if given.get("dim") == "context":
+            for key in ("modules", "patterns"):
+                if given.get(key) not in (None, "*"):
+                    rule = "says which weights are cut, and dim: context leaves all of them whole"
+                    self.fault(f"{path}.{key}", given[key], rule, "leave it out, or use dim: auto")
         return Split(
             path,
             degree=self.count_or_auto(given, path, "degree"),

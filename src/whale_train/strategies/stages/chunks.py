@@ -6,10 +6,14 @@ one chunk. `placement.py` owns which devices hold a chunk, `schedule/orders.py` 
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, PlanError
+from whale_train.strategies.context_parallel.attention import attention_by
+from whale_train.strategies.context_parallel.layouts import context_layouts
+from whale_train.strategies.context_parallel.rules import ContextRules
 from whale_train.strategies.graph.forward_state import torn_buffer
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
@@ -166,7 +170,7 @@ def _balanced(job: PlanningContext, speeds: tuple[float, ...]) -> tuple[int, ...
     fixed = stage_of_modules(order, job.graph, asked, faults)
     if faults:
         raise PlanError(faults)
-    split = [1 if stage.body or not stage.split else stage.shards for stage in stages]
+    split = [1 if stage.copies_weights or not stage.split else stage.shards for stage in stages]
     members = tuple(split * (count // len(stages)))
     places = cut_by_speed(job.findings, speeds, members, fixed)
     if places is None:
@@ -268,6 +272,8 @@ def _chunk(
     if form.split is None or form.shards == 1:
         return StageChunk(stage, part, alike)
     split = form.split
+    if split.shares_sequence:
+        return _shared_sequence(job, stage, part, interval)
     if form.body is not None:
         named = tuple((split.modules, split.dim, split.patterns) for split in form.splits)
         key: Hashable = (stage, interval, form.shards, named, form.body.modules, held_elsewhere)
@@ -294,6 +300,29 @@ def _chunk(
         lambda: findings.likeness.renamed(typed, like, part, _own_axes(typed, owner)),
     )
     return StageChunk(stage, part, key, renamed)
+
+
+def _shared_sequence(
+    job: PlanningContext, stage: int, part: Slice, interval: tuple[int, ...]
+) -> StageChunk:
+    """Return the chunk of slice `part` on `stage`, whose devices divide the positions of every
+    sample. Raises PlanError where nothing has positions for all of them."""
+    form, findings = job.form.stages[stage], job.findings
+    assert form.split is not None
+    owner = f"stage_{stage}." if job.chunk_count > 1 else ""
+    members, graph = form.shards, job.graph
+    key: Hashable = ("context", stage, interval, members)
+
+    def lay() -> Sharded:
+        rules = ContextRules(members, owner, partial(attention_by, graph, members=members))
+        return context_layouts(graph, part.operations, part.takes, part.gives, rules)
+
+    typed = findings.once(key, lay)
+    if not typed.axes:
+        rule = f"finds no sequence of at least {members} positions in {module_span(part.modules)}"
+        remedy = "use fewer devices, or a replicate, whose copies divide the samples"
+        raise PlanError([Fault(f"{form.split.path}.dim", "context", rule, remedy)])
+    return StageChunk(stage, part, key, typed, shares_sequence=True)
 
 
 def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:
