@@ -34,6 +34,7 @@ from whale_train.runtime.kernels.context_attention import (
     AttentionOptions,
     gathered_attention,
     heads_attention,
+    in_a_ring,
 )
 from whale_train.runtime.kernels.grouped_experts import own_grouped_mm, split_grouped_mm
 from whale_train.runtime.kernels.sync_batch_norm import global_batch_norm
@@ -49,10 +50,10 @@ from whale_train.runtime.loss.graph_losses import (
     plain_loss,
     smoothing,
 )
-from whale_train.strategies.context_parallel.rules import CONTEXT_ATTENTION, GATHERED
+from whale_train.strategies.context_parallel.rules import CONTEXT_ATTENTION
 from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.rewrites import OVERLAPPED_ROWS
-from whale_train.strategies.layouts.types import BATCH
+from whale_train.strategies.layouts.types import BATCH, GATHERED, HEADS
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
 
@@ -302,11 +303,11 @@ class _Writer:
         if becomes == GATHERED:
             divided = partial(gathered_attention, tokens=tokens, options=options)
         else:
-            of_keys = self.laid(node, 1)
-            assert of_keys is not None
-            divided = partial(
-                heads_attention, tokens=tokens, of_keys=self.place.along(of_keys), options=options
-            )
+            keys = self.laid(node, 1)
+            assert keys is not None
+            function = heads_attention if becomes == HEADS else in_a_ring
+            of_keys = self.place.along(keys)
+            divided = partial(function, tokens=tokens, of_keys=of_keys, options=options)
         return self.out.call(divided, [*args[:3], mask], node.name)
 
     def split_loss(self, node: fx.Node, shards: ShardGroup) -> Callable[..., Tensor]:

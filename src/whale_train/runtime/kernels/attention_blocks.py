@@ -55,6 +55,8 @@ def attend(
             lse = scores.logsumexp(-1)
             out = (scores - _finite(lse).unsqueeze(-1)).exp().to(value.dtype) @ value
     lse = lse[..., : query.shape[-2]].float()
+    if mask is not None:  # torch's CPU kernel has 0 for rows that attend to nothing
+        lse = lse.masked_fill(~mask.any(-1), -torch.inf)
     return torch.where(lse.isneginf().unsqueeze(-1), 0.0, out), lse
 
 
@@ -93,17 +95,13 @@ def gradients(
     return of_query, _summed(of_key, heads), _summed(of_value, heads)
 
 
-def join(
-    out: Tensor | None, lse: Tensor | None, more: Tensor, more_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the attention to the blocks of `out` (None: none) and to one more, fp32, and the
-    logarithms over both."""
-    if out is None or lse is None:
-        return more.float(), more_lse
+def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention to the blocks of `out` and to one more, fp32, and the logarithms over
+    both."""
     both = torch.logaddexp(lse, more_lse)
     safe = _finite(both)
     first, second = (lse - safe).exp().unsqueeze(-1), (more_lse - safe).exp().unsqueeze(-1)
-    return out * first + more.float() * second, both
+    return out.float() * first + more.float() * second, both
 
 
 def _kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from whale_train.runtime.comms.layout_collectives import ShardGroup, reshard
 from whale_train.runtime.kernels.attention_blocks import attend, gradients, join
+from whale_train.runtime.kernels.ring_attention import ring_attention
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,14 @@ def heads_attention(
     tokens, of_keys: the members' positions of queries, and of keys and values.
     mask: of all rows and positions, with one head or all.
 
-    The keys have at least as many heads as there are members.
+    The queries have at least as many heads as there are members. Keys and values with fewer are
+    repeated as often as it takes.
     """
     query, key, value = lowered(query, key, value)
+    groups, members = query.shape[1] // key.shape[1], len(tokens.sizes)
+    times = next(n for n in range(1, groups + 1) if groups % n == 0 and key.shape[1] * n >= members)
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     heads = _dealt(tokens, key.shape[1], query.shape[1] // key.shape[1])
     key_heads = _dealt(tokens, key.shape[1], 1)
     if mask is not None and mask.dim() > 2 and mask.shape[-3] == query.shape[1] > 1:
@@ -66,8 +72,23 @@ def heads_attention(
     queries = reshard(query, 2, 1, tokens, 1, 1, heads)
     keys = reshard(key, 2, 1, of_keys, 1, 1, key_heads)
     values = reshard(value, 2, 1, of_keys, 1, 1, key_heads)
+    if query.device.type == "cpu" and groups > times:  # torch's CPU kernel has no groups
+        keys, values = (x.repeat_interleave(groups // times, 1) for x in (keys, values))
     mixed = options.whole(queries, keys, values, mask)
     return reshard(mixed, 1, 1, heads, 2, 1, tokens)
+
+
+def in_a_ring(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    tokens: ShardGroup, of_keys: ShardGroup, options: AttentionOptions,
+) -> Tensor:  # fmt: skip
+    """Return this member's rows of the attention, computed in a ring without dropout.
+
+    The arguments are those of `heads_attention`, and `mask` has no gradient.
+    """
+    assert not options.dropout
+    query, key, value = lowered(query, key, value)
+    return ring_attention(query, key, value, mask, tokens, of_keys, options.causal, options.scale)
 
 
 def gathered_attention(
@@ -104,7 +125,7 @@ class _CausalRows(torch.autograd.Function):
         out, lse = attend(query, key[:, :, start:stop], value[:, :, start:stop], True, None, scale)
         if start:
             before = attend(query, key[:, :, :start], value[:, :, :start], False, None, scale)
-            out, lse = join(*join(None, None, out, lse), *before)
+            out, lse = join(out, lse, *before)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.rows, ctx.scale = (start, stop), scale

@@ -14,6 +14,9 @@ from whale_train.strategies.layouts.propagation import RULES
 from whale_train.strategies.layouts.rules.matmul import addmm, baddbmm, einsum, linear, matmul
 from whale_train.strategies.layouts.types import (
     ENTERED,
+    GATHERED,
+    HEADS,
+    RING,
     Layout,
     P,
     R,
@@ -23,7 +26,6 @@ from whale_train.strategies.layouts.types import (
 )
 
 CONTEXT = "context"  # the name of the axis of positions, before their number
-GATHERED, HEADS, RING = "gathered_attention", "heads_attention", "ring_attention"
 CONTEXT_ATTENTION = (GATHERED, HEADS, RING)
 ATTENTION = "aten.scaled_dot_product_attention.default"
 _OPERANDS = {linear: (0, 1), addmm: (1, 2), matmul: (0, 1), baddbmm: (1, 2)}

@@ -17,6 +17,7 @@ from whale_train.strategies.grammar.recompute import Recompute, read_recompute
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence", "context")
 BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # dims of a split beside a replicate
+ATTENTIONS = ("auto", "heads", "ring", "gathered")  # of a split with dim: context
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
@@ -73,6 +74,8 @@ class Split:
     of: nodes inside of the split.
     recompute: what is computed again in the backward (None: what a node around it says).
 
+    attention: how attention is computed over divided positions, one of `ATTENTIONS`.
+
     With `dim: context`, the weights stay whole and the positions of every sample are divided.
     """
 
@@ -83,6 +86,7 @@ class Split:
     patterns: tuple[tuple[str, str], ...] = ()
     of: tuple["Node", ...] = ()
     recompute: Recompute | None = None
+    attention: str = "auto"
 
     @property
     def shares_sequence(self) -> bool:
@@ -296,7 +300,7 @@ class _Reader:
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:
         """Return the split whose keys are in `body`."""
-        return self.any_split(body, path, SPLIT_DIMS, ("recompute",))
+        return self.any_split(body, path, SPLIT_DIMS, ("recompute", "attention"))
 
     def split_beside(self, body: Mapping[str, Any], path: str) -> Split:
         """Return a split beside a replicate: of the head's classes, of experts, or of other
@@ -314,6 +318,9 @@ class _Reader:
                 if given.get(key) not in (None, "*"):
                     rule = "says which weights are cut, and dim: context leaves all of them whole"
                     self.fault(f"{path}.{key}", given[key], rule, "leave it out, or use dim: auto")
+        elif "attention" in given:
+            rule = "divides attention by positions, and only dim: context divides positions"
+            self.fault(f"{path}.attention", given["attention"], rule, "add dim: context")
         return Split(
             path,
             degree=self.count_or_auto(given, path, "degree"),
@@ -322,6 +329,7 @@ class _Reader:
             patterns=self.patterns(given, path),
             of=self.children(given, path, "split"),
             recompute=self.recompute(given, path),
+            attention=self.choice(given, path, "attention", ATTENTIONS, "auto"),
         )
 
     def stage(self, body: Mapping[str, Any], path: str) -> Stage:

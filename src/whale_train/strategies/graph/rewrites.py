@@ -95,6 +95,7 @@ class RewriteScope:
         value. The operation is '' for values that others read.
     replaced: the operations that are already replaced by others.
     cut: the dimension along which a value is sharded, by name.
+    unrepeated: replaced attentions that read keys before these are repeated, on any device.
     """
 
     graph: OperationGraph
@@ -103,6 +104,7 @@ class RewriteScope:
     casts: Mapping[tuple[str, str], tuple[str, Hashable, Hashable]] = field(default_factory=dict)
     replaced: Collection[str] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
+    unrepeated: Collection[str] = ()
 
     @classmethod
     def whole(cls, graph: OperationGraph) -> "RewriteScope":
@@ -123,7 +125,8 @@ class RewriteScope:
         rank."""
         for name in self.operations:
             attention = self.graph[name]
-            if attention.target != _ATTENTION or name in self.replaced:
+            replaced = name in self.replaced and name not in self.unrepeated
+            if attention.target != _ATTENTION or replaced:
                 continue
             if dict(attention.kwargs).get("enable_gqa"):
                 continue

@@ -6,20 +6,21 @@ one chunk. `placement.py` owns which devices hold a chunk, `schedule/orders.py` 
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.context_parallel.attention import attention_by
+from whale_train.strategies.context_parallel.attention import WAYS, AttentionGroup, attentions
 from whale_train.strategies.context_parallel.layouts import context_layouts
 from whale_train.strategies.context_parallel.rules import ContextRules
+from whale_train.strategies.grammar.nodes import Split
 from whale_train.strategies.graph.forward_state import torn_buffer
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
 )
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
+from whale_train.strategies.layouts.types import RING
 from whale_train.strategies.partition.pipeline_partition import (
     Slice,
     balanced,
@@ -30,6 +31,7 @@ from whale_train.strategies.partition.pipeline_partition import (
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import ModelAnalysis
+from whale_train.strategies.stages.attention_groups import attention_group
 from whale_train.strategies.stages.beside_copies import module_span, named_weights, split_parts
 from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_idle_patterns, sharded
@@ -311,10 +313,15 @@ def _shared_sequence(
     assert form.split is not None
     owner = f"stage_{stage}." if job.chunk_count > 1 else ""
     members, graph = form.shards, job.graph
-    key: Hashable = ("context", stage, interval, members)
+    group = attention_group(job, stage)
+    asked = form.split.attention
+    priced = (group.samples, group.link, id(group.device))
+    key: Hashable = ("context", stage, interval, members, asked, *priced)
+    _refuse_attention(group, form.split, part)
+    best = WAYS.get(asked)
 
     def lay() -> Sharded:
-        rules = ContextRules(members, owner, partial(attention_by, graph, members=members))
+        rules = ContextRules(members, owner, lambda operation: best or group.best(operation))
         return context_layouts(graph, part.operations, part.takes, part.gives, rules)
 
     typed = findings.once(key, lay)
@@ -323,6 +330,21 @@ def _shared_sequence(
         remedy = "use fewer devices, or a replicate, whose copies divide the samples"
         raise PlanError([Fault(f"{form.split.path}.dim", "context", rule, remedy)])
     return StageChunk(stage, part, key, typed, shares_sequence=True)
+
+
+def _refuse_attention(group: AttentionGroup, split: Split, part: Slice) -> None:
+    """Raise PlanError for an attention of a slice that the group cannot compute as `split` asks."""
+    asked = WAYS.get(split.attention)
+    for operation in attentions(group.graph, part.operations):
+        possible = group.possible(operation)
+        if asked is not None and asked not in possible:
+            because = group.unlike_in_ring(operation) if asked == RING else "a device gets no head"
+            rule = f"cannot compute the attention of {operation.module or 'the model'}"
+            if because:
+                rule += f": {because}"
+            ways = [way for way, kind in WAYS.items() if kind in possible]
+            remedy = f"use auto, or {' or '.join(ways)}"
+            raise PlanError([Fault(f"{split.path}.attention", split.attention, rule, remedy)])
 
 
 def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:
