@@ -118,6 +118,7 @@ def assemble_stages(
             loss_scale=loss.scale if pieces > 1 else None,
             seed=_seed(request.seed, task_graph.id, place),
             share=_share(plan, task_graph, seat),
+            shares_sequence=context_of(task_graph.name) in plan.groups,
         )
         for task_graph in task_graphs
     }

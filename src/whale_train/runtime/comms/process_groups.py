@@ -100,10 +100,12 @@ def make_groups(
         for ranks in lists:
             shared = _is_split(name, ranks) and share(ranks)
             # The same ranks sum gradients while they exchange positions: one order for each.
-            key = (ranks, shared or name.endswith(context_of("")))
+            apart = name.endswith(context_of(""))
+            key = (ranks, shared or apart)
             if key not in by_ranks:
                 new_group = SharedMemoryGroup.new if shared else _new_group
-                by_ranks[key] = new_group(list(ranks), timeout, group_name(plan, ranks))
+                described = name if apart else group_name(plan, ranks)
+                by_ranks[key] = new_group(list(ranks), timeout, described)
             if rank in ranks:
                 groups[name] = by_ranks[key]
     for name, copies in copied:

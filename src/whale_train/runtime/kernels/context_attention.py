@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from whale_train.runtime.base.autocast import autocast_dtype
 from whale_train.runtime.comms.layout_collectives import ShardGroup, reshard
 from whale_train.runtime.kernels.attention_blocks import attend, gradients, join
 from whale_train.runtime.kernels.ring_attention import ring_attention
@@ -154,10 +155,8 @@ class _CausalRows(torch.autograd.Function):
 def lowered(*values: Tensor) -> tuple[Tensor, ...]:
     """Return `values` in the dtype that autocast runs attention in, so that fewer bytes are
     sent."""
-    kind = values[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return values
-    return tuple(value.to(torch.get_autocast_dtype(kind)) for value in values)
+    dtype = autocast_dtype(values[0].device.type)
+    return values if dtype is None else tuple(value.to(dtype) for value in values)
 
 
 def _dealt(members: ShardGroup, units: int, width: int) -> ShardGroup:
