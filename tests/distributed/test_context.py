@@ -7,18 +7,25 @@ and masks, with keys that query heads share.
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.distributed import test_dense_parts as dense
 from tests.distributed import test_parallel_strategies as strategies
 from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
-from tests.distributed.equality import JobFailed, Jobs, assert_equal
+from tests.distributed.equality import JobFailed, Jobs, assert_equal, save
+from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import hf, pipeline
+from tests.distributed.test_rehearse import rehearsed
 from tests.pairs import some
+
+from whale_train.rehearsal import Rehearsal
 
 _GROUPED = strategies._LM.replace("layers: 4", "layers: 2") + ", num_key_value_heads: 2"
 MODELS = {
     **strategies.MODELS,
     "grouped": ("tokens", hf("LlamaForCausalLM", _GROUPED)),
+    # Documents of a sample do not see each other: positions begin anew at each.
+    "documents": ("documents", hf("LlamaForCausalLM", _GROUPED)),
     # Scores are capped between two products, and every second layer has a window.
     "gemma2": (
         "tokens",
@@ -62,6 +69,8 @@ _ALL = [
     ("grouped", "ring3_unlike", "sgd"),
     ("grouped", "ring4_zero1", "adamw"),
     ("bert", "ring3_unlike", "sgd"),
+    ("documents", "ring3_unlike", "sgd"),
+    ("documents", "over4", "sgd"),
     ("grouped", "over2", "sgd"),
     ("grouped", "over3_unlike", "adamw"),
     ("grouped", "zero3", "sgd"),
@@ -83,7 +92,7 @@ _SOME = {
     ("grouped", "zero3", "sgd"),
     ("grouped", "first_stage", "sgd"),
     ("grouped", "ring4_zero1", "adamw"),
-    ("bert", "ring3_unlike", "sgd"),
+    ("documents", "ring3_unlike", "sgd"),
     ("gpt2", "gathered3_unlike", "sgd"),
     ("gemma2", "over3_unlike", "sgd"),
     ("gpt2", "recompute", "sgd"),
@@ -95,6 +104,15 @@ _SOME = {
 def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
     strategies.write_arrays(folder)
+    with np.load(folder / "tokens.npz") as held:
+        tokens = held["input_ids"]
+    length = tokens.shape[1]
+    first = np.arange(len(tokens))[:, None] % (length - 4) + 2  # tokens of the first document
+    places = np.arange(length)[None]
+    positions = np.where(places < first, places, places - first)
+    labels = np.where(positions == 0, -100, tokens)
+    documents = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+    save(folder / "documents.npz", documents)
     return folder
 
 
@@ -134,6 +152,44 @@ def test_equals_one_device(
 def test_steps_in_parts_or_evaluated(extra: tuple[str, ...], jobs: Jobs, arrays: Path) -> None:
     shared, single = overrides(arrays, "grouped", "two_of_2", "sgd", *extra)
     assert_equal(jobs.run(shared), jobs.run(single), TOLERANCE)
+
+
+def test_a_ring_without_dropout_alone(jobs: Jobs, arrays: Path) -> None:
+    shared, _ = overrides(arrays, "gpt", "ring2", "sgd", "model.dropout=0.1")
+    with pytest.raises(
+        JobFailed, match=r"attention=ring cannot compute the attention of blocks\.0"
+    ):
+        jobs.run(shared)
+
+
+MEMORY = 0.05  # how far a plan's memory may be from that of the rehearsed rank
+
+
+@pytest.mark.parametrize(
+    ("way", "hardware", "precision"),
+    [
+        ("heads", ("hardware=cpu", "hardware.devices=4"), "fp32"),
+        ("ring", ("hardware=cpu", "hardware.devices=4"), "fp32"),
+        ("gathered", ("hardware=cpu", "hardware.devices=4"), "fp32"),
+        ("heads", ("hardware=dgx_a100",), "bf16"),
+        ("ring", ("hardware=dgx_a100",), "bf16"),
+    ],
+)
+def test_ranks_need_what_was_planned(
+    way: str, hardware: tuple[str, ...], precision: str, served: Served
+) -> None:
+    graph = f"{{split: {{dim: context, attention: {way}}}}}"
+    sizes = "hidden_size: 512, intermediate_size: 1024, num_hidden_layers: 4, vocab_size: 257"
+    llama = f"{sizes}, num_attention_heads: 8, num_key_value_heads: 2"
+    job = [
+        *(*hf("LlamaForCausalLM", llama), *hardware, f"train.precision={precision}"),
+        *("data=text", "data.sequence_length=1024", "train.global_batch=4"),
+        f"strategy.graph={graph}",
+    ]
+    found = Rehearsal.from_json(served.ask(rehearsed, overrides=job))
+    assert found.is_clean
+    for kind in found.kinds:
+        assert kind.peak == pytest.approx(kind.planned, rel=MEMORY)
 
 
 @pytest.mark.full
