@@ -76,8 +76,8 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"split": {"zero": 1}},
-            "strategy.graph.split.zero is not a key here; use one of: degree, dim, modules, of, "
-            "patterns, recompute",
+            "strategy.graph.split.zero is not a key here; use one of: attention, degree, dim, "
+            "modules, of, patterns, recompute",
         ),
         (
             {"pipeline": {"stages": [{"stage": {"degree": 2}}]}},
