@@ -18,6 +18,9 @@ from tests.distributed.test_parallel_strategies import hf, pipeline
 from tests.distributed.test_rehearse import rehearsed
 from tests.pairs import some
 
+from whale_train.config import read_request
+from whale_train.launcher.compose.command_line import composed, rewritten
+from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.rehearsal import Rehearsal
 
 _GROUPED = strategies._LM.replace("layers: 4", "layers: 2") + ", num_key_value_heads: 2"
@@ -190,6 +193,19 @@ def test_ranks_need_what_was_planned(
     assert found.is_clean
     for kind in found.kinds:
         assert kind.peak == pytest.approx(kind.planned, rel=MEMORY)
+
+
+def test_four_devices_hold_four_times_as_many_positions() -> None:
+    def needed(positions: int, devices: int, graph: str) -> float:
+        sizes = ("model=gpt", "model.width=128", "model.depth=2", "model.heads=4")
+        length = (f"model.sequence_length={positions}", f"data.sequence_length={positions}")
+        job = [*sizes, *length, "train.global_batch=1", f"strategy.graph={graph}"]
+        config = composed(rewritten([*job, *hardware(devices, ()), "mode=plan"]))
+        plan = resolve_request(read_request(config, {"hardware": "h", "strategy": "s"})).plan
+        return max(rank.memory_bytes.total for rank in plan.ranks)
+
+    one = needed(4096, 1, "{replicate: {}}")
+    assert needed(16384, 4, "{split: {dim: context}}") == pytest.approx(one, rel=0.1)
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ travel with it, and arrive where the block began. Results of blocks are joined e
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -72,11 +72,6 @@ class _Ring:
         """Return the number of members."""
         return len(self.rows)
 
-    @cached_property
-    def own(self) -> Ranges:
-        """Return the positions of this member's queries."""
-        return self.rows[self.shards.rank]
-
     def origin(self, step: int) -> int:
         """Return the member at which the block that this member has after `step` steps began."""
         return (self.shards.rank - step) % self.members
@@ -88,20 +83,23 @@ class _Ring:
     def parts(self, member: int, mask: Tensor | None) -> Iterator["_Part"]:
         """Yield the parts of this member's queries and of a block that meet: a block's positions
         before the rows, those on the diagonal, or all."""
-        row, columns = 0, self.columns[member]
-        for first, last in self.own:
-            rows = slice(row, row + last - first)
-            row += last - first
-            if not self.causal:
-                here = None if mask is None else _part_of(mask, (first, last), columns)
+        columns, own = self.columns[member], self.rows[self.shards.rank]
+        ends = [0, *accumulate(stop - start for start, stop in own)]
+        rows = [slice(first, last) for first, last in pairwise(ends)]
+        if not self.causal:
+            for at, interval in zip(rows, own, strict=True):
+                here = None if mask is None else _part_of(mask, interval, columns)
                 if here is None or here.device.type != "cpu" or bool(here.any()):
-                    yield _Part(rows, slice(0, self.count(member)), False, here)
-                continue
-            before = sum(stop - start for start, stop in columns if stop <= first)
-            if before:
-                yield _Part(rows, slice(0, before), False, None)
-            if (first, last) in columns:
-                yield _Part(rows, slice(before, before + last - first), True, None)
+                    yield _Part(at, slice(0, self.count(member)), False, here)
+        elif own == columns:  # ascending, so that the order of positions is that of the rows
+            yield _Part(slice(0, ends[-1]), slice(0, ends[-1]), True, None)
+        else:
+            before = [sum(b - a for a, b in columns if b <= start) for start, _ in own]
+            if len(set(before)) == 1:
+                rows, before = [slice(0, ends[-1])], before[:1]
+            for at, count in zip(rows, before, strict=True):
+                if count:
+                    yield _Part(at, slice(0, count), False, None)
 
 
 @dataclass(frozen=True)
@@ -136,20 +134,17 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: _Ring
     ) -> Tensor:
-        results: dict[int, tuple[Tensor, Tensor]] = {}
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
+        lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
         for _, origin, keys, values in _visits(key, value, ring):
             for part in ring.parts(origin, mask):
+                rows, columns = part.rows, part.columns
                 here = attend(
-                    query[:, :, part.rows], keys[:, :, part.columns], values[:, :, part.columns],
+                    query[:, :, rows], keys[:, :, columns], values[:, :, columns],
                     part.causal, part.mask, ring.scale,
                 )  # fmt: skip
-                before = results.get(part.rows.start)
-                results[part.rows.start] = here if before is None else join(*before, *here)
-        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-        lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-        for start, (mixed, sums) in results.items():
-            out[:, :, start : start + mixed.shape[2]] = mixed
-            lse[:, :, start : start + mixed.shape[2]] = sums
+                out[:, :, rows], lse[:, :, rows] = join(out[:, :, rows], lse[:, :, rows], *here)
+        out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.ring = ring
         return out

@@ -57,6 +57,10 @@ class AttentionGroup:
         would."""
         if operation.random:
             return "its dropout draws for whole rows"
+        first, second = (self.graph[x.name].shape for x in operation.args[:2] if isinstance(x, Ref))
+        lengths = {shape[-2] for shape in (first, second) if shape}
+        if _argument(operation, 5, "is_causal") and len(lengths) > 1:
+            return "it is causal over unlike lengths"
         mask = _argument(operation, 3, "attn_mask")
         if isinstance(mask, Ref) and "float" in self.graph[mask.name].dtype:
             return "its mask is added to the scores"
