@@ -2,8 +2,8 @@
 
 torch's public `context_parallel` has no CPU kernel (findings/torch_context_parallel_has_no_cpu.sh).
 So this side calls what is below it: the ring with load balance of
-torch.distributed.tensor.experimental, with the CPU kernel for attention to a block. The rest is as in
-its tutorial: inputs, labels and position ids in zigzag order, and DistributedDataParallel.
+torch.distributed.tensor.experimental, with the CPU kernel for attention to a block. The rest is as
+in its tutorial: inputs, labels and position ids in zigzag order, and DistributedDataParallel.
 """
 
 from collections.abc import Sequence

@@ -205,7 +205,8 @@ def test_four_devices_hold_four_times_as_many_positions() -> None:
         return max(rank.memory_bytes.total for rank in plan.ranks)
 
     one = needed(4096, 1, "{replicate: {}}")
-    assert needed(16384, 4, "{split: {dim: context}}") == pytest.approx(one, rel=0.1)
+    graph = "{replicate: {zero: 1, of: {split: {dim: context, degree: 4}}}}"
+    assert needed(16384, 4, graph) == pytest.approx(one, rel=MEMORY)
 
 
 @pytest.mark.full
