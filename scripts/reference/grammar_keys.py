@@ -106,6 +106,7 @@ STRATEGY = (
     FieldKey("replicate.of", nodes.Replicate, "of", _NODES, "null"),
     FieldKey("split.degree", nodes.Split, "degree", _COUNT, "auto"),
     FieldKey("split.dim", nodes.Split, "dim", _choices(nodes.SPLIT_DIMS), "auto"),
+    FieldKey("split.attention", nodes.Split, "attention", _choices(nodes.ATTENTIONS), "auto"),
     FieldKey("split.modules", nodes.Split, "modules", f"{_PATHS}; `head` is the head", "*"),
     FieldKey(
         "split.patterns",

@@ -76,8 +76,8 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"split": {"zero": 1}},
-            "strategy.graph.split.zero is not a key here; use one of: degree, dim, modules, of, "
-            "patterns, recompute",
+            "strategy.graph.split.zero is not a key here; use one of: attention, degree, dim, "
+            "modules, of, patterns, recompute",
         ),
         (
             {"pipeline": {"stages": [{"stage": {"degree": 2}}]}},
@@ -176,7 +176,12 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"split": {"dim": "heads"}},
             "strategy.graph.split.dim=heads is unknown; "
-            "use one of: auto, experts, sequence, tensor, vocabulary",
+            "use one of: auto, context, experts, sequence, tensor, vocabulary",
+        ),
+        (
+            {"split": {"dim": "context", "modules": "*.mlp"}},
+            "strategy.graph.split.modules=*.mlp says which weights are cut, and dim: context "
+            "leaves all of them whole; leave it out, or use dim: auto",
         ),
         (
             {"pipeline": {"stages": [{"stage": {"recompute": True}}]}},

@@ -276,6 +276,15 @@ def test_a_split_needs_two_devices() -> None:
             ],
         ),
         (
+            {"split": {"dim": "context", "of": {"split": {"degree": 2}}}},
+            8,
+            [
+                "strategy.graph.split.of divides positions and weights over the same devices, "
+                "which is not executed yet; use one of the two, or each in a pipeline stage of its "
+                "own"
+            ],
+        ),
+        (
             replicate(2, zero=3, of={"pipeline": {"stages": 2}}),
             4,
             [

@@ -31,7 +31,7 @@ def nodes(inside: str | None, depth: int) -> st.SearchStrategy[Any]:
     split = body(
         "split",
         degree=counts | st.just("auto"),
-        dim=st.sampled_from(["auto", "tensor", "vocabulary", "experts", "sequence"]),
+        dim=st.sampled_from(["auto", "tensor", "vocabulary", "experts", "sequence", "context"]),
         modules=patterns,
     )
     if inside == "split":

@@ -51,6 +51,7 @@ from whale_train.runtime.pipeline.chunk import (
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.pipeline.route import MessageTypes, PipelinePlace, Route
 from whale_train.strategies.layouts.propagation import BATCH
+from whale_train.strategies.plan.group_names import context_of
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedChunk, PlannedSegment, PlannedShard
 from whale_train.strategies.plan.training import bucket_elements
@@ -118,6 +119,7 @@ def assemble_stages(
             loss_scale=loss.scale if pieces > 1 else None,
             seed=_seed(request.seed, task_graph.id, place),
             share=_share(plan, task_graph, seat),
+            shares_sequence=context_of(task_graph.name) in plan.groups,
         )
         for task_graph in task_graphs
     }
@@ -310,8 +312,11 @@ def _casts_over(
     """Return the group that the casts of a TaskGraph's segments span.
 
     It is the TaskGraph's own shard group, or the shard group of a split TaskGraph beside it, whose
-    operations its segments may run. Without a shard group, it is the group of its copies.
+    operations its segments may run, or the group that divides its positions. Without any, it is
+    the group of its copies.
     """
+    if (sequence := seat.groups.get(context_of(task_graph.name))) is not None:
+        return sequence
     for candidate in (task_graph, *task_graphs):
         if (group := _shard_group(candidate, seat)) is not None:
             return group

@@ -15,6 +15,7 @@ autograd can differentiate. The planner decides where a cast is made.
 | reshard        | S to S along another dimension | all-to-all   | all-to-all     |
 | once           | R to P                       | zeros but on the first | identity |
 | repeated       | equal values of copies to R  | identity       | zeros but on the first |
+| repeated_slice | equal values of copies to S  | slice          | zeros around the slice |
 
 Shards may be uneven and empty. A sharded dimension is `outer` repetitions of one or more pieces
 laid end to end, each piece sharded: a fused QKV weight is sharded by heads with outer = 3, a fused
@@ -153,6 +154,21 @@ def keep_first_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or group.rank() == 0:
         return x
     return apply_linear_map(x, _view, torch.zeros_like)
+
+
+def slice_of_copy(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
+    """Return this rank's shard of `dim` of `x`, which is equal on all members, as a copy.
+
+    The members' gradients are summed elsewhere, so each passes on the gradient of its own shard,
+    with zeros around it.
+
+    x: outer * shards.total elements along `dim`; the result has outer * shards.size.
+    outer: the repetitions of the sharded factor in `dim`; 0: derived from the shape of `x`.
+    """
+    if len(shards.sizes) == 1:
+        return x
+    place = _ShardedDim(dim % x.dim(), outer, shards)
+    return apply_linear_map(x, partial(_my_slice, place=place), partial(_in_zeros, place=place))
 
 
 def all_gather_reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
@@ -352,6 +368,18 @@ class TokenShards:
 def _my_slice(x: Tensor, place: _ShardedDim) -> Tensor:
     """Return this rank's slice of an unsharded `x`, as a copy."""
     return _slice(x, place, place.shards.rank)
+
+
+def _in_zeros(x: Tensor, place: _ShardedDim) -> Tensor:
+    """Return an unsharded tensor that is zero outside of this rank's slice `x`."""
+    shards = place.shards
+    result = x.new_zeros(place.unfolded(x, shards.size, shards.total))
+    folded, shard = place.folded(result, shards.total), place.folded(x, shards.size)
+    offset = 0
+    for start, length in place.ranges(shards.rank):
+        folded.narrow(1, start, length).copy_(shard.narrow(1, offset, length))
+        offset += length
+    return result
 
 
 def _slice(x: Tensor, place: _ShardedDim, member: int) -> Tensor:

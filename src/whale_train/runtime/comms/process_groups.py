@@ -20,7 +20,7 @@ from whale_train.runtime.emulate import emulated_group as paced_group
 from whale_train.runtime.emulate.emulated_group import PacedGroup
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
-from whale_train.strategies.plan.group_names import across_of, group_name, inside_of
+from whale_train.strategies.plan.group_names import across_of, context_of, group_name, inside_of
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedPipeline
 
@@ -99,11 +99,15 @@ def make_groups(
             continue
         for ranks in lists:
             shared = _is_split(name, ranks) and share(ranks)
-            if (ranks, shared) not in by_ranks:
+            # The same ranks sum gradients while they exchange positions: one order for each.
+            apart = name.endswith(context_of(""))
+            key = (ranks, shared or apart)
+            if key not in by_ranks:
                 new_group = SharedMemoryGroup.new if shared else _new_group
-                by_ranks[ranks, shared] = new_group(list(ranks), timeout, group_name(plan, ranks))
+                described = name if apart else group_name(plan, ranks)
+                by_ranks[key] = new_group(list(ranks), timeout, described)
             if rank in ranks:
-                groups[name] = by_ranks[ranks, shared]
+                groups[name] = by_ranks[key]
     for name, copies in copied:
         for ranks in filter(share, copies):
             group = SharedMemoryGroup.new(list(ranks), timeout, group_name(plan, ranks))
@@ -225,7 +229,10 @@ def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
         lists = plan.groups.get(f"{task_graph.name}.data_parallel", ())
         if inside_of(task_graph.name) in plan.groups:
             continue
-        if task_graph.zero == 0 and task_graph.primitive == "replicate":
+        is_copied = (
+            task_graph.primitive == "replicate" or context_of(task_graph.name) in plan.groups
+        )
+        if task_graph.zero == 0 and is_copied:
             yield sums_of(task_graph), [ranks for ranks in lists if len(ranks) > 1]
 
 
@@ -242,7 +249,7 @@ def _is_level(name: str) -> bool:
 
 
 def _is_split(name: str, ranks: tuple[int, ...]) -> bool:
-    return name.endswith(".model_parallel") and len(ranks) > 1
+    return name.endswith((".model_parallel", context_of(""))) and len(ranks) > 1
 
 
 def limit_waits(timeout: timedelta) -> None:

@@ -29,6 +29,7 @@ from whale_train.runtime.comms.layout_collectives import (
     replicate_to_partial,
     reshard,
     slice_,
+    slice_of_copy,
 )
 from whale_train.runtime.graph.shard_ops import Laid
 from whale_train.runtime.graph.shard_place import ShardContext
@@ -172,6 +173,7 @@ class CastNodes:
         cutting: dict[str, Callable[..., Tensor]] = {
             "gather": gather,
             "slice": slice_,
+            "repeated_slice": slice_of_copy,
             "gather_enter": all_gather_reduce_scatter,
             "reduce_scatter": reduce_scatter,
         }
@@ -183,7 +185,6 @@ _TWO_STEPS = {
     "reduce_enter": ("reduce", "enter"),
     "reduce_slice": ("reduce", "slice"),
     "gather_once": ("gather", "once"),
-    "repeated_slice": ("repeated", "slice"),
     "repeated_once": ("repeated", "once"),
 }
 _WITHOUT_CUT: Mapping[str, Callable[..., Tensor]] = {

@@ -44,8 +44,9 @@ def run_passes(
         return [[nodes[name] for name in x.operations] for x in rewrites if x.kind == kind]
 
     join_rms_norms(graph, of(RMS_NORM))
-    if not on_cpu:
-        group_keys(graph, of(GROUPED_KEYS))
+    # Attentions over divided positions are modules, which serve groups on any device.
+    grouped = of(GROUPED_KEYS)
+    group_keys(graph, [x for x in grouped if not on_cpu or x[-1].op == "call_module"])
     if owner is not None:
         join_products(graph, [*of(JOINED_PRODUCTS), *of(GATHERED_PRODUCTS)], owner)
         owner.replace(graph, chain.from_iterable(of(OWN_GRADIENTS)))

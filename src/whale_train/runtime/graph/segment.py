@@ -59,12 +59,17 @@ class Counts:
             self.answers.add(self.weight, self.samples, self.calls, answers)
         self.calls += 1
 
+    def answered(self, logits: Tensor, target: Tensor, counted: Tensor, dim: int) -> Answers:
+        """Return the answers of one loss call over unsharded classes, which are in dimension `dim`
+        of the logits."""
+        predicted = logits.argmax(dim)
+        probabilities = probability(logits, predicted, dim) if self.predicts else None
+        return Answers(predicted, target, counted, probabilities)
+
     def add_logits(self, logits: Tensor, target: Tensor, counted: Tensor, dim: int) -> None:
         """Add the answers of one loss call over unsharded logits, whose classes are in dimension
         `dim`."""
-        predicted = logits.argmax(dim)
-        probabilities = probability(logits, predicted, dim) if self.predicts else None
-        self.add(Answers(predicted, target, counted, probabilities))
+        self.add(self.answered(logits, target, counted, dim))
 
     def add_values(self, kind: ValueLoss, values: Tensor, target: Tensor) -> None:
         """Add the values of one loss call of `kind`, where the keeper has `predicts`."""

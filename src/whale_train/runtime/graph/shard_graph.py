@@ -20,9 +20,7 @@ from whale_train.models.export.op_schemas import in_evaluation
 from whale_train.runtime.base.answers import Answers
 from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.comms.batch_sums import batch_sum
-from whale_train.runtime.comms.layout_collectives import (
-    ShardGroup,
-)
+from whale_train.runtime.comms.layout_collectives import ShardGroup, gather
 from whale_train.runtime.graph.cast_nodes import CUTTING, CastNodes
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.passes import run_passes
@@ -30,6 +28,12 @@ from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
 from whale_train.runtime.graph.shard_place import ShardContext
 from whale_train.runtime.graph.written_graph import WrittenGraph
+from whale_train.runtime.kernels.context_attention import (
+    AttentionOptions,
+    gathered_attention,
+    heads_attention,
+    in_a_ring,
+)
 from whale_train.runtime.kernels.grouped_experts import own_grouped_mm, split_grouped_mm
 from whale_train.runtime.kernels.sync_batch_norm import global_batch_norm
 from whale_train.runtime.kernels.vocab_parallel import (
@@ -44,9 +48,10 @@ from whale_train.runtime.loss.graph_losses import (
     plain_loss,
     smoothing,
 )
+from whale_train.strategies.context_parallel.rules import CONTEXT_ATTENTION
 from whale_train.strategies.graph.block_paths import block_of
 from whale_train.strategies.graph.rewrites import OVERLAPPED_ROWS
-from whale_train.strategies.layouts.types import BATCH
+from whale_train.strategies.layouts.types import BATCH, GATHERED, HEADS
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
 
@@ -169,15 +174,16 @@ class _Writer:
         target = str(node.target).removeprefix("aten.")
         if self.counts is not None:
             args, kwargs = in_evaluation(node.target, args, kwargs)
+        if becomes in CONTEXT_ATTENTION:
+            return self.attention(becomes, node, args, kwargs)
         if becomes is not None:
             return self.replacement(becomes, node, args)
         if is_mean_over_targets(node) and (self.place.loss_scale or self.counts is not None):
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            count = self.counts.add_logits if self.counts is not None else None
-            loss = plain_loss(node, self.place.loss_scale, count)
+            loss = plain_loss(node, self.place.loss_scale, self.count_of(node))
             return self.out.call(loss, [*args[:2], weight], node.name)
         kind = ValueLoss.of_operation(node.target)
-        if kind is not None and self.counts is not None and self.laid(node, 0) is None:
+        if kind is not None and self.counts is not None and self.counts_whole(node):
             self.out.call(partial(self.counts.add_values, kind), args[:2], "predicted")
         if target == "batch_norm.default" and self.place.batch_norm_group is not None:
             function = _batch_norm(self.place.batch_norm_group)
@@ -189,6 +195,22 @@ class _Writer:
             draw = partial(self.place.random, function)
             return self.out.call(draw, args, node.name, kwargs)
         return self.graph.call_function(function, tuple(args), kwargs)
+
+    def counts_whole(self, node: fx.Node) -> bool:
+        """Return True if this rank counts the answers of the loss `node` from its operands. Where
+        they are whole on members that divide positions, only the first one does."""
+        first = not self.place.shares_sequence or self.place.index == 0
+        return self.laid(node, 0) is None and first
+
+    def count_of(self, node: fx.Node) -> Callable[[Tensor, Tensor, Tensor, int], None] | None:
+        """Return the function that counts the answers of the cross-entropy `node` in an evaluation,
+        or None where this rank counts none."""
+        laid = self.laid(node, 0)
+        if self.counts is None or (laid is None and not self.counts_whole(node)):
+            return None
+        if laid is None or not self.place.shares_sequence:
+            return self.counts.add_logits
+        return partial(_add_positions, self.counts, laid, self.place.along(laid))
 
     def over_the_batch(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """Return `value`, the new node of `node`, summed over the whole batch where the plan makes
@@ -304,6 +326,26 @@ class _Writer:
             value = source
         return logits
 
+    def attention(
+        self, becomes: str, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        """Write an attention over positions that the members of the group divide, and return its
+        node."""
+        laid = self.laid(node, 0)
+        assert laid is not None
+        tokens = self.place.along(laid)
+        options = AttentionOptions.of(args, kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if becomes == GATHERED:
+            divided = partial(gathered_attention, tokens=tokens, options=options)
+        else:
+            keys = self.laid(node, 1)
+            assert keys is not None
+            function = heads_attention if becomes == HEADS else in_a_ring
+            of_keys = self.place.along(keys)
+            divided = partial(function, tokens=tokens, of_keys=of_keys, options=options)
+        return self.out.call(divided, [*args[:3], mask], node.name)
+
     def split_loss(self, node: fx.Node, shards: ShardGroup) -> Callable[..., Tensor]:
         """Return the cross-entropy `node` over sharded classes, a function of logits and targets.
 
@@ -333,6 +375,33 @@ _RESHAPES = (
     torch.ops.aten.flatten.using_ints,
     torch.ops.aten._unsafe_view.default,
 )
+
+
+def _add_positions(
+    counts: Counts,
+    laid: Laid,
+    shards: ShardGroup,
+    logits: Tensor,
+    target: Tensor,
+    counted: Tensor,
+    dim: int,
+) -> None:
+    """Add the answers of one loss call on the first of the members that divide its rows. A
+    collective: the others send theirs.
+
+    laid: the layout of the logits, whose classes are in dimension `dim`.
+    shards: the members.
+    """
+    answers = counts.answered(logits, target, counted, dim)
+    rows = laid.dim - (1 if laid.dim > dim else 0)
+    values = (answers.predicted, answers.target, answers.counted, answers.probability)
+    gathered = (None if x is None else gather(x, rows, laid.outer, shards) for x in values)
+    predicted, targets, are_counted, probability = gathered
+    assert predicted is not None
+    assert targets is not None
+    assert are_counted is not None
+    if shards.rank == 0:
+        counts.add(Answers(predicted, targets, are_counted, probability))
 
 
 def _weighted(mean: Callable[..., Tensor], weight: float, *args: Any) -> Tensor:

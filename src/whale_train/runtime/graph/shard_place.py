@@ -31,6 +31,7 @@ class ShardContext:
         groups.
     share: this rank's part of the batch, where copies exchange sums over the batch.
     loads: the counter of the rows of experts.
+    shares_sequence: True if the members of `group` divide the positions of every sample.
     """
 
     device: torch.device
@@ -42,6 +43,7 @@ class ShardContext:
     seed: int = 0
     share: BatchShare | None = None
     loads: ExpertLoads | None = None
+    shares_sequence: bool = False
 
     @cached_property
     def random(self) -> SharedRandom:

@@ -15,7 +15,8 @@ _aten = torch.ops.aten
 
 
 def group_keys(graph: fx.GraphModule, attentions: Iterable[Sequence[fx.Node]]) -> None:
-    """Make `attentions` in `graph` read their keys and values unrepeated, with `enable_gqa=True`.
+    """Make `attentions` in `graph` read their keys and values unrepeated. Those that are torch's
+    function get `enable_gqa=True`; modules see by the numbers of heads that keys are shared.
 
     Each item lists the operations that repeat the keys (a new dimension, its expansion, a reshape),
     the same operations for the values, and the attention itself (`Rewrite` in
@@ -25,7 +26,8 @@ def group_keys(graph: fx.GraphModule, attentions: Iterable[Sequence[fx.Node]]) -
         keys, values = repeating[:3], repeating[3:]
         shared = [_shared(graph, nodes[0], nodes[1]) for nodes in (keys, values)]
         attention.args = (attention.args[0], *shared, *attention.args[3:])
-        attention.kwargs = {**attention.kwargs, "enable_gqa": True}
+        if attention.op == "call_function":
+            attention.kwargs = {**attention.kwargs, "enable_gqa": True}
         for node in dict.fromkeys((*reversed(keys), *reversed(values))):
             if not node.users:
                 graph.graph.erase_node(node)

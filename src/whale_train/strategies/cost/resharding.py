@@ -114,6 +114,6 @@ _COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "once": ("-", "-"),
     "gather_once": ("g", "-"),
     "repeated": ("-", "-"),
-    "repeated_slice": ("-", "g"),
+    "repeated_slice": ("-", "-"),
     "repeated_once": ("-", "-"),
 }

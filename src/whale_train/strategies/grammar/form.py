@@ -47,6 +47,18 @@ class StageForm:
         return (self.split, *self.more) if self.split else ()
 
     @property
+    def shares_sequence(self) -> bool:
+        """Return True if the members of the shard group divide the positions of every sample, and
+        each holds all parameters (context parallelism)."""
+        return self.split is not None and self.split.shares_sequence
+
+    @property
+    def copies_weights(self) -> bool:
+        """Return True if every member of the shard group holds all parameters outside the splits of
+        modules."""
+        return self.body is not None or self.shares_sequence
+
+    @property
     def width(self) -> int:
         """Return the number of devices that hold this stage in one replica of the pipeline."""
         return self.copies * self.shards

@@ -16,8 +16,9 @@ from whale_train.strategies.grammar.offload import read_offload
 from whale_train.strategies.grammar.recompute import Recompute, read_recompute
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
+SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence", "context")
 BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # dims of a split beside a replicate
+ATTENTIONS = ("auto", "heads", "ring", "gathered")  # of a split with dim: context
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 BALANCE = ("hardware", "even")
 MOST_MICRO_BATCHES = 10_000  # most micro-batches of a step; a plan orders each
@@ -83,6 +84,10 @@ class Split:
         a weight and whose pattern the weight can have.
     of: nodes inside of the split.
     recompute: what is computed again in the backward (None: what a node around it says).
+
+    attention: how attention is computed over divided positions, one of `ATTENTIONS`.
+
+    With `dim: context`, the weights stay whole and the positions of every sample are divided.
     """
 
     path: str
@@ -92,6 +97,12 @@ class Split:
     patterns: tuple[tuple[str, str], ...] = ()
     of: tuple["Node", ...] = ()
     recompute: Recompute | None = None
+    attention: str = "auto"
+
+    @property
+    def shares_sequence(self) -> bool:
+        """Return True if the devices divide the positions of every sample (context parallelism)."""
+        return self.dim == "context"
 
 
 @dataclass(frozen=True)
@@ -285,7 +296,7 @@ class _Reader:
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:
         """Return the split whose keys are in `body`."""
-        return self.any_split(body, path, SPLIT_DIMS, ("recompute",))
+        return self.any_split(body, path, SPLIT_DIMS, ("recompute", "attention"))
 
     def split_beside(self, body: Mapping[str, Any], path: str) -> Split:
         """Return a split beside a replicate: of the head's classes, of experts, or of other
@@ -298,6 +309,14 @@ class _Reader:
         """Return the split whose keys are in `body`, and whose `dim` must be one of `dims`. `more`
         are the keys that only some splits have."""
         given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of", *more))
+        if given.get("dim") == "context":
+            for key in ("modules", "patterns"):
+                if given.get(key) not in (None, "*"):
+                    rule = "says which weights are cut, and dim: context leaves all of them whole"
+                    self.fault(f"{path}.{key}", given[key], rule, "leave it out, or use dim: auto")
+        elif "attention" in given:
+            rule = "divides attention by positions, and only dim: context divides positions"
+            self.fault(f"{path}.attention", given["attention"], rule, "add dim: context")
         return Split(
             path,
             degree=self.count_or_auto(given, path, "degree"),
@@ -306,6 +325,7 @@ class _Reader:
             patterns=self.patterns(given, path),
             of=self.children(given, path, "split"),
             recompute=self.recompute(given, path),
+            attention=self.choice(given, path, "attention", ATTENTIONS, "auto"),
         )
 
     def stage(self, body: Mapping[str, Any], path: str) -> Stage:

@@ -136,6 +136,11 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
         case (Split(of=()) as split,):
             shards, sized = split.degree, split.path
             recompute = split.recompute or recompute
+        case (Split(of=of) as inside,) if inside.shares_sequence or _shares_sequence(of):
+            rule = "divides positions and weights over the same devices, which is not executed yet"
+            remedy = "use one of the two, or each in a pipeline stage of its own"
+            faults.append(Fault(f"{inside.path}.of", "", rule, remedy))
+            return None
         case (Split() as inside,):
             rule = "cuts again what a split has cut"
             faults.append(Fault(f"{inside.path}.of", "", rule, "multiply the degrees into one"))
@@ -164,6 +169,11 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
 def _are_splits(nodes: Sequence[Node]) -> bool:
     """Return True if all nodes are splits."""
     return all(isinstance(node, Split) for node in nodes)
+
+
+def _shares_sequence(nodes: Sequence[Node]) -> bool:
+    """Return True if one of `nodes` is a split of positions."""
+    return any(isinstance(node, Split) and node.shares_sequence for node in nodes)
 
 
 def _is_beside_copies(
@@ -258,7 +268,7 @@ def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fa
                 remedy = "use a degree of at least 2, or no split"
             rule = "has nothing to divide over 1 device"
             faults.append(Fault(stage.split.path, "", rule, remedy))
-    copied = (form.copies * s.copies * (s.shards if s.body else 1) for s in form.stages)
+    copied = (form.copies * s.copies * (s.shards if s.copies_weights else 1) for s in form.stages)
     if keeper and keeper.zero and max(copied) == 1 and not keeper.offloads:
         rule = "partitions over the copies, and 1 device has only one"
         remedy = "use strategy=single, or more devices"

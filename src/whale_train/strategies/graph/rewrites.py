@@ -111,6 +111,7 @@ class RewriteScope:
     cut: the dimension along which a value is sharded, by name.
     gathered: the changes, by (operation, value), that gather a value along the sequence for sharded
         work.
+    unrepeated: replaced attentions that read keys before these are repeated, on any device.
     """
 
     graph: OperationGraph
@@ -120,6 +121,7 @@ class RewriteScope:
     replaced: Collection[str] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
     gathered: Collection[tuple[str, str]] = ()
+    unrepeated: Collection[str] = ()
 
     @classmethod
     def whole(cls, graph: OperationGraph) -> "RewriteScope":
@@ -140,7 +142,8 @@ class RewriteScope:
         rank."""
         for name in self.operations:
             attention = self.graph[name]
-            if attention.target != _ATTENTION or name in self.replaced:
+            replaced = name in self.replaced and name not in self.unrepeated
+            if attention.target != _ATTENTION or replaced:
                 continue
             if dict(attention.kwargs).get("enable_gqa"):
                 continue

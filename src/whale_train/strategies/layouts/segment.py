@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.graph.rewrites import OWN_GRADIENTS, Rewrite, RewriteScope
 from whale_train.strategies.layouts.propagation import Assignment, Shard
-from whale_train.strategies.layouts.types import SEQUENCE, Cast
+from whale_train.strategies.layouts.types import SEQUENCE, UNREPEATED, Cast
 
 
 def _gathers_tokens(cast: Cast) -> bool:
@@ -48,6 +48,7 @@ class Segment:
             gathered=[(x.user, x.value) for x in typed.casts if _gathers_tokens(x)],
             replaced={*self.sums, *typed.becomes, *drawn},
             cut={name: x.dim for name, x in typed.layouts.items() if isinstance(x, Shard)},
+            unrepeated={name for name, kind in typed.becomes.items() if kind in UNREPEATED},
         )
 
     def rewrites(
@@ -68,7 +69,11 @@ class Segment:
         own = tuple(name for name in names if name not in by_joined)
         return (
             *scope.rms_norms(),
-            *(() if on_cpu else scope.grouped_keys()),
+            *(
+                x
+                for x in scope.grouped_keys()
+                if not on_cpu or x.operations[-1] in scope.unrepeated
+            ),
             *joined,
             *((Rewrite(OWN_GRADIENTS, own),) if own else ()),
             *scope.overlapped_rows(),

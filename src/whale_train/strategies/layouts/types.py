@@ -88,6 +88,11 @@ class Shard:
 Layout = Replicated | ReplicatedPartialGrad | PartialSum | DispatchedRows | Shard
 R, ENTERED, P = Replicated(), ReplicatedPartialGrad(), PartialSum()
 
+# Attentions over positions that a group divides: with gathered keys, by heads, and in a ring. The
+# latter two send keys before these are repeated for the queries that share them.
+GATHERED, HEADS, RING = "gathered_attention", "heads_attention", "ring_attention"
+UNREPEATED = (HEADS, RING)
+
 BATCH = "batch"  # the axis along which replicas divide the samples
 SEQUENCE = "sequence."  # in the name of an axis of tokens, before the number of tokens
 

@@ -7,6 +7,12 @@ from whale_train.strategies.plan.plan import Plan
 WORLD = "world"  # the group of all ranks
 
 
+def context_of(name: str) -> str:
+    """Return the name of the groups in which the TaskGraph `name` divides the positions of every
+    sample."""
+    return f"{name}.context_parallel"
+
+
 def inside_of(name: str) -> str:
     """Return the name of the groups in which replicas of the TaskGraph `name` that share a host sum
     gradients, where these are summed inside hosts first."""

@@ -7,6 +7,7 @@ from whale_train.quantities import in_seconds
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.resolver.write import PlanDecisions, sums_in_two_levels
 from whale_train.strategies.schedule.apportion import even_shares
+from whale_train.strategies.stages.attention_groups import explained_attention
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import PlanningContext, StageChunk
 from whale_train.strategies.stages.recomputation import described
@@ -79,6 +80,7 @@ def explained_chunks(
         yield from _explained_head(job, chunk)
         if chunk.sharded is None:
             continue
+        yield from explained_attention(job, chunk)
         path = form.stages[chunk.stage].path
         for module in chunk.sharded.whole:
             reason = f"{why_whole(job, chunk, module)}: every device of the group holds it whole"

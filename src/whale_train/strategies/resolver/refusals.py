@@ -24,6 +24,7 @@ def refuse_model(job: PlanningContext) -> None:
     if job.profile.graph is None and not job.as_is:
         _refuse_no_graph(job, faults)
     refuse_unknown_names(job, faults)
+    _refuse_shared_sequence(job, faults)
     refuse_written_parameters(job.profile, job.zero, faults)
     if job.zero:
         _refuse_partitions(job, faults)
@@ -58,6 +59,23 @@ def _refuse_files(job: PlanningContext, faults: list[Fault]) -> None:
         rule += f"holds some of {job.profile.name} in 16 bits"
         remedy = "use cpu, or train.precision=fp32"
         faults.append(Fault(f"{path}.parameters", "nvme", rule, remedy))
+
+
+def _refuse_shared_sequence(job: PlanningContext, faults: list[Fault]) -> None:
+    """Add a fault for each split of positions that cannot run the model: where BatchNorm takes
+    statistics over positions, or values are summed over the batch."""
+    norms = job.profile.batch_norm_modules
+    for split in dict.fromkeys(x.split for x in job.form.stages if x.shares_sequence):
+        assert split is not None
+        rule = ""
+        if norms:
+            rule = f"divides positions, over all of which {norms[0]} takes its statistics"
+        elif job.profile.graph is not None and job.batch_sums:
+            rule = f"repeats {next(iter(job.batch_sums))}, a sum over the samples of the batch, "
+            rule += "on every device"
+        if rule:
+            remedy = "use strategy=dp, or a split of weights"
+            faults.append(Fault(f"{split.path}.dim", "context", rule, remedy))
 
 
 def _refuse_partitions(job: PlanningContext, faults: list[Fault]) -> None:

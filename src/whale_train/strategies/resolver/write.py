@@ -8,7 +8,7 @@ from typing import Any
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Shard
 from whale_train.strategies.memory.engine_memory import casts_last, narrow_frozen
-from whale_train.strategies.plan.group_names import across_of, inside_of
+from whale_train.strategies.plan.group_names import across_of, context_of, inside_of
 from whale_train.strategies.plan.plan import (
     Decision,
     MemoryEstimate,
@@ -116,6 +116,11 @@ def build_plan(
             if form.stages[stage].body and number == numbers[0]:  # the rest beside a split part
                 groups[f"{name}.data_parallel"] = job.copies_of_rest[stage]
                 groups |= _levels(name, summed.get((stage, 0)))
+                continue
+            if form.stages[stage].shares_sequence:
+                groups[f"{name}.data_parallel"] = job.copies_of_rest[stage]
+                groups |= _levels(name, summed.get((stage, 0)))
+                groups[context_of(name)] = job.replicas[stage]
                 continue
             is_beside = form.stages[stage].body is not None
             alone = is_beside and form.copies * form.stages[stage].copies == 1

@@ -77,6 +77,8 @@ def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Cand
         return None
     if any(stage.body and "tensor" in (x.dim for x in stage.splits) for stage in form.stages):
         return None  # the search knows no dense parts beside a replicated rest
+    if any(stage.shares_sequence for stage in form.stages):
+        return None  # nor members that divide positions
     if not needs_graph(strategy) or form.members > 1:
         mesh = Mesh(devices, count, (Part("", 1, 1, 1),))
         has_experts = any(s.split is not None and s.split.dim == "experts" for s in form.stages)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
 
+from whale_train.strategies.context_parallel.attention import attentions
 from whale_train.strategies.cost.collectives import group_link
 from whale_train.strategies.cost.op_cost import part_of
 from whale_train.strategies.cost.resharding import (
@@ -18,6 +19,7 @@ from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.types import Cast
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
+from whale_train.strategies.stages.attention_groups import group_of
 from whale_train.strategies.stages.fused_accumulation import named_in_place
 from whale_train.strategies.stages.offloading import transfer_times
 from whale_train.strategies.stages.placement import (
@@ -147,6 +149,7 @@ class ChunkTimes:
         moved = self._casts(chunk, casts, ranks, samples, link)
         moved += self._under_products(chunk, ranks, samples, shares)
         index = members.index(slowest)
+        moved += self._attentions(chunk, ranks, samples, link)
         if units := self.recomputed.get(chunk.stage):
             again = frozenset(self._again(chunk, units))
             once_more = self._own(number, index, ranks[index], samples, shares, units).forward
@@ -263,6 +266,20 @@ class ChunkTimes:
             back = min(run.backward_input + run.backward_weight for run in runs)
             hidden += Times(-min(rows_s, *(run.forward for run in runs)), -min(rows_s, back))
         return hidden
+
+    def _attentions(
+        self, chunk: StageChunk, ranks: Sequence[int], samples: int, link: Link
+    ) -> Times:
+        """Return the times of the exchanges inside attentions whose positions `ranks` divide, and
+        of waits for the one with the most work."""
+        total = Times()
+        if chunk.shares_sequence and chunk.sharded is not None:
+            group = group_of(self.job, ranks, samples, link)
+            becomes = chunk.sharded.assignment.becomes
+            for operation in attentions(self.job.graph, chunk.slice.operations):
+                if operation.name in becomes:
+                    total += group.times(operation, becomes[operation.name])
+        return total
 
     def _casts(
         self,

@@ -10,13 +10,17 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, PlanError
+from whale_train.strategies.context_parallel.attention import WAYS, AttentionGroup, attentions
+from whale_train.strategies.context_parallel.layouts import context_layouts
+from whale_train.strategies.context_parallel.rules import ContextRules
+from whale_train.strategies.grammar.nodes import Split
 from whale_train.strategies.graph.forward_state import torn_buffer
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
 )
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
-from whale_train.strategies.layouts.types import SEQUENCE
+from whale_train.strategies.layouts.types import RING, SEQUENCE
 from whale_train.strategies.partition.pipeline_partition import (
     Slice,
     balanced,
@@ -27,6 +31,7 @@ from whale_train.strategies.partition.pipeline_partition import (
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import ModelAnalysis
+from whale_train.strategies.stages.attention_groups import attention_group
 from whale_train.strategies.stages.beside_copies import module_span, named_weights, split_parts
 from whale_train.strategies.stages.placement import AxisIntervals, PlanningContext, StageChunk
 from whale_train.strategies.stages.split_names import refuse_idle_patterns, sharded
@@ -166,7 +171,7 @@ def _balanced(job: PlanningContext, speeds: tuple[float, ...]) -> tuple[int, ...
     fixed = stage_of_modules(order, job.graph, asked, faults)
     if faults:
         raise PlanError(faults)
-    split = [1 if stage.body or not stage.split else stage.shards for stage in stages]
+    split = [1 if stage.copies_weights or not stage.split else stage.shards for stage in stages]
     members = tuple(split * (count // len(stages)))
     places = cut_by_speed(job.findings, speeds, members, fixed)
     if places is None:
@@ -268,6 +273,8 @@ def _chunk(
     if form.split is None or form.shards == 1:
         return StageChunk(stage, part, alike)
     split = form.split
+    if split.shares_sequence:
+        return _shared_sequence(job, stage, part, interval)
     if form.body is not None:
         named = tuple((split.modules, split.dim, split.patterns) for split in form.splits)
         key: Hashable = (stage, interval, form.shards, named, form.body.modules, held_elsewhere)
@@ -294,6 +301,49 @@ def _chunk(
         lambda: findings.likeness.renamed(typed, like, part, _own_axes(typed, owner)),
     )
     return StageChunk(stage, part, key, renamed)
+
+
+def _shared_sequence(
+    job: PlanningContext, stage: int, part: Slice, interval: tuple[int, ...]
+) -> StageChunk:
+    """Return the chunk of slice `part` on `stage`, whose devices divide the positions of every
+    sample. Raises PlanError where nothing has positions for all of them."""
+    form, findings = job.form.stages[stage], job.findings
+    assert form.split is not None
+    owner = f"stage_{stage}." if job.chunk_count > 1 else ""
+    members, graph = form.shards, job.graph
+    group = attention_group(job, stage)
+    asked = form.split.attention
+    priced = (group.samples, group.link, id(group.device))
+    key: Hashable = ("context", stage, interval, members, asked, *priced)
+    _refuse_attention(group, form.split, part)
+    best = WAYS.get(asked)
+
+    def lay() -> Sharded:
+        rules = ContextRules(members, owner, lambda operation: best or group.best(operation))
+        return context_layouts(graph, part.operations, part.takes, part.gives, rules)
+
+    typed = findings.once(key, lay)
+    if not typed.axes:
+        rule = f"finds no sequence of at least {members} positions in {module_span(part.modules)}"
+        remedy = "use fewer devices, or a replicate, whose copies divide the samples"
+        raise PlanError([Fault(f"{form.split.path}.dim", "context", rule, remedy)])
+    return StageChunk(stage, part, key, typed, shares_sequence=True)
+
+
+def _refuse_attention(group: AttentionGroup, split: Split, part: Slice) -> None:
+    """Raise PlanError for an attention of a slice that the group cannot compute as `split` asks."""
+    asked = WAYS.get(split.attention)
+    for operation in attentions(group.graph, part.operations):
+        possible = group.possible(operation)
+        if asked is not None and asked not in possible:
+            because = group.unlike_in_ring(operation) if asked == RING else "a device gets no head"
+            rule = f"cannot compute the attention of {operation.module or 'the model'}"
+            if because:
+                rule += f": {because}"
+            ways = [way for way, kind in WAYS.items() if kind in possible]
+            remedy = f"use auto, or {' or '.join(ways)}"
+            raise PlanError([Fault(f"{split.path}.attention", split.attention, rule, remedy)])
 
 
 def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:

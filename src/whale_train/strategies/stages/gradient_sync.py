@@ -201,8 +201,9 @@ def hierarchical_sums(
 
 
 def is_replicate(job: PlanningContext, stage: int) -> bool:
-    """Return True if a stage replicates the whole model as it is, or all but a split part."""
-    return job.as_is or job.form.stages[stage].body is not None
+    """Return True if a stage replicates the whole model as it is, or all but a split part, or for
+    members that divide positions."""
+    return job.as_is or job.form.stages[stage].copies_weights
 
 
 def _members(

@@ -107,6 +107,7 @@ class StageChunk:
     beside: operations of the split part, which run on rows of other members as well, where the rest
         is replicated; None where the stage has no such part.
     head: the output projection, where it is the only such part.
+    shares_sequence: True if the members of the shard group divide the positions of every sample.
     """
 
     stage: int
@@ -115,6 +116,7 @@ class StageChunk:
     sharded: Sharded | None = None
     beside: frozenset[str] | None = None
     head: Head | None = None
+    shares_sequence: bool = False
 
     @property
     def shares_samples(self) -> bool:
@@ -122,8 +124,9 @@ class StageChunk:
         return self.beside is not None
 
     def has_own_losses(self, loss: str) -> bool:
-        """Return True if members that take different samples each compute a `loss` of their own."""
-        return self.beside is not None and loss not in self.beside
+        """Return True if members that take different samples, or positions of them, each compute a
+        `loss` of their own."""
+        return self.shares_sequence or (self.beside is not None and loss not in self.beside)
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -276,10 +279,11 @@ class PlanningContext:
         """Return the groups of ranks that hold the same replicated parameters, by stage.
 
         A stage with a split part beside a replicated rest has one group of all its ranks, since
-        every member of every shard group holds all of the rest.
+        every member of every shard group holds all of the rest. So has a stage whose members divide
+        positions.
         """
         return [
-            of_shards if stage.body is None else (tuple(sorted(chain.from_iterable(groups))),)
+            (tuple(sorted(chain.from_iterable(groups))),) if stage.copies_weights else of_shards
             for stage, of_shards, groups in zip(
                 self.form.stages, self.data_parallel, self.replicas, strict=True
             )
