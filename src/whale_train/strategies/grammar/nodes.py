@@ -13,6 +13,7 @@ from typing import Any, cast
 from whale_train.errors import Fault, closest, nearest
 from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.recompute import Recompute, read_recompute
+from whale_train.strategies.grammar.state import AUTO, StateCut, read_state
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
@@ -37,6 +38,7 @@ class Replicate:
     modules: paths or globs of the modules that are replicated.
     of: nodes inside each replica (empty: the model, or the stage around it).
     recompute: what is computed again in the backward (None: what a node around it says).
+    state: how ZeRO cuts the replicas' state.
     """
 
     path: str
@@ -47,6 +49,7 @@ class Replicate:
     modules: tuple[str, ...] = ("*",)
     of: tuple["Node", ...] = ()
     recompute: Recompute | None = None
+    state: StateCut = AUTO
 
     @property
     def offloads(self) -> bool:
@@ -253,7 +256,8 @@ class _Reader:
 
     def replicate(self, body: Mapping[str, Any], path: str) -> Replicate:
         """Return the replicate whose keys are in `body`."""
-        given = self.keys(body, path, ("degree", "zero", "offload", "modules", "recompute", "of"))
+        known = ("degree", "zero", "state", "offload", "modules", "recompute", "of")
+        given = self.keys(body, path, known)
         offload = given.get("offload")
         if offload is None:
             offload = {}
@@ -276,6 +280,13 @@ class _Reader:
         if zero != 3 and parameters != "none":
             rule = "needs ZeRO 3: only partitioned parameters can live elsewhere"
             self.fault(f"{path}.offload.parameters", parameters, rule, f"use {path}.zero=3")
+        state = read_state(given.get("state"), f"{path}.state", self.faults)
+        if zero == 0 and state.mode != "auto":
+            rule = "needs ZeRO: without it every copy keeps all of its state"
+            self.fault(f"{path}.state", state, rule, f"use {path}.zero=1, 2 or 3")
+        elif state.is_uneven and (optimizer, parameters) != ("none", "none"):
+            rule = "cuts what devices keep, and offload keeps it on the hosts"
+            self.fault(f"{path}.state", state, rule, "use even, or no offload")
         return Replicate(
             path,
             degree=self.count_or_auto(given, path, "degree"),
@@ -285,6 +296,7 @@ class _Reader:
             modules=self.modules(given, path) or ("*",),
             of=self.children(given, path, "replicate"),
             recompute=self.recompute(given, path),
+            state=state,
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:

@@ -29,9 +29,15 @@ from whale_train.strategies.resolver.reasons import (
     explained_chunks,
     explained_devices,
     explained_shares,
+    explained_state,
     explained_sums,
 )
 from whale_train.strategies.resolver.refusals import refuse_model, refuse_own_losses, refuse_pieces
+from whale_train.strategies.resolver.uneven_state import (
+    refuse_state,
+    why_uneven,
+    with_uneven_state,
+)
 from whale_train.strategies.resolver.write import (
     PlanDecisions,
     build_plan,
@@ -41,8 +47,10 @@ from whale_train.strategies.schedule.instructions import Durations, Instruction,
 from whale_train.strategies.schedule.orders import schedule
 from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stage_memory.rank_memory import RankMemory
+from whale_train.strategies.stage_memory.state_by_memory import with_state_parts
 from whale_train.strategies.stage_memory.within_memory import (
     MemoryBudget,
+    ShortOfMemoryError,
     refuse_memory,
     stages_without_room,
 )
@@ -92,7 +100,29 @@ def decide(
 
     Raises PlanError with all faults that one check finds.
     """
-    job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
+    job = _staging(strategy, cluster, findings, training)
+    refuse_state(job)
+    try:
+        return _decided_on(job, moving, cut)
+    except ShortOfMemoryError as error:
+        uneven = with_uneven_state(job)
+        if uneven is None:
+            raise
+        try:
+            return _decided_on(uneven, moving, cut, [why_uneven(job, error)])
+        except ShortOfMemoryError:
+            raise error from None
+
+
+def _decided_on(
+    job: PlanningContext, moving: bool, cut: tuple[int, ...], reasons: Sequence[Decision] = ()
+) -> EvaluatedStrategy:
+    """Return the strategy of `job`, resolved as far as its step.
+
+    moving, cut: as in `decide`.
+    reasons: decisions on the form of `job`.
+    """
+    decisions = list(reasons)
     refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
     refuse_own_losses(job, first.chunks)
@@ -190,6 +220,7 @@ def _considered(
         explained = [*decisions, *explained_devices(job), *explained_shares(job, decided.batches)]
         explained += [*cut.decisions, *explained_chunks(job, cut.chunks, decided.recomputed)]
         explained += explained_sums(job, decided)
+        explained += explained_state(job, decided)
         explained += offload_decisions(job.form.keeper, look.found.kept, job.cluster)
         plan = build_plan(job, decided, step.prediction(), explained)
         if plan.logical_workers is None:
@@ -322,6 +353,7 @@ def _fewest_blocks(
         tried = {n: frozenset(blocks[n][: middle[n]]) for n in blocks}
         units = {**decided.recomputed, **tried}
         memory = RankMemory(job, cut.chunks, cut.axes, decided.orders, units)
+        memory = with_state_parts(job, memory, decided.batches)
         over = stages_without_room(job, memory.of_batches(decided.batches))
         for stage, number in middle.items():
             if number == low[stage]:
@@ -360,6 +392,7 @@ def _ordered(
         transits = [sends.transits(copy, batches, cut.edges) for copy in copies]
     orders = _orders(job, times, cut.edges, batches, transits)
     memory = RankMemory(job, cut.chunks, cut.axes, orders, times.recomputed)
+    memory = with_state_parts(job, memory, batches)
     room = MemoryBudget(job, cut, memory, batches)
     return PlanDecisions(times, cut.axes, batches, cut.edges, cut.shared, room, orders, transits)
 

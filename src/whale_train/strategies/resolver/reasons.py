@@ -52,6 +52,24 @@ def explained_sums(job: PlanningContext, decided: PlanDecisions) -> Iterator[Dec
         yield Decision("train.all_reduce", "hierarchical", "flat", reason)
 
 
+def explained_state(job: PlanningContext, decided: PlanDecisions) -> Iterator[Decision]:
+    """Yield a decision on how ZeRO cuts the state, where devices differ in memory or the parts
+    follow it."""
+    keeper, parts = job.form.keeper, decided.room.memory.parts
+    if keeper is None or not keeper.zero or keeper.offloads:
+        return
+    key = f"{keeper.path}.state"
+    rooms = {device.room_bytes for device in job.cluster.devices}
+    if keeper.state.mode == "memory":
+        percent = [f"{100 * part / sum(parts):.1f}%" for part in parts]
+        runs = ((len(list(equal)), text) for text, equal in groupby(percent))
+        chosen = ", ".join(f"{times} x {text}" for times, text in runs)
+        reason = "each device keeps a part in proportion to the memory that it has left"
+        yield Decision(key, chosen, "even", reason)
+    elif keeper.state.mode == "auto" and job.as_is and len(rooms) > 1:
+        yield Decision(key, "even", "memory", "equal parts fit every device")
+
+
 def _folded(shares: Sequence[int]) -> str:
     """Return shares as text, with runs of equal shares folded: `8 x 43, 8 x 25`."""
     runs = ((len(list(equal)), share) for share, equal in groupby(shares))

@@ -58,15 +58,22 @@ class MemoryBudget:
         devices = self.job.cluster.devices
         return max(need.total - devices[rank].room_bytes for rank, need in needs.items())
 
+    @property
+    def _least_part(self) -> float | None:
+        """Return 0.0 where the parts of the state follow memory, so that a rank may keep none of
+        it; None where its part is fixed."""
+        keeper = self.job.form.keeper
+        return 0.0 if keeper is not None and keeper.state.mode == "memory" else None
+
     def samples(self) -> tuple[int, ...]:
-        """Return the most samples per micro-batch that each rank has room for; 0 or less for a rank
-        that has no room for one."""
+        """Return the most samples per micro-batch that each rank has room for, beside the least
+        part of the state that it may keep; 0 or less for a rank that has no room for one."""
         by_key: dict[object, int] = {}
         samples = []
         for rank, device in enumerate(self.job.cluster.devices):
             key = (*self.memory.alike(rank, self.batches), device.room_bytes)
             if key not in by_key:
-                by_key[key] = self.memory.most(rank, self.batches)
+                by_key[key] = self.memory.most(rank, self.batches, self._least_part)
             samples.append(by_key[key])
         return tuple(samples)
 
