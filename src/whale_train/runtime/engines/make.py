@@ -64,6 +64,7 @@ def make_engine(
         return UnevenEngine(
             *(module, copies, task_graph.state_parts, task_graph.zero, of_own, own),
             *(request.train.grad_clip or 0.0, plan.precision, seat.device),
+            gathers=None if seat.stand_ins is None else seat.stand_ins.gathers,
         )
     optimizer = of_own(own)
     if config is not None and copies.group is not None:

@@ -49,7 +49,8 @@ class UnevenEngine:
     clip: the norm to clip gradients to; 0: do not clip.
     precision: the precision of every forward; autocast if it has 16 bits.
     units: the partitioned weights.
-    mark: called with a unit that is gathered (True) or freed (False), under ZeRO 3.
+    gathers: called with a unit when it is made, gathered (True) or freed (False), under ZeRO 3;
+        None: nothing is called.
     """
 
     loss_scale: Tensor | None = None
@@ -67,7 +68,7 @@ class UnevenEngine:
         clip: float,
         precision: str,
         device: torch.device,
-        mark: Callable[[FlatUnit, bool], None] = lambda unit, is_gathered: None,
+        gathers: Callable[[FlatUnit, bool], None] | None = None,
     ) -> None:
         assert copies.group is not None
         assert len(parts) == copies.size
@@ -89,7 +90,7 @@ class UnevenEngine:
         self.units = [unit for units in blocks.values() for unit in units]
         self._unit_of = {p: unit for unit in self.units for p in unit.parameters}
         self._pieces = [piece for unit in self.units for piece in unit.pieces]
-        self._gathering = Gathering(module, blocks, mark) if zero == 3 else None
+        self._gathering = Gathering(module, blocks, gathers) if zero == 3 else None
         buckets = buckets_of(self.units, None if zero == 3 else copies.bucket_elements)
         gathering = self._gathering
         self._sums = GradientBuckets(
@@ -243,6 +244,12 @@ class UnevenEngine:
         if isinstance(self._optimizer, Together):
             asked = set(parameters)
             self._optimizer.make_states([x.value for x in self._pieces if x.parameter in asked])
+
+    @property
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state."""
+        states = () if self._optimizer is None else self._optimizer.state.values()
+        return [x for state in states for x in state.values() if isinstance(x, Tensor)]
 
     def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         """Return this rank's part of a buffer or of a frozen parameter, and the index of its first

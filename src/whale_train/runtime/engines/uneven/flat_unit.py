@@ -51,6 +51,10 @@ class FlatUnit:
     group: the copies.
     dtype: the dtype that the weights are held in. Trained ones in 16 bits have an fp32 master.
     device: the device of the weights.
+    flat: all weights of the unit.
+    shard: this copy's interval of them.
+    master: the fp32 values of this interval, `shard` itself for fp32 weights.
+    gradient: the gradients of this interval that were summed so far, in fp32, or None.
     releases: whether the flat tensor has memory only between `gather` and `release` (ZeRO 3).
     """
 
@@ -72,19 +76,19 @@ class FlatUnit:
         self.own = self.intervals[group.rank()]
         size = self.own[1] - self.own[0]
         self.is_trained = parameters[0].requires_grad
-        self._flat = torch.empty(total, dtype=dtype, device=device)
+        self.flat = torch.empty(total, dtype=dtype, device=device)
         self.releases, self.is_gathered = releases, not releases
-        self.shard = self._flat[slice(*self.own)]
+        self.shard = self.flat[slice(*self.own)]
         if releases:
             self.shard = torch.empty(size, dtype=dtype, device=device)
         is_narrow = self.is_trained and dtype != torch.float32
         self.master = torch.empty(size, device=device) if is_narrow else self.shard
         self.gradient: Tensor | None = None  # of this copy's interval, fp32
         self._views = [
-            self._flat[start : start + p.numel()].view(p.shape) for p, start in self._places()
+            self.flat[start : start + p.numel()].view(p.shape) for p, start in self._places()
         ]
         if releases:
-            self._flat.untyped_storage().resize_(0)
+            self._resize(0)
         for (parameter, start), view in zip(self._places(), self._views, strict=True):
             self._take(parameter, start, view)
         self.pieces = tuple(self._pieces()) if self.is_trained else ()
@@ -116,12 +120,12 @@ class FlatUnit:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the gathered weights."""
-        return self._flat.numel() * self._flat.element_size()
+        return self.flat.numel() * self.flat.element_size()
 
     @property
     def storage_key(self) -> int:
         """Return the identity of the memory of the gathered weights, whether it has any or not."""
-        return storage_key(self._flat)
+        return storage_key(self.flat)
 
     def held_of(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
         """Return this copy's elements of the weights of `parameter`, and the index of the first in
@@ -136,17 +140,22 @@ class FlatUnit:
         """Give the flat tensor memory, and fill it with the intervals of all copies."""
         if self.is_gathered:
             return
-        storage = self._flat.untyped_storage()
-        storage.resize_(self.nbytes)
-        self._flat[slice(*self.own)].copy_(self.shard)
+        self._resize(self.nbytes)
+        self.flat[slice(*self.own)].copy_(self.shard)
         self.is_gathered = True
         self._broadcast()
 
     def release(self) -> None:
         """Free the memory of the flat tensor, where it is held only while it is gathered."""
         if self.releases and self.is_gathered:
-            self._flat.untyped_storage().resize_(0)
+            self._resize(0)
             self.is_gathered = False
+
+    def _resize(self, num_bytes: int) -> None:
+        """Give the flat tensor memory of `num_bytes`. Meta tensors, which have none, keep their
+        size."""
+        if not self.flat.is_meta:
+            self.flat.untyped_storage().resize_(num_bytes)
 
     def publish(self) -> None:
         """Make the weights of all copies those that the optimizer has updated."""
@@ -160,7 +169,7 @@ class FlatUnit:
         with torch.no_grad():
             works = [
                 dist.broadcast(
-                    self._flat[slice(*held)], group=self.group, group_src=owner, async_op=True
+                    self.flat[slice(*held)], group=self.group, group_src=owner, async_op=True
                 )
                 for owner, held in enumerate(self.intervals)
                 if held[1] > held[0]

@@ -31,16 +31,17 @@ class Gathering:
 
     module: the module.
     blocks: the units of each block, by the path of the block's module.
-    mark: called with a unit that is gathered (True) or freed (False).
+    gathers: called with a unit when it is made, gathered (True) or freed (False); None: nothing is
+        called.
     """
 
     def __init__(
         self,
         module: nn.Module,
         blocks: Mapping[str, Sequence[FlatUnit]],
-        mark: Callable[[FlatUnit, bool], None] = lambda unit, is_gathered: None,
+        gathers: Callable[[FlatUnit, bool], None] | None = None,
     ) -> None:
-        self._mark = mark
+        self._gathers = gathers or (lambda unit, is_gathered: None)
         self._blocks = {path: tuple(units) for path, units in blocks.items()}
         self._block_of = {u: path for path, units in self._blocks.items() for u in units}
         self._units = {p: unit for unit in self._block_of for p in unit.parameters}
@@ -49,6 +50,8 @@ class Gathering:
         self._whole: list[str] = []  # the gathered blocks, in the order they were gathered
         self._again: set[str] = set()  # blocks that a backward has read in a forward
         self._waiting = {path: self._trained(path) for path in self._blocks}
+        for unit in self._block_of:
+            self._gathers(unit, False)
         modules = dict(module.named_modules())
         for path in self._blocks:
             modules[path].register_forward_hook(self._after_forward(path))
@@ -109,7 +112,7 @@ class Gathering:
         self._whole.append(path)
         for unit in self._blocks[path]:
             unit.gather()
-            self._mark(unit, True)
+            self._gathers(unit, True)
 
     def _free(self, path: str) -> None:
         self._again.discard(path)
@@ -117,7 +120,7 @@ class Gathering:
             self._whole.remove(path)
             for unit in self._blocks[path]:
                 unit.release()
-                self._mark(unit, False)
+                self._gathers(unit, False)
 
     def _read(self, parameter: nn.Parameter) -> None:
         """Gather the block of a parameter that is about to be read."""

@@ -84,9 +84,9 @@ class GradientBuckets:
     def _send(self, bucket: Bucket) -> None:
         self._missing[bucket] = set()
         start = bucket.unit.of[bucket.parameters[0]]
-        gradients = _taken(bucket.parameters, bucket.unit.master.device).to(self._dtype)
-        while len(self._begun) > _IN_FLIGHT:
+        while len(self._begun) >= _IN_FLIGHT:
             self._begun.popleft()()
+        gradients = _taken(bucket.parameters, bucket.unit.master.device).to(self._dtype)
         self._begun.append(bucket.unit.begin_reduce(gradients, start, self._scale))
         self._on_sent(bucket)
 
