@@ -2,7 +2,7 @@
 
 import pytest
 from tests.distributed.cases import CLIPPED, EVALUATED, TOLERANCE, UNEVEN, UNEVEN_3, Case, Run
-from tests.distributed.equality import assert_equal
+from tests.distributed.equality import JobFailed, assert_equal
 
 TWICE = ("train.accumulate=2",)
 
@@ -31,11 +31,22 @@ CASES = [
     Case("image_classifier", "zero3", 2, "sgd", UNEVEN, state(3, "[3, 1]")),
     Case("class_head", "zero1", 2, "momentum", UNEVEN, state(1, "[3, 1]")),
     Case("gpt2", "zero3", 2, "adamw", UNEVEN, (*state(3, "memory"), *EVALUATED)),
+    # Blocks whose forward runs again in the backward.
+    *(
+        Case("gpt", f"zero{zero}", 2, "adamw", UNEVEN, state(zero, "[1, 3], recompute: full"))
+        for zero in (1, 3)
+    ),
+    # Code that torch.compile made of them.
+    pytest.param(
+        Case("gpt", "zero3", 2, "adamw", UNEVEN, (*state(3, "[1, 3]"), "train.compile=true")),
+        marks=pytest.mark.full,
+    ),
 ]
 
 
 def single(case: Case, *extra: str) -> Case:
-    kept = [x for x in (*case.extra, *extra) if x not in TWICE and not x.startswith("strategy.")]
+    apart = (*TWICE, "train.compile=true")
+    kept = [x for x in (*case.extra, *extra) if x not in apart and not x.startswith("strategy.")]
     return Case(case.model, "single", 1, case.optimizer, (), tuple(kept))
 
 
@@ -64,3 +75,25 @@ def test_bf16_is_deepspeeds(run: Run) -> None:
         assert other.losses == found[0].losses
         for path, (value, *_) in found[0].values.items():
             assert all((x == value).all() for x in other.values[path]), path
+
+
+def test_devices_of_unlike_memory_train_what_equal_parts_do_not_fit(run: Run) -> None:
+    """Four processes stand for two devices of 190 MB and two of 105, of equal speed."""
+    device = "{{devices: 2, link: nvlink2, device: {{name: gpu_{}, flops: {{fp32: 1e12}}, "
+    device += "memory_bytes: {}, memory_bandwidth_bytes_s: 1e11}}}}"
+    nodes = f"hardware.nodes=[{device.format('large', 190e6)}, {device.format('small', 105e6)}]"
+
+    def case(mode: str) -> Case:
+        return Case("class_head", "zero2", 4, "adamw", UNEVEN, (*state(2, mode), nodes))
+
+    with pytest.raises(JobFailed) as failure:
+        run(case("even"))
+    assert "on rank 2 (gpu_small) for one sample" in str(failure.value)
+    found = run(case("auto"))
+    parts = found.plan["task_graphs"][0]["state_parts"]
+    assert parts[0] == parts[1] > 2 * parts[2] == 2 * parts[3]
+    assert found.plan["task_graphs"][0]["shares"] == [2, 2, 2, 2]
+    needs = [rank["memory_bytes"]["total"] for rank in found.plan["ranks"]]
+    assert max(needs[:2]) <= 190e6
+    assert max(needs[2:]) <= 105e6
+    assert_equal(found, run(Case("class_head", "single", 1, "adamw")), TOLERANCE)

@@ -1,6 +1,6 @@
 """Choose the engine of a TaskGraph on a rank."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ def make_engine(
     streamed: StreamedWeights | None = None,
     agreement: ForwardAgreement | None = None,
     sums: GradientSums | None = None,
+    compiled: Sequence[nn.Module] = (),
 ) -> Engine:
     """Return the engine of `module`, the part of `task_graph` that `seat.rank` holds.
 
@@ -51,6 +52,7 @@ def make_engine(
     streamed: copies weights from the host; required where `task_graph` streams them.
     agreement: given where copies may reach different parameters.
     sums: given where copies run logical workers.
+    compiled: modules of `module` that run compiled code.
 
     The other parameters are TorchEngine's.
     """
@@ -64,6 +66,7 @@ def make_engine(
         return UnevenEngine(
             *(module, copies, task_graph.state_parts, task_graph.zero, of_own, own),
             *(request.train.grad_clip or 0.0, plan.precision, seat.device),
+            compiled=compiled,
             gathers=None if seat.stand_ins is None else seat.stand_ins.gathers,
         )
     optimizer = of_own(own)

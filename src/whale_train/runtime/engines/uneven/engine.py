@@ -49,6 +49,7 @@ class UnevenEngine:
     clip: the norm to clip gradients to; 0: do not clip.
     precision: the precision of every forward; autocast if it has 16 bits.
     units: the partitioned weights.
+    compiled: modules of `module` that run compiled code, whose weights are gathered at once.
     gathers: called with a unit when it is made, gathered (True) or freed (False), under ZeRO 3;
         None: nothing is called.
     """
@@ -68,6 +69,8 @@ class UnevenEngine:
         clip: float,
         precision: str,
         device: torch.device,
+        *,
+        compiled: Sequence[nn.Module] = (),
         gathers: Callable[[FlatUnit, bool], None] | None = None,
     ) -> None:
         assert copies.group is not None
@@ -82,7 +85,7 @@ class UnevenEngine:
         self._precision, self._device = precision, device
         self._is_last_backward = True
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        by_block = _by_block(module, copies, zero, NARROW.get(precision))
+        by_block = _by_block(module, copies, zero, NARROW.get(precision), compiled)
         blocks: dict[str, list[FlatUnit]] = {}
         for (block, dtype, _), parameters in by_block.items():
             unit = FlatUnit(parameters, parts, copies.group, dtype, device, releases=zero == 3)
@@ -275,12 +278,16 @@ class UnevenEngine:
 
 
 def _by_block(
-    module: nn.Module, copies: Copies, zero: int, narrow: torch.dtype | None
+    module: nn.Module,
+    copies: Copies,
+    zero: int,
+    narrow: torch.dtype | None,
+    compiled: Sequence[nn.Module],
 ) -> dict[tuple[str, torch.dtype, bool], list[nn.Parameter]]:
     """Return the parameters to lay end to end, by their block under ZeRO 3 (else ''), their dtype
     as held, and whether they are trained. Below ZeRO 3 frozen ones are left as they are."""
     units: dict[tuple[str, torch.dtype, bool], list[nn.Parameter]] = {}
-    for parameter, block in blocks_by_parameter(module).items():
+    for parameter, block in blocks_by_parameter(module, compiled).items():
         if zero < 3 and not parameter.requires_grad:
             continue
         dtype = parameter.dtype

@@ -10,19 +10,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from whale_train.runtime.engines.uneven.flat_unit import FlatUnit, storage_key
-from whale_train.strategies.graph.block_paths import block_of
+from whale_train.strategies.graph.block_paths import block_of, unit_of
 
 
-def blocks_by_parameter(module: nn.Module) -> dict[nn.Parameter, str]:
+def blocks_by_parameter(
+    module: nn.Module, compiled: Sequence[nn.Module]
+) -> dict[nn.Parameter, str]:
     """Return the path of the block of every parameter, in the order of the parameters. A tied one
-    belongs to the block that names it first."""
+    belongs to the block that names it first. Each of the modules `compiled` is one block, since the
+    hooks of modules inside do nothing in compiled code."""
+    names = {id(part): name for name, part in module.named_modules()}
+    at_once = {names[id(part)] for part in compiled}
     blocks: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters():
-        blocks[parameter] = block_of(name.rpartition(".")[0])
+        own = name.rpartition(".")[0]
+        blocks[parameter] = unit_of(own, at_once) or block_of(own)
     return blocks
 
 
@@ -53,7 +60,9 @@ class Gathering:
         for unit in self._block_of:
             self._gathers(unit, False)
         modules = dict(module.named_modules())
-        for path in self._blocks:
+        for path, units in self._blocks.items():
+            held = [parameter for unit in units for parameter in unit.parameters]
+            modules[path].register_forward_pre_hook(self._before_forward(held[:1]))
             modules[path].register_forward_hook(self._after_forward(path))
         for part in modules.values():
             own = [p for p in part._parameters.values() if p is not None]
@@ -124,6 +133,8 @@ class Gathering:
 
     def _read(self, parameter: nn.Parameter) -> None:
         """Gather the block of a parameter that is about to be read."""
+        if torch.compiler.is_compiling():  # the block was gathered before
+            return
         if self._is_active and parameter in self._units:
             path = self._block_of[self._units[parameter]]
             self._gather(path)
@@ -139,6 +150,8 @@ class Gathering:
 
     def _after_forward(self, path: str) -> Callable[..., None]:
         def free(*_: object) -> None:
+            if torch.compiler.is_compiling():
+                return
             if not self._is_backward:  # a forward that runs again is read by the backward
                 self._free(path)
 
