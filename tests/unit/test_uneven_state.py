@@ -127,6 +127,23 @@ def test_what_fits_in_no_parts_is_refused_as_equal_ones_are() -> None:
     assert refusals[0] == refusals[1]
 
 
+def test_the_remedy_of_equal_parts_are_parts_by_memory() -> None:
+    for state in ("even", [1] * 16):
+        with pytest.raises(PlanError) as refused:
+            plan_of(2, state, 48)
+        assert str(refused.value).endswith("; use strategy.graph.replicate.state=memory")
+
+
+def test_parts_by_memory_that_do_not_fit() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan_of(2, "memory", 80)
+    (fault,) = refused.value.faults
+    assert (fault.key, fault.value) == ("strategy.graph.replicate.state", "memory")
+    assert fault.rule.endswith(", whatever the parts of the state")
+    assert fault.remedy.startswith("use strategy.graph.replicate.zero=3, ")
+    plan_of(3, "memory", 80)
+
+
 @pytest.mark.parametrize(
     ("graph", "fault"),
     [

@@ -110,8 +110,9 @@ def decide(
             raise
         try:
             return _decided_on(uneven, moving, cut, [why_uneven(job, error)])
-        except ShortOfMemoryError:
-            raise error from None
+        except ShortOfMemoryError as uneven_error:
+            by_memory = uneven_error.most_samples > error.most_samples
+            raise (uneven_error if by_memory else error) from None
 
 
 def _decided_on(

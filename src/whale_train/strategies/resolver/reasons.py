@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from whale_train.quantities import in_seconds
+from whale_train.quantities import fold_parts, in_seconds
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.resolver.write import PlanDecisions, sums_in_two_levels
 from whale_train.strategies.schedule.apportion import even_shares
@@ -61,11 +61,8 @@ def explained_state(job: PlanningContext, decided: PlanDecisions) -> Iterator[De
     key = f"{keeper.path}.state"
     rooms = {device.room_bytes for device in job.cluster.devices}
     if keeper.state.mode == "memory":
-        percent = [f"{100 * part / sum(parts):.1f}%" for part in parts]
-        runs = ((len(list(equal)), text) for text, equal in groupby(percent))
-        chosen = ", ".join(f"{times} x {text}" for times, text in runs)
         reason = "each device keeps a part in proportion to the memory that it has left"
-        yield Decision(key, chosen, "even", reason)
+        yield Decision(key, fold_parts(parts), "even", reason)
     elif keeper.state.mode == "auto" and job.as_is and len(rooms) > 1:
         yield Decision(key, "even", "memory", "equal parts fit every device")
 
