@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes
 from whale_train.strategies.grammar.nodes import Replicate
+from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.apportion import most_shared
 from whale_train.strategies.schedule.instructions import Instruction, Kind
@@ -221,7 +222,7 @@ def _no_room_for_one(room: MemoryBudget) -> Fault | None:
         f"{f' and {beside}' if job.form.members > 1 else ''}, "
         f"{in_bytes(need - has)} more than its {in_bytes(has)}"
     )
-    return Fault("strategy", job.strategy.name, rule, _fitting_zero(job))
+    return Fault("strategy", job.strategy.name, rule, _fitting_zero(job, room.memory))
 
 
 def _what(room: MemoryBudget, stage: int) -> str:
@@ -266,13 +267,14 @@ def _no_room_for_batch(room: MemoryBudget, most: int) -> Fault:
     return Fault("train.global_batch", str(batch), rule, f"use {remedy}")
 
 
-def _fitting_zero(job: PlanningContext) -> str:
-    """Return the remedy that names the lowest ZeRO stage at which one sample of the whole model
-    fits every device: with equal parts of the state, with parts that follow memory, or with
-    state on the hosts."""
+def _fitting_zero(job: PlanningContext, memory: RankMemory) -> str:
+    """Return the remedy for ranks that need `memory`: the lowest ZeRO stage at which one sample of
+    the whole model fits every device, with equal parts of the state, with parts that follow
+    memory, or with state on the hosts."""
     keeper = job.form.keeper
-    fixed = keeper is not None and keeper.state.mode in ("even", "listed")
-    if keeper is not None and fixed and job.as_is and _fits_by_memory(job, keeper.zero):
+    may_follow = job.as_is and not job.profile.varies
+    fixed = keeper is not None and not keeper.offloads and keeper.state.mode in ("even", "listed")
+    if keeper is not None and may_follow and fixed and _fits_by_memory(memory, job.cluster):
         return f"use {keeper.path}.state=memory"
     if not job.profile.perhaps_unused:
         for name, zero in _ZERO.items():
@@ -280,7 +282,8 @@ def _fitting_zero(job: PlanningContext) -> str:
             if needed is not None:
                 return f"use strategy={name}, which needs {in_bytes(needed)}"
         for name, zero in _ZERO.items():
-            if not job.profile.varies and _fits_by_memory(job, zero):
+            of_copies = _memory_of_copies(job, Replicate("", None, zero))
+            if not job.profile.varies and _fits_by_memory(of_copies, job.cluster):
                 return f"use strategy={name}, whose parts of the state then follow memory"
         needed = _bytes_for_one(job, Replicate("", None, 3, "cpu", "cpu"))
         if needed is not None:
@@ -302,13 +305,12 @@ def _bytes_for_one(job: PlanningContext, node: Replicate) -> float | None:
     return needed if fits else None
 
 
-def _fits_by_memory(job: PlanningContext, zero: int) -> bool:
-    """Return True if copies of the whole model under ZeRO stage `zero` fit all devices with one
-    sample each, in parts of the state that follow memory."""
-    memory = _memory_of_copies(job, Replicate("", None, zero))
+def _fits_by_memory(memory: RankMemory | None, cluster: Cluster) -> bool:
+    """Return True if copies of the whole model under ZeRO fit all devices with one sample each, in
+    parts of the state that follow memory. `memory` is that of the ranks (None: False)."""
     if memory is None:
         return False
-    rooms = Counter(device.room_bytes for device in job.cluster.devices)
+    rooms = Counter(device.room_bytes for device in cluster.devices)
     of_one = partial(memory.of, 0, 1, 1)
     parts = (n * largest_part(lambda x: of_one(x).total, room) for room, n in rooms.items())
     return min(rooms) >= of_one(0.0).total and sum(parts) >= 1
