@@ -3,6 +3,9 @@
 import pytest
 from tests.distributed.cases import CLIPPED, EVALUATED, TOLERANCE, UNEVEN, UNEVEN_3, Case, Run
 from tests.distributed.equality import JobFailed, assert_equal
+from tests.distributed.test_verify import UNEVEN as UNLIKE
+from tests.distributed.test_verify import Case as Verified
+from tests.distributed.test_verify import Sides
 
 TWICE = ("train.accumulate=2",)
 
@@ -97,3 +100,12 @@ def test_devices_of_unlike_memory_train_what_equal_parts_do_not_fit(run: Run) ->
     assert max(needs[:2]) <= 190e6
     assert max(needs[2:]) <= 105e6
     assert_equal(found, run(Case("class_head", "single", 1, "adamw")), TOLERANCE)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_verification_sees_gradients_and_values_of_all_copies(sides: Sides, zero: int) -> None:
+    found = sides.verify(Verified("gpt", f"zero{zero}", "adamw", UNLIKE, state(zero, "[3, 1]")))
+    assert found.equal, found.to_json()
+    compared = {x.what for x in found.differences}
+    assert {"loss", "gradient norm"} <= compared
+    assert {x.split()[-1] for x in compared} >= {"value", "gradient", "update"}

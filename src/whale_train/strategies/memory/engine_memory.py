@@ -327,12 +327,12 @@ class Gradients:
         bucket = min(come, self._bucket)
         if self.zero == 2:
             # A gradient that is larger than a bucket is unpartitioned as well.
-            moving = added + bucket + max(bucket, self.just_made(come).gradients)
+            moving = added + bucket + max(bucket, self._just_made(come).gradients)
             if not self.on_cpu:  # one bucket is filled while another is reduced
                 moving += bucket
             return PeakMemory(self._here * come / self.copies, activations, moving)
         moving = self._bucket + bucket + added
-        moving += self.gathered_at(come)
+        moving += self._gathered(come)
         if not self.on_cpu:
             moving += 2 * self.width * min(self.elements, REDUCE_BUCKET_ELEMENTS)
         return PeakMemory(self._here * self.num_bytes / self.copies, activations, moving)
@@ -351,24 +351,29 @@ class Gradients:
         part *= self._here
         return PeakMemory(part, 0.0, part if self.zero == 2 else self._bucket)
 
-    def gathered_at(self, come: float) -> float:
+    def _gathered(self, come: float) -> float:
         """Return the bytes of weights and gradients that ZeRO 3 has gathered when `come` bytes of
         all gradients exist. At 0, in a forward, only weights are gathered."""
         if not self.made:
             return self.gathered
         if not come:
             return max(group.weights for group in self.made)
-        last = self.just_made(come)
+        last = self._just_made(come)
         return last.weights + last.gradients
 
-    def just_made(self, come: float) -> GradientBucket:
+    def _just_made(self, come: float) -> GradientBucket:
         """Return the group of gradients made last when `come` bytes of all gradients exist."""
-        # The tolerance is for `come`, whose bytes may be added up in another order.
-        place = bisect_left(self._come, come * (1 - 1e-9))
+        place = self.place_of(come)
         return self.made[place] if place < len(self.made) else GradientBucket(0.0, 0.0)
 
+    def place_of(self, come: float) -> int:
+        """Return the place in `made` of the group of gradients made last when `come` bytes of all
+        gradients exist."""
+        # The tolerance is for `come`, whose bytes may be added up in another order.
+        return bisect_left(self.come_after, come * (1 - 1e-9))
+
     @cached_property
-    def _come(self) -> list[float]:
+    def come_after(self) -> list[float]:
         """Return the cumulative bytes of gradients after each group."""
         return list(accumulate(group.gradients for group in self.made))
 

@@ -7,6 +7,7 @@ them and leaves gradients. The member needs the peak over all instructions.
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from math import inf
 
 from whale_train.strategies.graph.block_paths import unit_of
 from whale_train.strategies.graph.operation_graph import (
@@ -266,7 +267,9 @@ class MemberMemory:
             bucket_elements=job.training.bucket_elements,
         )
         sends_once = zero == 1 and not _has_one_forward(order)
-        casts, engine = self._casts(order, sizes), UnevenGradients(gradients, fraction, sends_once)
+        kept = samples * sum(run.kept for run in self._passing.values()) if self._again else inf
+        engine = UnevenGradients(gradients, fraction, kept, sends_once)
+        casts = self._casts(order, sizes)
         worst = engine.worst((come, m, x * samples) for come, m, x, _ in self._steps(order, engine))
         held = sizes.weights + sum(self._frozen.values())
         optimizer = job.training.state_bytes(self._elements) + sizes.master
