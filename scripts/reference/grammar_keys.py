@@ -101,6 +101,13 @@ STRATEGY = (
         "the absolute path of a folder",
         "null",
     ),
+    FieldKey(
+        "replicate.state",
+        nodes.Replicate,
+        "state",
+        "`auto`, `even`, `memory`, or a list of relative parts such as `[3, 1]`",
+        "auto",
+    ),
     FieldKey("replicate.modules", nodes.Replicate, "modules", _PATHS, "*"),
     FieldKey("replicate.recompute", nodes.Replicate, "recompute", _AGAIN, "null"),
     FieldKey("replicate.of", nodes.Replicate, "of", _NODES, "null"),

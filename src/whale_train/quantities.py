@@ -46,6 +46,14 @@ def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
     return ", ".join(shown) + rest
 
 
+def fold_parts(parts: Sequence[int]) -> str:
+    """Return relative parts as percentages of their sum, with runs of equal ones joined: `8 x 8.8%,
+    8 x 3.7%`."""
+    percentages = (f"{100 * part / sum(parts):.1f}%" for part in parts)
+    runs = ((len(list(equal)), text) for text, equal in groupby(percentages))
+    return ", ".join(f"{times} x {text}" for times, text in runs)
+
+
 def fold_modules(paths: Sequence[str], most: int = 4) -> str:
     """Return module paths as text such as `wte, h.0-11, ln_f`, in which numbered neighbours are
     joined.

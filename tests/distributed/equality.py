@@ -37,6 +37,8 @@ from whale_train.models.export.export import model_path
 from whale_train.models.profile.python_draws import PythonDraws
 from whale_train.optimizer_options import OptimizerOptions
 from whale_train.runtime.comms.process_groups import file_rendezvous, leave
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.engines.uneven.engine import UnevenEngine
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.pipeline.chunk import Segments
 from whale_train.runtime.process import fork_server as host
@@ -281,7 +283,7 @@ def train_and_save(run_dir: Path, rank: int, world_size: int, prepared: worker.P
 
 def _held(program: Program) -> Iterator[tuple[str, NDArray[Any]]]:
     for engine in program.engines:
-        with _gathered(engine.module):
+        with _gathered(engine):
             owners = engine.module.parts if isinstance(engine.module, Segments) else [engine.module]
             for owner in owners:
                 if isinstance(owner, SegmentModule):
@@ -306,9 +308,12 @@ def save(path: Path, arrays: Arrays) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def _gathered(module: nn.Module) -> AbstractContextManager[Any]:
+def _gathered(engine: Engine) -> AbstractContextManager[Any]:
     """Under ZeRO 3 a parameter is whole only inside this."""
-    partitioned = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    if isinstance(engine, UnevenEngine):
+        for unit in engine.units:
+            unit.gather()
+    partitioned = [p for p in engine.module.parameters() if hasattr(p, "ds_id")]
     if not partitioned:
         return nullcontext()
     import deepspeed

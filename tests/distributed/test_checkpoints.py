@@ -34,6 +34,8 @@ PLANS: dict[str, tuple[int, str, tuple[float, ...]]] = {
     "zero1": (2, "{replicate: {zero: 1}}", ()),
     "zero2_offload": (2, "{replicate: {zero: 2, offload: {optimizer: cpu}}}", ()),
     "zero3": (3, "{replicate: {zero: 3}}", ()),
+    "zero2_parts": (2, "{replicate: {zero: 2, state: [3, 1]}}", ()),
+    "zero3_parts": (3, "{replicate: {zero: 3, state: [3, 0, 1]}}", (2, 1, 1)),
     "split_uneven": (3, "{split: {}}", (2, 1, 1)),
     "interleaved": (2, pipeline(2, "interleaved_1f1b"), ()),
     "3d_zero1": (
@@ -178,13 +180,17 @@ ROWS = [
     for *row, precision in product(HEADS, OPTIMIZERS, PLANS, PLANS, ("fp32", "bf16"))
     if precision == "fp32" or row[0] == "gpt"
 ]
-# In a run of some of the tests: state in parts of every kind (that copies divide, on the host, of
+# In a run of some of the tests: state in parts of every kind (that copies divide, equally or not,
+# on the host, of
 # weights, of stages, of a head alone, of experts, of modules) is saved, and is gone on from under
 # other numbers of devices and unlike ones; every model, of which one has buffers; each optimizer. A
 # plan that goes on saves too, and what it saves is compared.
 SOME = {
     Case("resnet", "momentum", "zero3", "zero2_offload"),
     Case("gpt", "adamw", "hybrid", "3d_zero1"),
+    Case("gpt", "adamw", "zero3", "zero3_parts", "bf16"),
+    Case("resnet", "momentum", "zero3_parts", "zero2_parts"),
+    Case("llama", "adamw", "zero2_parts", "zero1"),
     Case("llama", "momentum", "split_uneven", "interleaved"),
     Case("gpt", "adamw", "zero1", "split_uneven", "bf16"),
     Case("moe_gpt", "momentum", "experts_streamed", "experts_unlike"),

@@ -72,7 +72,7 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"replicate": {"degre": 2}},
             f"{REPLICATE}.degre is not a key here; did you mean degree? "
-            "One of: degree, modules, of, offload, recompute, zero",
+            "One of: degree, modules, of, offload, recompute, state, zero",
         ),
         (
             {"split": {"zero": 1}},
@@ -159,6 +159,30 @@ PIPELINE = "strategy.graph.pipeline"
             {"replicate": {"offload": {"optimizer": "cpu"}}},
             f"{REPLICATE}.offload.optimizer=cpu needs ZeRO: the copies' optimizer state is only "
             f"moved once it is partitioned; use {REPLICATE}.zero=1, 2 or 3",
+        ),
+        (
+            {"replicate": {"state": "memory"}},
+            f"{REPLICATE}.state=memory needs ZeRO: without it every copy keeps all of its state; "
+            f"use {REPLICATE}.zero=1, 2 or 3",
+        ),
+        (
+            {"replicate": {"zero": 1, "state": "memroy"}},
+            f"{REPLICATE}.state=memroy is unknown; did you mean memory? One of: auto, even, memory",
+        ),
+        (
+            {"replicate": {"zero": 1, "state": [1, -1]}},
+            f"{REPLICATE}.state=[1, -1] is no list of relative parts; "
+            "use numbers of at least 0, as [3, 1]",
+        ),
+        (
+            {"replicate": {"zero": 1, "state": 3}},
+            f"{REPLICATE}.state=3 is not known to cut state; "
+            "use auto, even, memory, or a list such as [3, 1]",
+        ),
+        (
+            {"replicate": {"zero": 1, "state": [3, 1], "offload": {"optimizer": "cpu"}}},
+            f"{REPLICATE}.state=[3, 1] cuts what devices keep, and offload keeps it on the hosts; "
+            "use even, or no offload",
         ),
         (
             {"replicate": {"zero": 2, "offload": {"parameters": "cpu"}}},

@@ -101,8 +101,11 @@ def check(
         assert planned.micro_batch_size * planned.micro_batches == body.shares[rank]
         assert planned.memory_bytes.total <= cluster.devices[rank].memory_bytes * (1 + 1e-12)
         config = planned.deepspeed["0"]
-        assert (config is None) == (body.zero == 0)
+        assert (config is None) == (body.zero == 0 or bool(body.state_parts))
         assert config is None or config["train_micro_batch_size_per_gpu"] == body.shares[rank]
+    if body.state_parts:
+        assert len(body.state_parts) == count
+        assert min(body.state_parts) >= 0
     predicted = plan.predicted
     computed = (predicted.compute_s, predicted.optimizer_s)
     parts = (*computed, predicted.communication_s, predicted.idle_s)

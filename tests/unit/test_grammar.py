@@ -17,6 +17,7 @@ from whale_train.strategies.grammar.nodes import (
     read_strategy,
 )
 from whale_train.strategies.grammar.recompute import Recompute
+from whale_train.strategies.grammar.state import StateCut
 
 CONF = Path(__file__).parents[2] / "conf" / "strategy"
 
@@ -97,6 +98,10 @@ def test_every_key() -> None:
         ({"modules": None}, "modules", ("*",)),
         ({"of": None}, "of", ()),
         ({"zero": 2}, "zero", 2),
+        ({"zero": 1, "state": "auto"}, "state", StateCut()),
+        ({"zero": 1, "state": "memory"}, "state", StateCut("memory")),
+        ({"zero": 3, "state": [3, 1]}, "state", StateCut("listed", (3, 1))),
+        ({"zero": 3, "state": [0.75, 0.25]}, "state", StateCut("listed", (750_000, 250_000))),
     ],
 )
 def test_values_of_replicate(body: dict[str, Any], field: str, value: object) -> None:

@@ -182,7 +182,8 @@ FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}.weight", (2500, 1000)) f
         # ZeRO 3: half of parameters and gradients, four buckets and 20 MB on the way.
         (FINE, 2, 1.9e9, {}, (2.11e9, 0.21e9, 1.9e9, "use strategy=zero3, which needs 1.22 GB")),
         (FINE, 2, 0.8e9, {},
-         (2.11e9, 1.31e9, 0.8e9, "use strategy=zero3_offload, which needs 225 MB")),
+         (2.11e9, 1.31e9, 0.8e9,
+          "use strategy=zero3, whose parts of the state then follow memory")),
         (MODEL, 2, 1e9, {}, (3.1e9, 2.1e9, 1e9, NOTHING_FITS)),
         # One device has its host's memory as well.
         (FINE, 1, 1.9e9, {},

@@ -8,7 +8,14 @@ from typing import Any
 from whale_train.launcher.report.page_parts import Row, Table
 from whale_train.launcher.report.rank_kinds import RankKind, fullness, rank_kinds
 from whale_train.launcher.report.shown_run import Rows, ShownRun
-from whale_train.quantities import fold_modules, fold_numbers, in_bytes, in_rate, in_seconds
+from whale_train.quantities import (
+    fold_modules,
+    fold_numbers,
+    fold_parts,
+    in_bytes,
+    in_rate,
+    in_seconds,
+)
 from whale_train.strategies.plan.plan import Decision, Plan
 
 
@@ -128,7 +135,10 @@ def parts_table(plan: Plan) -> Table:
         ranks = fold_numbers([rank for replica in part.replicas for rank in replica])
         held = f"{len(part.parameters):,}, {len(part.shards):,} of them split"
         cells = (part.name, part.primitive, fold_modules(part.modules), held, copies)
-        rows.append(Row((*cells, ranks, ", ".join([f"ZeRO {part.zero}", *on_host]))))
+        zero = f"ZeRO {part.zero}"
+        if part.state_parts:
+            zero += f" in parts of {fold_parts(part.state_parts)}"
+        rows.append(Row((*cells, ranks, ", ".join([zero, *on_host]))))
     columns = ("part", "primitive", "modules", "parameters", "copies", "ranks", "state")
     return Table("TaskGraphs, in the order of the forward", columns, rows)
 

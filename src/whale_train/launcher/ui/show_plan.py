@@ -22,6 +22,7 @@ from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import (
     fold_modules,
     fold_numbers,
+    fold_parts,
     in_bytes,
     in_count,
     in_rate,
@@ -192,6 +193,8 @@ def _task_graph(task_graph: TaskGraph, profile: ModelProfile) -> RenderableType:
     size = sum(parameter.elements * parameter.bytes_per_element for parameter in held.values())
     elements = in_count(sum(parameter.elements for parameter in held.values()))
     keeps = [f"ZeRO {task_graph.zero}"]
+    if parts := task_graph.state_parts:
+        keeps[0] += f" in parts of {fold_parts(parts)}"
     keeps += [
         f"{state} on {where}" for state, where in task_graph.offload.items() if where != "none"
     ]

@@ -1,7 +1,7 @@
 """Assemble one rank's program: its weights, its engines, its segments."""
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from whale_train.config import Request
 from whale_train.models.export.export import model_path
@@ -93,10 +93,11 @@ def _whole_model(
         frozen: dict[Tensor, torch.dtype] = {}
         frozen |= {x: NARROW[plan.precision] for x in narrow if not x.requires_grad}
         own_copy(module.parameters(), seat.device, frozen)
+    compiled: list[nn.Module] = []
     if seat.compiler is not None:
-        blocks = compile_blocks(module, seat.compiler)
-        if task_graph.zero == 3:
-            gather_whole(blocks)
+        compiled = compile_blocks(module, seat.compiler)
+        if task_graph.zero == 3 and not task_graph.state_parts:
+            gather_whole(compiled)
     recompute_modules(module, plan.recomputed)
     if plan.offloaded:
         offload_modules(module, plan.offloaded, HostCopies(seat.device))
@@ -120,6 +121,7 @@ def _whole_model(
         may_skip_parameters=may_skip,
         agreement=agreement,
         sums=sums,
+        compiled=compiled,
     )
     sizes = [stop - start for start, stop in plan.ranks[seat.rank].samples]
     counter = None

@@ -10,6 +10,7 @@ from torch import distributed as dist
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.engines.uneven.flat_unit import FlatUnit
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,15 @@ class StandIns:
     buckets: makes the substitute for DistributedDataParallel, given a module and its copies.
     zero: makes the substitute for DeepSpeedEngine, given its arguments with an optimizer after the
         configuration.
+    gathers: called with a unit of an UnevenEngine under ZeRO 3 when it is made, gathered (True) or
+        freed (False).
     streamed: makes the substitute for StreamedEngine, given the same arguments.
     forget: called with tensors that stand for tensors of the host.
     """
 
     buckets: Callable[[nn.Module, Copies], nn.Module]
     zero: Callable[..., Engine]
+    gathers: Callable[[FlatUnit, bool], None]
     streamed: Callable[..., Engine]
     forget: Callable[[Tensor], None]
 

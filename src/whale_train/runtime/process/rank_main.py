@@ -137,7 +137,7 @@ def complete(run_dir: Path, prepared: Prepared) -> Prepared:
     plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.rewrite is not None and prepared.graph is None:
         prepared = replace(prepared, graph=_exported(prepared))
-    if any(task_graph.zero for task_graph in plan.task_graphs):
+    if any(task_graph.zero and not task_graph.state_parts for task_graph in plan.task_graphs):
         preload_deepspeed()
     if prepared.request.optimizer.name != "sgd" and any(
         task_graph.offload["optimizer"] != "none" for task_graph in plan.task_graphs

@@ -26,7 +26,7 @@ def _kind(plan: Plan, rank: int) -> object:
     """Return a key that is equal for ranks of one kind."""
     planned = plan.ranks[rank]
     sizes = tuple(stop - start for start, stop in planned.samples)
-    engines = str(planned.deepspeed)
+    engines = str(planned.deepspeed), _state_parts(plan, rank)
     if plan.pipeline is None:
         return planned.task_graphs, sizes, engines
     place = PipelinePlace.of(plan.pipeline, rank)
@@ -36,6 +36,18 @@ def _kind(plan: Plan, rank: int) -> object:
     return (
         *(planned.task_graphs, sizes, engines, place.position, member),
         *(all_sizes, copy.owners, copy.members),
+    )
+
+
+def _state_parts(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Return the relative parts of `rank` in the state of its TaskGraphs, where copies keep parts
+    of unequal size."""
+    held = (plan.task_graphs[number] for number in plan.ranks[rank].task_graphs)
+    return tuple(
+        part
+        for task_graph in held
+        for ranks, part in zip(task_graph.replicas, task_graph.state_parts, strict=False)
+        if rank in ranks
     )
 
 

@@ -21,12 +21,13 @@ from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.rank_context import RankContext, StandIns
+from whale_train.runtime.engines.uneven.engine import UnevenEngine
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
 from whale_train.runtime.rehearse.recorded_group import Record, alone
 from whale_train.runtime.rehearse.routing import evenly
-from whale_train.runtime.rehearse.stand_ins import Buckets, HostEngine, ZeroEngine
+from whale_train.runtime.rehearse.stand_ins import Buckets, GatheredUnits, HostEngine, ZeroEngine
 from whale_train.runtime.train.grad_scaler import LossScale
 from whale_train.runtime.train.loop import train_step
 from whale_train.runtime.train.step_programs import Program
@@ -103,13 +104,15 @@ class _Step:
         self._program: Program | None = None
         self.peak_bytes: dict[str, int] = {}
         self.tensors = MetaTensors(self._look)
+        self._gathered = GatheredUnits(self.tensors.forget)
 
     def run(self) -> None:
         """Run the training step."""
         plan, rank = self._plan, self._rank
         groups, channels = make_groups(plan, rank), make_channels(plan, rank, DEVICE)
         forget = self.tensors.forget
-        stand_ins = StandIns(Buckets, partial(ZeroEngine, forget=forget), HostEngine, forget)
+        zero = partial(ZeroEngine, forget=forget)
+        stand_ins = StandIns(Buckets, zero, self._gathered, HostEngine, forget)
         seat = RankContext(rank, DEVICE, groups, channels, stand_ins)
         module = copy.deepcopy(self._model.module)
         with self.tensors:
@@ -153,6 +156,12 @@ class _Step:
                 peak_bytes["optimizer"] += size(engine.optimizer_tensors)
                 peak_bytes["gradients"] += size(engine.gradient_tensors)
                 peak_bytes["communication"] += size(engine.gathered_tensors)
+            elif isinstance(engine, UnevenEngine):
+                peak_bytes["parameters"] += size(unit.shard for unit in engine.units)
+                masters = (unit.master for unit in engine.units)
+                peak_bytes["optimizer"] += size((*masters, *engine.optimizer_tensors))
+                peak_bytes["gradients"] += size(unit.gradient for unit in engine.units)
+                peak_bytes["communication"] += size(self._gathered.tensors.values())
             elif isinstance(engine, TorchEngine):
                 if engine.optimizer is not None:
                     states = engine.optimizer.state.values()

@@ -19,6 +19,7 @@ from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.engines.base import ParameterState, set_learning_rate
 from whale_train.runtime.engines.ddp import StreamedEngine
 from whale_train.runtime.engines.grad_reduce import Reduction, in_buckets
+from whale_train.runtime.engines.uneven.flat_unit import FlatUnit
 from whale_train.runtime.optim.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.runtime.rehearse.recorded_group import RecordedGroup
 
@@ -329,6 +330,24 @@ class ZeroEngine:
             module.register_forward_hook(release)
             module.register_full_backward_pre_hook(gather)
             module.register_full_backward_hook(release)
+
+
+class GatheredUnits:
+    """The weights that an UnevenEngine has gathered: tensors without storage stand for their
+    memory, since the units themselves keep their size here.
+
+    tensors: one for each gathered unit.
+    """
+
+    def __init__(self, forget: Callable[[Tensor], None]) -> None:
+        self._forget = forget
+        self.tensors: dict[FlatUnit, Tensor] = {}
+
+    def __call__(self, unit: FlatUnit, is_gathered: bool) -> None:
+        self._forget(unit.flat)
+        self.tensors.pop(unit, None)
+        if is_gathered:
+            self.tensors[unit] = torch.empty_like(unit.flat)
 
 
 class HostEngine(StreamedEngine):

@@ -14,6 +14,7 @@ from whale_train.errors import Fault, closest, nearest
 from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.offload import read_offload
 from whale_train.strategies.grammar.recompute import Recompute, read_recompute
+from whale_train.strategies.grammar.state import AUTO, StateCut, read_state
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence", "context")
@@ -42,6 +43,7 @@ class Replicate:
     offload_activations: `cpu` where what blocks save for their backward is on the host, `auto`
         where the planner chooses the blocks, or `none` (None: what a node around it says).
     offload_path: folder on every host in which ranks make the files of `nvme` (None: none are).
+    state: how ZeRO cuts the replicas' state.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Replicate:
     recompute: Recompute | None = None
     offload_activations: str | None = None
     offload_path: str | None = None
+    state: StateCut = AUTO
 
     @property
     def offloads(self) -> bool:
@@ -275,12 +278,20 @@ class _Reader:
 
     def replicate(self, body: Mapping[str, Any], path: str) -> Replicate:
         """Return the replicate whose keys are in `body`."""
-        given = self.keys(body, path, ("degree", "zero", "offload", "modules", "recompute", "of"))
+        known = ("degree", "zero", "state", "offload", "modules", "recompute", "of")
+        given = self.keys(body, path, known)
         zero = given.get("zero", 0)
         if type(zero) is not int or zero not in (0, 1, 2, 3):  # True == 1 == 1.0
             self.fault(f"{path}.zero", zero, "is not a ZeRO stage", "use 0, 1, 2 or 3")
             zero = 0
         offload = read_offload(given.get("offload"), f"{path}.offload", zero, self.faults)
+        state = read_state(given.get("state"), f"{path}.state", self.faults)
+        if zero == 0 and state.mode != "auto":
+            rule = "needs ZeRO: without it every copy keeps all of its state"
+            self.fault(f"{path}.state", state, rule, f"use {path}.zero=1, 2 or 3")
+        elif state.is_uneven and (offload.optimizer, offload.parameters) != ("none", "none"):
+            rule = "cuts what devices keep, and offload keeps it on the hosts"
+            self.fault(f"{path}.state", state, rule, "use even, or no offload")
         return Replicate(
             path,
             degree=self.count_or_auto(given, path, "degree"),
@@ -292,6 +303,7 @@ class _Reader:
             recompute=self.recompute(given, path),
             offload_activations=offload.activations,
             offload_path=offload.path,
+            state=state,
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:

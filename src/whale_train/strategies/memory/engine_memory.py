@@ -363,12 +363,17 @@ class Gradients:
 
     def _just_made(self, come: float) -> GradientBucket:
         """Return the group of gradients made last when `come` bytes of all gradients exist."""
-        # The tolerance is for `come`, whose bytes may be added up in another order.
-        place = bisect_left(self._come, come * (1 - 1e-9))
+        place = self.place_of(come)
         return self.made[place] if place < len(self.made) else GradientBucket(0.0, 0.0)
 
+    def place_of(self, come: float) -> int:
+        """Return the place in `made` of the group of gradients made last when `come` bytes of all
+        gradients exist."""
+        # The tolerance is for `come`, whose bytes may be added up in another order.
+        return bisect_left(self.come_after, come * (1 - 1e-9))
+
     @cached_property
-    def _come(self) -> list[float]:
+    def come_after(self) -> list[float]:
         """Return the cumulative bytes of gradients after each group."""
         return list(accumulate(group.gradients for group in self.made))
 

@@ -49,6 +49,8 @@ class TaskGraph:
         in several places.
     shard_dims: sharded dimension of each sharded parameter.
     shard_layouts: layout of each sharded parameter, which names the axis it is cut along.
+    state_parts: relative part of each replica in the state that ZeRO partitions, by our own engine
+        (docs/adr/095); empty where DeepSpeed partitions it equally.
     """
 
     id: int
@@ -67,6 +69,7 @@ class TaskGraph:
     shards: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     shard_dims: dict[str, int] = field(default_factory=dict)
     shard_layouts: dict[str, PlannedShard] = field(default_factory=dict)
+    state_parts: tuple[int, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def streams(self) -> bool:

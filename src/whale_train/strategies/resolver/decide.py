@@ -35,9 +35,15 @@ from whale_train.strategies.resolver.reasons import (
     explained_chunks,
     explained_devices,
     explained_shares,
+    explained_state,
     explained_sums,
 )
 from whale_train.strategies.resolver.refusals import refuse_model, refuse_own_losses, refuse_pieces
+from whale_train.strategies.resolver.uneven_state import (
+    refuse_state,
+    why_uneven,
+    with_uneven_state,
+)
 from whale_train.strategies.resolver.write import (
     PlanDecisions,
     build_plan,
@@ -47,8 +53,10 @@ from whale_train.strategies.schedule.instructions import Durations, Instruction,
 from whale_train.strategies.schedule.orders import schedule
 from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stage_memory.rank_memory import RankMemory
+from whale_train.strategies.stage_memory.state_by_memory import with_state_parts
 from whale_train.strategies.stage_memory.within_memory import (
     MemoryBudget,
+    ShortOfMemoryError,
     refuse_memory,
     stages_without_room,
 )
@@ -106,7 +114,30 @@ def decide(
 
     Raises PlanError with all faults that one check finds.
     """
-    job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
+    job = _staging(strategy, cluster, findings, training)
+    refuse_state(job)
+    try:
+        return _decided_on(job, moving, cut)
+    except ShortOfMemoryError as error:
+        uneven = with_uneven_state(job)
+        if uneven is None:
+            raise
+        try:
+            return _decided_on(uneven, moving, cut, [why_uneven(job, error)])
+        except ShortOfMemoryError as uneven_error:
+            by_memory = uneven_error.most_samples > error.most_samples
+            raise (uneven_error if by_memory else error) from None
+
+
+def _decided_on(
+    job: PlanningContext, moving: bool, cut: tuple[int, ...], reasons: Sequence[Decision] = ()
+) -> EvaluatedStrategy:
+    """Return the strategy of `job`, resolved as far as its step.
+
+    moving, cut: as in `decide`.
+    reasons: decisions on the form of `job`.
+    """
+    decisions = list(reasons)
     refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
     refuse_own_losses(job, first.chunks)
@@ -213,6 +244,7 @@ def _considered(
         explained = [*decisions, *explained_devices(job), *explained_shares(job, decided.batches)]
         explained += [*cut.decisions, *explained_chunks(job, cut.chunks, decided)]
         explained += explained_sums(job, decided)
+        explained += explained_state(job, decided)
         explained += offload_decisions(
             _offload_path(job, decided), _contents(job, decided), look.found.kept, job.cluster
         )
@@ -447,6 +479,7 @@ def _fewest_blocks(
         again, sent = units({n: frozenset(blocks[n][: middle[n]]) for n in blocks})
         sent = around_recomputed(sent, again)
         memory = RankMemory(job, cut.chunks, cut.axes, decided.orders, again, sent)
+        memory = with_state_parts(job, memory, decided.batches)
         over = stages_without_room(job, memory.of_batches(decided.batches))
         for stage, number in middle.items():
             if number == low[stage]:
@@ -488,6 +521,7 @@ def _ordered(
     orders = _orders(job, times, cut.edges, batches, transits)
     units = (times.recomputed, times.offloaded)
     memory = RankMemory(job, cut.chunks, cut.axes, orders, *units)
+    memory = with_state_parts(job, memory, batches)
     room = MemoryBudget(job, cut, memory, batches)
     return PlanDecisions(times, cut.axes, batches, cut.edges, cut.shared, room, orders, transits)
 

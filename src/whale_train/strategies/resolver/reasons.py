@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from whale_train.quantities import in_seconds
+from whale_train.quantities import fold_parts, in_seconds
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.resolver.write import PlanDecisions, sums_in_two_levels
 from whale_train.strategies.schedule.apportion import even_shares
@@ -51,6 +51,21 @@ def explained_sums(job: PlanningContext, decided: PlanDecisions) -> Iterator[Dec
         reason += f"{in_seconds(longest.hierarchical_s)}; all at once takes "
         reason += in_seconds(longest.flat_s)
         yield Decision("train.all_reduce", "hierarchical", "flat", reason)
+
+
+def explained_state(job: PlanningContext, decided: PlanDecisions) -> Iterator[Decision]:
+    """Yield a decision on how ZeRO cuts the state, where devices differ in memory or the parts
+    follow it."""
+    keeper, parts = job.form.keeper, decided.room.memory.parts
+    if keeper is None or not keeper.zero or keeper.offloads:
+        return
+    key = f"{keeper.path}.state"
+    rooms = {device.room_bytes for device in job.cluster.devices}
+    if keeper.state.mode == "memory":
+        reason = "each device keeps a part in proportion to the memory that it has left"
+        yield Decision(key, fold_parts(parts), "even", reason)
+    elif keeper.state.mode == "auto" and job.as_is and len(rooms) > 1:
+        yield Decision(key, "even", "memory", "equal parts fit every device")
 
 
 def _folded(shares: Sequence[int]) -> str:

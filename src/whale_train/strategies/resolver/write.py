@@ -172,8 +172,14 @@ def sums_in_two_levels(
 ) -> dict[tuple[int, int], GradientSum]:
     """Return the sums of gradients that go inside hosts first, by stage and number of the
     engine."""
-    priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
+    priced = _priced(job, decided)
     return hierarchical_sums(job, priced.engines, decided.shared, priced.crowd)
+
+
+def _priced(job: PlanningContext, decided: PlanDecisions) -> StagedStep:
+    """Return the costs of the step."""
+    parts = decided.room.memory.parts
+    return StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared, parts)
 
 
 def _levels(name: str, summed: GradientSum | None) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -209,7 +215,7 @@ def _segments(
 
 def simulated_step(job: PlanningContext, decided: PlanDecisions) -> Simulated:
     """Return the simulated step on the devices of `job`."""
-    priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
+    priced = _priced(job, decided)
     return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
 
@@ -271,6 +277,7 @@ def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> It
         parameters=_listed(job, {path for chunk in chunks for path in chunk.slice.parameters}),
         flops=sum(chunk.slice.flops for chunk in chunks),
         zero=job.zero,
+        state_parts=tuple(decided.room.memory.parts),
         offload=_offload(job.form.keeper),
         replicas=job.replicas[stage],
         shares=_shares(job, stage, decided.batches),
@@ -445,7 +452,8 @@ def _rank(
     of_experts = _config(job, _keeper_beside(job, stage, decided.chunks), largest)
     rest, *beside = job.task_graphs[stage]
     # A rest without trained parameters has nothing to partition.
-    config = config if task_graphs[rest].zero else None
+    is_ours = bool(task_graphs[rest].state_parts)
+    config = config if task_graphs[rest].zero and not is_ours else None
     copy, position = job.place_of(rank)
     zero = max(task_graphs[number].zero for number in job.task_graphs[stage])
     has_casts = job.training.precision != "fp32" and len(samples) > 1 and not job.as_is

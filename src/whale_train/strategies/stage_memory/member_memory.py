@@ -7,7 +7,7 @@ them and leaves gradients. The member needs the peak over all instructions.
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from whale_train.strategies.graph.block_paths import unit_of
 from whale_train.strategies.graph.operation_graph import Operation
@@ -28,6 +28,7 @@ from whale_train.strategies.memory.liveness import (
     profile_by_unit,
     profile_forward_backward,
 )
+from whale_train.strategies.memory.uneven_memory import UnevenGradients
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
 from whale_train.strategies.stage_memory.beside_memory import with_beside
@@ -203,12 +204,18 @@ class MemberMemory:
         once = unmeasured(saved + block, gradients, largest)
         return replace(once, kept=saved, forward=())
 
-    def needs(self, order: Sequence[Instruction], own: int) -> MemoryEstimate:
+    def needs(
+        self, order: Sequence[Instruction], own: int, fraction: float | None = None
+    ) -> MemoryEstimate:
         """Return the peak bytes of a rank, by use.
 
         order: instructions of the schedule that the rank runs.
         own: samples of a micro-batch that the rank takes itself.
+        fraction: the rank's part of the state that ZeRO partitions, where our own engine does so in
+            parts of unequal size; None: DeepSpeed partitions it equally, or nothing is partitioned.
         """
+        if fraction is not None:
+            return self._with_part(order, own, fraction)
         rest = self.rest(order, own)
         if self._experts:
             return with_beside(self._job, self._stage, rest, self._elements, self._experts)
@@ -283,6 +290,41 @@ class MemberMemory:
             communication=worst.moving,
         )
 
+    def _with_part(
+        self, order: Sequence[Instruction], samples: int, fraction: float
+    ) -> MemoryEstimate:
+        """Return the peak bytes of a rank that keeps `fraction` of the state of its copies.
+
+        order, samples: as in `rest`.
+        """
+        job = self._job
+        precision, zero = job.training.precision, job.zero
+        # Below ZeRO 3 fp32 weights are updated in place, as under it.
+        sizes = weights_bytes(self._elements, job.profile, precision, 3, apart=False)
+        gradients = engine_of(
+            *(job.profile, self._elements, precision, zero, 1, job.cluster.on_cpu, False),
+            by_block=True,
+            frozen=self._frozen,
+            order=self._made_in_order,
+            bucket_elements=job.training.bucket_elements,
+        )
+        sends_once = zero == 1 and not _has_one_forward(order)
+        kept = samples * sum(run.kept for run in self._passing.values()) if self._again else inf
+        engine = UnevenGradients(gradients, fraction, kept, sends_once)
+        casts = self._casts(order, sizes)
+        worst = engine.worst((come, m, x * samples) for come, m, x, _ in self._steps(order, engine))
+        held = sizes.weights + sum(self._frozen.values())
+        optimizer = job.training.state_bytes(self._elements) + sizes.master
+        return MemoryEstimate(
+            parameters=held * (fraction if zero == 3 else 1.0)
+            + casts
+            + float(job.profile.buffer_bytes),
+            gradients=worst.gradients,
+            optimizer=optimizer * fraction,
+            activations=worst.activations,
+            communication=worst.moving,
+        )
+
     def _on_their_way(self, order: Sequence[Instruction]) -> float:
         """Return the bytes per sample of values and gradients in flight between stages: received
         ahead of their use, or not yet sent.
@@ -324,7 +366,7 @@ class MemberMemory:
         return _has_one_forward(order) and not (buckets or self._again or self._job.zero)
 
     def _steps(
-        self, order: Sequence[Instruction], engine: Gradients
+        self, order: Sequence[Instruction], engine: Gradients | UnevenGradients
     ) -> Iterator[tuple[float, float, float, float]]:
         """Yield the memory points on the Pareto front of every instruction.
 

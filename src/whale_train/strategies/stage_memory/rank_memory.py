@@ -29,6 +29,8 @@ class RankMemory:
     orders: instructions, by replica and position.
     recomputed: paths of the modules that are recomputed in the backward, by stage.
     offloaded: paths of the modules whose saved tensors are on the host, by stage.
+    parts: the relative part of every copy in the state that ZeRO partitions, where our own engine
+        does so; empty where DeepSpeed partitions it equally, or nothing is partitioned.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class RankMemory:
         orders: Sequence[Sequence[Sequence[Instruction]]],
         recomputed: Units,
         offloaded: Units = MappingProxyType({}),
+        parts: Sequence[int] = (),
     ) -> None:
+        self.parts = parts
         self._job, self._chunks, self._axes = job, chunks, axes
         self._orders, self._recomputed, self._offloaded = orders, recomputed, offloaded
         self._alike_orders = _alike_orders(orders)
@@ -54,20 +58,37 @@ class RankMemory:
         self._estimates: dict[object, MemoryEstimate] = {}
         self._most_units: dict[object, int] = {}
 
-    def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
+    def with_parts(self, parts: Sequence[int]) -> "RankMemory":
+        """Return the memory of the same ranks with other parts of the state."""
+        units = (self._recomputed, self._offloaded)
+        return RankMemory(self._job, self._chunks, self._axes, self._orders, *units, parts)
+
+    def of(
+        self, rank: int, samples: int, own: int, fraction: float | None = None
+    ) -> MemoryEstimate:
         """Return the peak bytes of `rank` for micro-batches of `samples`, of which the rank takes
         `own` itself. `own` is smaller than `samples` only where the members of a shard group share
-        a micro-batch."""
+        a micro-batch. With a `fraction`, the rank keeps so much of its copies' state, and not its
+        part of it."""
         copy, position = self._job.place_of(rank)
         stage = self._job.seats.stage_of[position]
         index = self._job.seats.positions[copy][position].index(rank)
         member = self._alike[stage][index] if self._alike[stage] else 0
         order = self._orders[copy][position]
-        key = (stage, member, samples, own, self._alike_orders[id(order)])
+        if fraction is None and self.parts:
+            fraction = self.parts[copy] / sum(self.parts)
+        key = (stage, member, samples, own, self._alike_orders[id(order)], fraction)
         if key not in self._estimates:
             held = self._member(stage, member, order, samples / own if own else 1.0)
-            self._estimates[key] = held.needs(order, own)
+            self._estimates[key] = held.needs(order, own, fraction)
         return self._estimates[key]
+
+    def part_within(self, rank: int, batches: Batches) -> float:
+        """Return the most of its copies' state that `rank` has room for beside its samples of
+        `batches`, as a fraction; more than 1 where it could keep more than all of it, and 0 where
+        it has no room for any."""
+        sizes, room = self._sizes(batches, rank), self._job.cluster.devices[rank].room_bytes
+        return largest_part(lambda part: self.of(rank, *sizes, part).total, room)
 
     def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
         """Return the peak bytes of every rank for its largest micro-batch of `batches`."""
@@ -85,9 +106,9 @@ class RankMemory:
         held = self._member(stage, member, order, samples / own if own else 1.0)
         return held.host_bytes(order, own)
 
-    def most(self, rank: int, batches: Batches) -> int:
+    def most(self, rank: int, batches: Batches, fraction: float | None = None) -> int:
         """Return the most samples per micro-batch that fit the memory of `rank`, up to the global
-        batch; -1 where not even the weights fit.
+        batch; -1 where not even the weights fit. `fraction` is as in `of`.
 
         Where the members of a shard group share a micro-batch, its size is taken from `batches`.
         """
@@ -95,7 +116,7 @@ class RankMemory:
         beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
 
         def need(own: int) -> float:
-            return self.of(rank, gathered if beside else own, own).total
+            return self.of(rank, gathered if beside else own, own, fraction).total
 
         return largest_fitting(need, self._job.training.global_batch, room)
 
@@ -186,7 +207,8 @@ class RankMemory:
         index = self._job.seats.positions[copy][position].index(rank)
         member = self._alike[stage][index] if self._alike[stage] else 0
         order = self._alike_orders[id(self._orders[copy][position])]
-        return (stage, member, order, self._sizes(batches, rank)[0])
+        part = self.parts[copy] if self.parts else 0
+        return (stage, member, order, self._sizes(batches, rank)[0], part)
 
     @cached_property
     def _ranks(self) -> Sequence[int]:
@@ -236,6 +258,33 @@ class RankMemory:
             sent=sent,
             micro_batch=micro_batch,
         )
+
+
+def largest_part(need: Callable[[float], float], room: float) -> float:
+    """Return the largest fraction whose `need` is at most `room` bytes, to one in ten millions; 0
+    where even 0 needs more. `need` gives bytes and increases. Its lines are few, so the search
+    goes on along the line between its bounds."""
+    low, at_low = 0.0, need(0.0)
+    if at_low > room:
+        return 0.0
+    high, at_high = 1.0, need(1.0)
+    while at_high <= room:
+        low, at_low = high, at_high
+        high *= 2.0
+        at_high = need(high)
+        if high > 2.0**20:  # the state takes next to nothing
+            return high
+    for _ in range(60):
+        if high - low <= 1e-7 * high:
+            break
+        middle = low + (room - at_low) / (at_high - at_low) * (high - low)
+        middle = min(max(middle, low + 0.01 * (high - low)), high - 0.01 * (high - low))
+        asked = need(middle)
+        if asked <= room:
+            low, at_low = middle, asked
+        else:
+            high, at_high = middle, asked
+    return low
 
 
 def largest_fitting(need: Callable[[int], float], limit: int, room: float) -> int:

@@ -4,18 +4,20 @@ fit.
 `rank_memory.py` owns the bytes of each rank; this file owns the limits that follow from them.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes
-from whale_train.strategies.grammar.nodes import Replicate, Strategy
+from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.apportion import most_shared
 from whale_train.strategies.schedule.instructions import Instruction, Kind
-from whale_train.strategies.stage_memory.rank_memory import RankMemory
+from whale_train.strategies.stage_memory.rank_memory import RankMemory, largest_part
+from whale_train.strategies.stage_memory.state_by_memory import with_state_parts
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
 from whale_train.strategies.stages.micro_batches import Batches, BatchTooLargeError, share_batch
@@ -28,11 +30,12 @@ class ShortOfMemoryError(PlanError):
 
     short_bytes: the largest shortfall of any rank, in bytes.
     work: the simulated tasks and laid-out ranks that were spent on the plan.
+    most_samples: the largest global batch that fits; 0 where none does, or it is not known.
     """
 
-    def __init__(self, fault: Fault, short_bytes: float, work: int) -> None:
+    def __init__(self, fault: Fault, short_bytes: float, work: int, most_samples: int = 0) -> None:
         super().__init__([fault])
-        self.short_bytes, self.work = short_bytes, work
+        self.short_bytes, self.work, self.most_samples = short_bytes, work, most_samples
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,22 @@ class MemoryBudget:
         devices = self.job.cluster.devices
         return max(need.total - devices[rank].room_bytes for rank, need in needs.items())
 
+    @property
+    def by_memory(self) -> bool:
+        """Return True if copies keep parts of the state that follow their memory."""
+        keeper = self.job.form.keeper
+        return keeper is not None and keeper.state.mode == "memory"
+
     def samples(self) -> tuple[int, ...]:
-        """Return the most samples per micro-batch that each rank has room for; 0 or less for a rank
-        that has no room for one."""
+        """Return the most samples per micro-batch that each rank has room for, beside the least
+        part of the state that it may keep; 0 or less for a rank that has no room for one."""
         by_key: dict[object, int] = {}
         samples = []
+        fraction = 0.0 if self.by_memory else None  # a rank may then keep none of the state
         for rank, device in enumerate(self.job.cluster.devices):
             key = (*self.memory.alike(rank, self.batches), device.room_bytes)
             if key not in by_key:
-                by_key[key] = self.memory.most(rank, self.batches)
+                by_key[key] = self.memory.most(rank, self.batches, fraction)
             samples.append(by_key[key])
         return tuple(samples)
 
@@ -122,8 +132,11 @@ def refuse_memory(room: MemoryBudget, times: ChunkTimes, micro_batches: int, wor
         return
     job, samples = room.job, room.samples()
     shares = job.as_is or job.form.copies * job.form.members > 1
-    fault = None
-    if job.as_is or (job.form.pipeline is None and job.form.members > 1):
+    fault, most_samples = None, 0
+    if room.by_memory:
+        most_samples = _most_in_parts(room, times, micro_batches)
+        fault = _no_room_for_batch(room, most_samples) if most_samples else _no_room_in_parts(room)
+    elif job.as_is or (job.form.pipeline is None and job.form.members > 1):
         fault = _no_room_for_one(room)
     for stage, caps in room.caps(1).items() if fault is None else ():
         most = most_shared(job.strategy.balance, [max(cap, 0) for cap in caps])
@@ -133,8 +146,34 @@ def refuse_memory(room: MemoryBudget, times: ChunkTimes, micro_batches: int, wor
         try:
             share_batch(job, times, micro_batches, samples)
         except BatchTooLargeError as error:
-            fault = _no_room_for_batch(room, error.most)
-    raise ShortOfMemoryError(fault or _no_room(room), short, work)
+            fault, most_samples = _no_room_for_batch(room, error.most), error.most
+    raise ShortOfMemoryError(fault or _no_room(room), short, work, most_samples)
+
+
+def _most_in_parts(room: MemoryBudget, times: ChunkTimes, micro_batches: int) -> int:
+    """Return the largest global batch that fits where parts of the state follow memory; 0 where
+    none does. The arguments are those of `refuse_memory`."""
+    job, limits = room.job, room.samples()
+    if min(limits) < 1:
+        return 0
+
+    def fits(batch: int) -> bool:
+        smaller = replace(job, training=replace(job.training, global_batch=batch))
+        try:
+            batches = share_batch(smaller, times, micro_batches, limits)
+        except (BatchTooLargeError, PlanError):
+            return False
+        memory = with_state_parts(smaller, room.memory, batches)
+        return MemoryBudget(smaller, room.cut, memory, batches).short_bytes <= 0
+
+    low, high = job.form.copies * micro_batches - 1, job.training.global_batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low if low >= job.form.copies * micro_batches else 0
 
 
 def _no_room(room: MemoryBudget) -> Fault:
@@ -155,6 +194,18 @@ def _no_room(room: MemoryBudget) -> Fault:
     return Fault("strategy", room.job.strategy.name, rule, remedy)
 
 
+def _no_room_in_parts(room: MemoryBudget) -> Fault:
+    """Return the fault of copies that do not fit whatever their parts of the state."""
+    keeper, fault = room.job.form.keeper, _no_room(room)
+    assert keeper is not None
+    others = ["recompute: auto"] if room.job.form.stages[0].recompute.mode == "none" else []
+    others += ["more devices, or a smaller train.global_batch"]
+    rule = f"{fault.rule}, whatever the parts of the state"
+    highest = [f"{keeper.path}.zero=3"] if keeper.zero < 3 else []
+    remedy = f"use {', '.join((*highest, *others))}"
+    return Fault(f"{keeper.path}.state", str(keeper.state), rule, remedy)
+
+
 def _no_room_for_one(room: MemoryBudget) -> Fault | None:
     """Return the fault of the device with the least memory, if it has no room for its replica, one
     sample and one unit of a split part (a class, an expert); None if it has."""
@@ -171,7 +222,7 @@ def _no_room_for_one(room: MemoryBudget) -> Fault | None:
         f"{f' and {beside}' if job.form.members > 1 else ''}, "
         f"{in_bytes(need - has)} more than its {in_bytes(has)}"
     )
-    return Fault("strategy", job.strategy.name, rule, _fitting_zero(job))
+    return Fault("strategy", job.strategy.name, rule, _fitting_zero(job, room.memory))
 
 
 def _what(room: MemoryBudget, stage: int) -> str:
@@ -216,38 +267,68 @@ def _no_room_for_batch(room: MemoryBudget, most: int) -> Fault:
     return Fault("train.global_batch", str(batch), rule, f"use {remedy}")
 
 
-def _fitting_zero(job: PlanningContext) -> str:
-    """Return the remedy that names the lowest ZeRO stage at which one sample of the whole model
-    fits every device."""
-    cluster, profile = job.cluster, job.profile
-    for name, zero, offload in (
-        ("zero1", 1, "none"),
-        ("zero2", 2, "none"),
-        ("zero3", 3, "none"),
-        ("zero3_offload", 3, "cpu"),
-    ):
-        node = Replicate("", None, zero, offload, offload)
-        needed = _bytes_for_one(replace(job.strategy, graph=(node,)), job, cluster)
-        if needed is not None and not profile.perhaps_unused:
-            return f"use strategy={name}, which needs {in_bytes(needed)}"
+def _fitting_zero(job: PlanningContext, memory: RankMemory) -> str:
+    """Return the remedy for ranks that need `memory`: the lowest ZeRO stage at which one sample of
+    the whole model fits every device, with equal parts of the state, with parts that follow
+    memory, or with state on the hosts."""
+    keeper = job.form.keeper
+    may_follow = job.as_is and not job.profile.varies
+    fixed = keeper is not None and not keeper.offloads and keeper.state.mode in ("even", "listed")
+    if keeper is not None and may_follow and fixed and _fits_by_memory(memory, job.cluster):
+        return f"use {keeper.path}.state=memory"
+    if not job.profile.perhaps_unused:
+        for name, zero in _ZERO.items():
+            needed = _bytes_for_one(job, Replicate("", None, zero))
+            if needed is not None:
+                return f"use strategy={name}, which needs {in_bytes(needed)}"
+        for name, zero in _ZERO.items():
+            of_copies = _memory_of_copies(job, Replicate("", None, zero))
+            if not job.profile.varies and _fits_by_memory(of_copies, job.cluster):
+                return f"use strategy={name}, whose parts of the state then follow memory"
+        needed = _bytes_for_one(job, Replicate("", None, 3, "cpu", "cpu"))
+        if needed is not None:
+            return f"use strategy=zero3_offload, which needs {in_bytes(needed)}"
     return "no ZeRO stage makes it fit: use more devices or a smaller model"
 
 
-def _bytes_for_one(strategy: Strategy, job: PlanningContext, cluster: Cluster) -> float | None:
-    """Return the bytes that each device of `cluster` needs for one sample under `strategy`, which
-    replicates the whole model; None where the strategy cannot run there, or some device has less
-    memory."""
+_ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}  # stages by the names of strategies
+
+
+def _bytes_for_one(job: PlanningContext, node: Replicate) -> float | None:
+    """Return the bytes that each device needs for one sample where `node` replicates the whole
+    model; None where that cannot run, or some device has less memory."""
+    memory = _memory_of_copies(job, node)
+    if memory is None:
+        return None
+    needed = memory.of(0, 1, 1).total
+    fits = all(needed <= device.room_bytes for device in job.cluster.devices)
+    return needed if fits else None
+
+
+def _fits_by_memory(memory: RankMemory | None, cluster: Cluster) -> bool:
+    """Return True if copies of the whole model under ZeRO fit all devices with one sample each, in
+    parts of the state that follow memory. `memory` is that of the ranks (None: False)."""
+    if memory is None:
+        return False
+    rooms = Counter(device.room_bytes for device in cluster.devices)
+    of_one = partial(memory.of, 0, 1, 1)
+    parts = (n * largest_part(lambda x: of_one(x).total, room) for room, n in rooms.items())
+    return min(rooms) >= of_one(0.0).total and sum(parts) >= 1
+
+
+def _memory_of_copies(job: PlanningContext, node: Replicate) -> RankMemory | None:
+    """Return the memory of ranks that each take one sample, where `node` replicates the whole
+    model; None where that cannot run."""
+    cluster = job.cluster
     enough = replace(job.training, global_batch=len(cluster.devices), accumulate=1)
+    strategy = replace(job.strategy, graph=(node,))
     form = form_of(strategy, cluster, enough, [])
     if form is None:
         return None
     copied = PlanningContext(strategy, cluster, job.findings, enough, form)
     order = [Instruction(Kind.FORWARD, 0, 0), Instruction(Kind.BACKWARD, 0, 0)]
     cut = chunked(copied)
-    memory = RankMemory(copied, cut.chunks, cut.axes, [[order]] * form.copies, {})
-    needed = memory.of(0, 1, 1).total
-    fits = all(needed <= device.room_bytes for device in cluster.devices)
-    return needed if fits else None
+    return RankMemory(copied, cut.chunks, cut.axes, [[order]] * form.copies, {})
 
 
 def stages_without_room(job: PlanningContext, memory: Mapping[int, MemoryEstimate]) -> set[int]:

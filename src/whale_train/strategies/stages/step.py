@@ -50,6 +50,8 @@ class StagedStep:
     batches: micro-batches of every replica.
     orders: instructions, by replica and position.
     shared: stages of every parameter that several stages hold, by path.
+    parts: relative part of every copy in the state that ZeRO partitions; empty where parts are
+        equal, or nothing is partitioned.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class StagedStep:
         batches: Batches,
         orders: Sequence[Sequence[Sequence[Instruction]]],
         shared: Mapping[str, Sequence[int]],
+        parts: Sequence[int] = (),
     ) -> None:
+        self._parts = parts
         self.job, self.times, self.batches, self.orders = job, times, batches, orders
         self.shared, self.cluster = shared, job.cluster
         self.engines = engines_of_stages(job, times.chunks, times.axes)
@@ -275,7 +279,9 @@ class StagedStep:
         seconds = 0.0
         for engine in self.engines[number]:
             held, keeper = engine.elements[member], engine.keeper
-            if keeper is not None and keeper.zero:
+            if self._parts:
+                held *= self._parts[copy] / sum(self._parts)
+            elif keeper is not None and keeper.zero:
                 held /= len(engine.groups[0])
             if keeper is not None and keeper.offload_optimizer != "none":
                 on_cpu, moves = self.cluster.on_cpu, not engine.streams
