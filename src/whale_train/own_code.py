@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.extras import how_to_install, is_required
 
 PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"  # of a class or function in a module
 
@@ -84,6 +85,7 @@ def imported(key: str, target: str, kind: TargetKind) -> Callable[..., Any]:
             if isinstance(error, ModuleNotFoundError) and error.name == part:
                 rule = f"cannot be imported: there is no module {part}"
                 remedy = "run from the folder that holds it, or install it"
+                remedy = how_to_install(part) if is_required(part) else remedy
             else:
                 rule = f"cannot be imported: {part} raised {said(error)}"
                 remedy = f"correct {part}"

@@ -126,8 +126,8 @@ COMMAND_LINE = (
     Case(
         "near_optimizer",
         "optimizer=adamww",
-        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, lamb, lars, "
-        "sgd",
+        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, "
+        "adamw8bit, lamb, lars, sgd",
     ),
     Case(
         "near_experiment",

@@ -354,8 +354,9 @@ def train_plainly(run_dir: Path, rank: int, world_size: int, prepared: worker.Pr
             norm = sqrt(sum(g.double().square().sum().item() for g in gradients))
             if request.train.grad_clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), request.train.grad_clip)
-            rate = optimizer.param_groups[0]["lr"]
-            optimizer.step()
+            rate = float(optimizer.param_groups[0]["lr"])
+            with torch.compiler.set_stance("force_eager"):  # what torchao compiles for each shape
+                optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             line = {"loss": loss.item(), "grad_norm": norm, "lr": rate}

@@ -28,7 +28,7 @@ _OF_TENSOR = "saved_offsets"
 # Bytes of an element, by the codes of safetensors for the dtypes that checkpoints have.
 ELEMENT_BYTES = {
     **{"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2},
-    **{"I8": 1, "U8": 1, "BOOL": 1},
+    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1},
 }
 
 Shape = tuple[int, ...]

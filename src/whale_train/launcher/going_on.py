@@ -396,7 +396,7 @@ def _slots(
     shape: the shape of the parameter.
     """
     if optimizer is not None:
-        return {x.name: x.sizes(shape) for x in optimizer.entries(len(shape))}
+        return {x.name: x.sizes(shape) for x in optimizer.entries(tuple(shape))}
     if options.name in ("sgd", "lars"):
         return {"momentum_buffer": shape} if options.momentum else {}
     return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}

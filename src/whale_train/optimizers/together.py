@@ -1,26 +1,23 @@
 """Update groups of parameters by optimizers of different classes, as one optimizer.
 
-An optimizer's state for a parameter is learnt by trying the optimizer on a small parameter: names,
-shapes, dtypes and devices of the entries. An entry with the parameter's own shape can be sharded as
-the parameter is.
+On CPUs, an optimizer that compiles its update by torch.compile runs eagerly: a compilation takes
+seconds for each shape of a parameter (torchao 0.18).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from whale_train.optimizers.classes import MakePart
+from whale_train.optimizers.classes import Groups, MakePart
+from whale_train.optimizers.state_forms import eagerly, learn_forms
 
 NUMBER = "optimizer"  # the key of a group for the number of its optimizer
 _OWN = (NUMBER, "lr_scale")  # keys of a group that are not arguments of its optimizer
-# Sizes of small parameters. No two are equal, and constants in a state are seldom one of them.
-_SIZES = (13, 17, 11, 7, 5)
 
 
 class Together(Optimizer):
@@ -74,8 +71,10 @@ class Together(Optimizer):
                     self._begin(self._makers[number], group)
             if parameters:
                 all_groups, part.param_groups = part.param_groups, groups
+                on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
                 try:
-                    part.step()
+                    with eagerly() if on_cpu else nullcontext():
+                        part.step()
                 finally:
                     part.param_groups = all_groups
 
@@ -114,63 +113,17 @@ class Together(Optimizer):
             self._first = set()
 
 
+def set_rate(group: dict[str, Any], lr: float) -> None:
+    """Set the learning rate of a group; a rate that is a tensor keeps its identity."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group without the keys that its optimizer does not take."""
     return {key: value for key, value in group.items() if key not in _OWN}
-
-
-@dataclass(frozen=True)
-class StateForm:
-    """Form of an entry of an optimizer's state.
-
-    shape: the sizes of the entry's dimensions; `d0`, `d1`, ... stand for the sizes of the
-        parameter's dimensions.
-    value: the entry for a small parameter: a tensor or a number.
-    """
-
-    shape: tuple[int | str, ...]
-    value: Tensor | float
-
-    def like(self, parameter: Tensor) -> Tensor | float:
-        """Return a zero entry of this form for `parameter`."""
-        if not isinstance(self.value, Tensor):
-            return type(self.value)(0)
-        if not self.shape:  # kept on the host by most optimizers
-            return torch.zeros_like(self.value)
-        sizes = [x if isinstance(x, int) else parameter.shape[int(x[1:])] for x in self.shape]
-        on_device = self.value.device.type == parameter.device.type or parameter.is_meta
-        device = parameter.device if on_device else self.value.device
-        return torch.zeros(sizes, dtype=self.value.dtype, device=device)
-
-
-def small_parameter(dims: int, device: torch.device | None = None) -> nn.Parameter:
-    """Return a parameter of `dims` dimensions, no two of equal size."""
-    sizes = [_SIZES[dim % len(_SIZES)] + dim // len(_SIZES) for dim in range(dims)]
-    return nn.Parameter(torch.full(sizes, 0.1, device=device))
-
-
-def forms_of(state: Mapping[str, Any], parameter: Tensor) -> dict[str, StateForm]:
-    """Return the forms of the entries of `state`, by name.
-
-    state: the optimizer's state for `parameter`.
-    parameter: a small parameter, as `small_parameter` returns.
-
-    Raises TypeError for an entry that is neither a tensor nor a number, or whose name cannot be a
-    tensor's in a file.
-    """
-    forms = {}
-    for name, value in state.items():
-        if value is None:
-            continue
-        if not isinstance(value, Tensor | int | float):
-            raise TypeError(f"keeps {name}, which is of type {type(value).__name__}")
-        if not isinstance(name, str) or "." in name:
-            raise TypeError(f"keeps {name!r}, which is no name of a tensor in a file")
-        sizes = tuple(value.shape) if isinstance(value, Tensor) else ()
-        shape = list(parameter.shape)
-        named = [f"d{shape.index(size)}" if size in shape else size for size in sizes]
-        forms[name] = StateForm(tuple(named), value)
-    return forms
 
 
 def _state_like(make: MakePart, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -178,10 +131,11 @@ def _state_like(make: MakePart, group: Mapping[str, Any], parameter: Tensor) -> 
     real = torch.device("cpu") if parameter.is_meta else parameter.device
     # Around a parameter on the meta device, a dispatch mode may record operations.
     unwatched = _disable_current_modes() if parameter.is_meta else nullcontext()
+    rate = float(group["lr"])  # a tensor of the group's own would be shared
+
+    def at_rate(groups: Groups) -> Optimizer:
+        return make([{**x, "lr": rate} for x in groups])
+
     with unwatched, torch.device(real):
-        small = small_parameter(parameter.dim(), real)
-        small.grad = torch.full_like(small, 0.01)
-        optimizer = make([{"params": [small], "lr": group["lr"]}])
-        optimizer.step()
-        forms = forms_of(optimizer.state[small], small)
+        forms = learn_forms(at_rate, parameter.dim(), real).of(parameter.shape)
     return {name: form.like(parameter) for name, form in forms.items()}

@@ -13,16 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from whale_train.errors import ConfigError, Fault
 from whale_train.optimizers.classes import MakePart, load_optimizer
-from whale_train.optimizers.together import StateForm, Together, forms_of, small_parameter
+from whale_train.optimizers.state_forms import (
+    LARGE_SHAPES,
+    Forms,
+    StateForm,
+    StateForms,
+    eagerly,
+    flattened,
+    learn_forms,
+    small_shape,
+    stand_in,
+)
+from whale_train.optimizers.together import Together, set_rate
 from whale_train.own_code import said
 from whale_train.strategies.plan.optimizer_classes import (
     NUMBER,
     OptimizerClass,
     StateEntry,
+    StateSizes,
 )
 
 _MOST_DIMS = 5
@@ -77,48 +88,75 @@ def _tried(key: str, target: str, arguments: Mapping[str, Any], make: MakePart) 
     updates no parameter."""
     refused: dict[str, str] = {}
     states: dict[str, tuple[StateEntry, ...]] = {}
+    large_states: dict[str, tuple[StateEntry, ...]] = {}
+    large: dict[str, StateSizes] = {}
     decay, unsaved = None, ""
     for dims in range(_MOST_DIMS + 1):
         try:
-            optimizer, parameter = _after_a_step(make, dims)
+            decay = _decay_after_a_step(make, dims)
         except Exception as error:
             refused[str(dims)] = said(error)
             continue
-        group = optimizer.param_groups[0]
-        decay = group.get("weight_decay")
         try:
-            forms = forms_of(optimizer.state[parameter], parameter)
-        except TypeError as error:
-            unsaved, forms = str(error), {}
-        states[str(dims)] = tuple(_entry(name, form) for name, form in forms.items())
+            forms = learn_forms(make, dims)
+        except Exception as error:
+            unsaved = str(error) if isinstance(error, TypeError) else f"raises {said(error)}"
+            forms = StateForms({})
+        states[str(dims)] = _entries(forms.small)
+        if forms.large:
+            large_states[str(dims)], large[str(dims)] = _entries(forms.large), forms.sizes
     if not states:
         rule, remedy = f"cannot be used: {refused['2']}", "correct its arguments or its code"
         if "'closure'" in refused["2"]:
             remedy = "use another, whose step computes no loss by a closure"
         raise ConfigError([Fault(key, target, rule, remedy)])
     taken = [dims for dims in _SHAPES if str(dims) not in refused]
-    trial = _trial([_SHAPES[dims] for dims in taken])
-    updated = _updated(make, trial, seed=0)
-    draws = not _are_close(updated, _updated(make, trial, seed=1), trial)
-    reason = "it draws random numbers" if draws else _unlike_in_parts(make, trial, updated)
-    unsaved = unsaved or _unsaved(make, trial, updated, draws)
-    of_decay = float(decay) if isinstance(decay, int | float) else None
-    named = (key, target, dict(arguments), of_decay)
-    return OptimizerClass(*named, refused, states, reason, unsaved, draws)
+    trials = [_trial([_SHAPES[dims] for dims in taken])]
+    if of_large := [dims for dims in taken if str(dims) in large]:
+        trials.append(_trial([LARGE_SHAPES[dims][0] for dims in of_large]))
+    draws, reason = False, ""
+    for trial in trials:
+        updated = _updated(make, trial, seed=0)
+        draws = draws or not _are_close(updated, _updated(make, trial, seed=1), trial)
+        reason = reason or _unlike_in_parts(make, trial, updated)
+        unsaved = unsaved or _unsaved(make, trial, updated, draws)
+    return OptimizerClass(
+        key,
+        target,
+        dict(arguments),
+        float(decay) if isinstance(decay, int | float) else None,
+        refused,
+        states,
+        large_states,
+        large,
+        "it draws random numbers" if draws else reason,
+        unsaved,
+        draws,
+    )
 
 
-def _after_a_step(make: MakePart, dims: int) -> tuple[Optimizer, Tensor]:
-    """Return an optimizer after its first update of a parameter of `dims` dimensions, and the
-    parameter."""
-    parameter = small_parameter(dims)
+def _decay_after_a_step(make: MakePart, dims: int) -> Any:
+    """Return the weight decay of an optimizer after its first update of a parameter of `dims`
+    dimensions, or None where it has none."""
+    parameter = stand_in(small_shape(dims))
     optimizer = make([{"params": [parameter]}])
     parameter.grad = torch.full_like(parameter, 0.01)
-    optimizer.step()
-    return optimizer, parameter
+    with eagerly():
+        optimizer.step()
+    return optimizer.param_groups[0].get("weight_decay")
+
+
+def _entries(forms: Forms) -> tuple[StateEntry, ...]:
+    """Return the entries of a state in the form that plans have."""
+    entries = []
+    for name, form in forms.items():
+        entries += [_entry(f"{name}:{key}", inner) for key, inner in form.inner.items()]
+        entries += [] if form.inner else [_entry(name, form)]
+    return tuple(entries)
 
 
 def _entry(name: str, form: StateForm) -> StateEntry:
-    """Return an entry of a state in the form that plans have."""
+    """Return a plain entry of a state in the form that plans have."""
     value = form.value
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
@@ -154,7 +192,7 @@ def _updated(make: MakePart, trial: _Trial, seed: int = 0) -> list[Tensor]:
 def _at_rate(optimizer: Together) -> Together:
     """Return the optimizer after setting the trial's learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = _RATE
+        set_rate(group, _RATE)
     return optimizer
 
 
@@ -265,13 +303,16 @@ def _unsaved(make: MakePart, trial: _Trial, uninterrupted: Sequence[Tensor], dra
     after = _at_rate(Together([{"params": parameters}], [make]))
     after.make_states(parameters)
     for parameter in parameters:
-        saved, made = before.state[parameter], after.state[parameter]
-        if {name for name, x in saved.items() if x is not None} != made.keys():
+        saved, made = flattened(before.state[parameter]), flattened(after.state[parameter])
+        if saved.keys() != made.keys():
             return "keeps other entries after some updates than after the first"
         for name, value in made.items():
-            if isinstance(value, Tensor) and value.shape != saved[name].shape:
-                return f"keeps {name} of a shape that is not known before"
-            made[name] = saved[name].clone() if isinstance(value, Tensor) else saved[name]
+            if isinstance(value, Tensor):
+                if value.shape != saved[name].shape or value.dtype != saved[name].dtype:
+                    return f"keeps {name} of a form that is not known before"
+                value.copy_(saved[name])
+            else:
+                after.state[parameter][name] = saved[name]
     _step(after, parameters, trial.gradients[-1])
     if _are_close([p.detach() for p in parameters], uninterrupted, trial):
         return ""

@@ -164,12 +164,26 @@ def explain_optimizers(training: Training) -> tuple[Decision, ...]:
     it can update parts of a parameter."""
     notes = []
     for optimizer in training.optimizers:
-        states = ", ".join(x.name for x in optimizer.entries(2) if x.shape) or "no state"
+        states = _states_said(optimizer)
         shown = optimizer.unlike_in_parts or "elements are updated alone"
         where = "where each parameter is whole" if optimizer.unlike_in_parts else "anywhere"
         reason = f"tried on small parameters: {shown}, so that it runs {where}"
         notes.append(Decision(optimizer.key, optimizer.target, "", f"{reason}; it keeps {states}"))
     return tuple(notes)
+
+
+def _states_said(optimizer: OptimizerClass) -> str:
+    """Return the entries that an optimizer keeps of matrices, as text for the plan."""
+    dims = str(min(2, max(map(int, optimizer.states), default=0)))
+    names = ", ".join(x.name for x in optimizer.states.get(dims, ()) if x.shape) or "no state"
+    if dims not in optimizer.large:
+        return names
+    sizes = optimizer.large[dims]
+    elements = 2**24 * sizes.multiple_of
+    width = optimizer.state_bytes((elements, 1, 1, 1, 1)[: int(dims)]) / elements
+    of_which = f" that are multiples of {sizes.multiple_of}" if sizes.multiple_of > 1 else ""
+    said = f"{names}, in {width:.3g} bytes an element of parameters of {sizes.at_least:,} elements "
+    return f"{said}and more{of_which}"
 
 
 def schedule_decisions(request: Request, faults: list[Fault]) -> tuple[Decision, ...]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from whale_train.optimizers.together import set_rate
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.engines.grad_reduce import GradientSums
 
@@ -191,4 +192,4 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
     A group that has an `lr_scale` gets `lr` times its `lr_scale`.
     """
     for group in optimizer.param_groups if optimizer is not None else ():
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        set_rate(group, lr * group.get("lr_scale", 1.0))

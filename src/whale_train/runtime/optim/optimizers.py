@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from whale_train.optimizers.classes import load_optimizer
+from whale_train.optimizers.state_forms import flattened
 from whale_train.optimizers.together import NUMBER, Together
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.optim.lamb import Lamb
@@ -124,9 +125,11 @@ def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | N
 class KeptState:
     """The state that an optimizer has of a parameter.
 
-    moments: tensors of the parameter's shape, by the optimizer's names.
+    moments: tensors of the parameter's shape, by the optimizer's names. The plain tensors of a
+        tensor subclass have names as `exp_avg:codes`.
     entries: the optimizer's dictionary that holds all of the state.
-    apart: names of the other entries: tensors of other shapes, and numbers.
+    apart: names of the other entries: tensors of other shapes, and numbers. `entry_of` returns an
+        entry by its name.
     """
 
     moments: dict[str, Tensor]
@@ -142,14 +145,13 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> KeptState:
     """
     entries = optimizer.state[parameter]
     if isinstance(optimizer, Together):
-        shape = parameter.shape
+        shape, plain = parameter.shape, flattened(entries)
         moments = {
             name: x
-            for name, x in entries.items()
+            for name, x in plain.items()
             if isinstance(x, Tensor) and x.shape == shape and shape
         }
-        apart = (name for name, x in entries.items() if name not in moments and x is not None)
-        return KeptState(moments, entries, tuple(apart))
+        return KeptState(moments, entries, tuple(name for name in plain if name not in moments))
     for name in _moments(optimizer):
         if entries.get(name) is None:
             entries[name] = torch.zeros_like(parameter)

@@ -17,6 +17,7 @@ from whale_train.checkpoints.safetensors_files import Block
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.models.weights.kept_tensors import kept_tensors
+from whale_train.optimizers.state_forms import entry_of
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.state.blocks import placement, whole
@@ -146,7 +147,7 @@ def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[LocalBlock]:
                 yield LocalBlock(folder, name, block, view, state.is_owner)
         is_owner = state.is_owner and not state.start and where.has_first_element
         for key in state.apart:
-            entry, name = state.entries[key], f"state.{path}.{key}"
+            entry, name = entry_of(state.entries, key), f"state.{path}.{key}"
             if isinstance(entry, Tensor) and entry.dim():
                 for block, view in whole(entry.shape).blocks(entry.detach()):
                     yield LocalBlock("optimizer", name, block, view, is_owner)

@@ -43,6 +43,7 @@ CODES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
