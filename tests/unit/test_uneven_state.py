@@ -157,6 +157,11 @@ def test_parts_by_memory_that_do_not_fit() -> None:
             "strategy.graph.replicate.state=memory cuts the state of copies of the whole model, "
             "and this strategy runs parts of it; use auto or even",
         ),
+        (
+            {"replicate": {"zero": 3, "state": "memory", "offload": {"activations": "cpu"}}},
+            "strategy.graph.replicate.state=memory has an engine of its own, which does not go "
+            "with offload.activations; use auto or even",
+        ),
     ],
 )
 def test_parts_that_a_strategy_cannot_have_are_refused(graph: object, fault: str) -> None:

@@ -50,6 +50,8 @@ def _why_not(job: PlanningContext) -> str:
     """Return why the copies of `job` cannot keep parts of unequal size; '' if they can."""
     if not job.as_is:
         return "cuts the state of copies of the whole model, and this strategy runs parts of it"
+    if any(stage.offload != "none" for stage in job.form.stages):
+        return "has an engine of its own, which does not go with offload.activations"
     if job.profile.varies:
         return (
             f"reduces gradients in one order on all copies, and {job.profile.name} may run other "
