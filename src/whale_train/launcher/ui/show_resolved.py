@@ -58,5 +58,5 @@ def said_of_kernels(request: Request, plan: Plan) -> str:
     if not kernels:
         return ""
     took = "a minute to several, by its cores"
-    what = " and ".join(kernels)
-    return f"compiling DeepSpeed's {what} before the first step: {took}, once a machine"
+    names = " and ".join(kernels)
+    return f"compiling DeepSpeed's {names} before the first step: {took}, once a machine"
