@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rich.console import Console, RenderableType
 
 from whale_train.config import Request
-from whale_train.kernel_cache import CPU_ADAM, is_compiled
+from whale_train.kernel_cache import ASYNC_IO, CPU_ADAM, is_compiled
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
 from whale_train.launcher.ui.terminal import Portable
@@ -44,12 +44,19 @@ def resolved_view(resolved: Resolved, names: Mapping[str, str]) -> RenderableTyp
 
 
 def said_of_kernels(request: Request, plan: Plan) -> str:
-    """Return the line that announces the compilation of DeepSpeed's CPU optimizer, or ''.
+    """Return the line that announces what is compiled of DeepSpeed's kernels for offload, or ''.
 
-    The first run on a machine that offloads an optimizer compiles it, before the first step.
+    The first run on a machine that offloads an optimizer compiles them, before the first step.
     """
-    offloads = any(task_graph.offload["optimizer"] != "none" for task_graph in plan.task_graphs)
-    if not offloads or request.optimizer.name == "sgd" or is_compiled(CPU_ADAM):
+    places = {place for task_graph in plan.task_graphs for place in task_graph.offload.values()}
+    optimizers = {task_graph.offload["optimizer"] for task_graph in plan.task_graphs}
+    kernels = []
+    if optimizers != {"none"} and request.optimizer.name != "sgd" and not is_compiled(CPU_ADAM):
+        kernels.append("CPU optimizer")
+    if "nvme" in places and not is_compiled(ASYNC_IO):
+        kernels.append("library for files")
+    if not kernels:
         return ""
     took = "a minute to several, by its cores"
-    return f"compiling DeepSpeed's CPU optimizer before the first step: {took}, once a machine"
+    names = " and ".join(kernels)
+    return f"compiling DeepSpeed's {names} before the first step: {took}, once a machine"
