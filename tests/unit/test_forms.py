@@ -280,7 +280,7 @@ def test_a_split_needs_two_devices() -> None:
             8,
             [
                 "strategy.graph.split.of divides positions and weights over the same devices, "
-                "which is not executed yet; use one of the two, or each in a pipeline stage of its "
+                "which is not executed; use one of the two, or each in a pipeline stage of its "
                 "own"
             ],
         ),

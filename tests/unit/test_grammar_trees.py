@@ -31,9 +31,14 @@ def nodes(inside: str | None, depth: int) -> st.SearchStrategy[Any]:
     split = body(
         "split",
         degree=counts | st.just("auto"),
-        dim=st.sampled_from(["auto", "tensor", "vocabulary", "experts", "sequence", "context"]),
+        dim=st.sampled_from(["auto", "tensor", "vocabulary", "experts", "sequence"]),
         modules=patterns,
-    )
+    ) | body(
+        "split",
+        degree=counts,
+        dim=st.just("context"),
+        attention=st.sampled_from(["auto", "heads", "ring"]),
+    ).filter(lambda node: "dim" in node["split"])
     if inside == "split":
         return split
     choices = [split]
@@ -65,6 +70,7 @@ def _beside(listed: list[Any]) -> list[Any]:
     if any("replicate" in node for node in listed):
         for node in listed:
             node.get("split", {}).pop("dim", None)
+            node.get("split", {}).pop("attention", None)
     return listed
 
 

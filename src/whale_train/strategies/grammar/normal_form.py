@@ -137,7 +137,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             shards, sized = split.degree, split.path
             recompute = split.recompute or recompute
         case (Split(of=of) as inside,) if inside.shares_sequence or _shares_sequence(of):
-            rule = "divides positions and weights over the same devices, which is not executed yet"
+            rule = "divides positions and weights over the same devices, which is not executed"
             remedy = "use one of the two, or each in a pipeline stage of its own"
             faults.append(Fault(f"{inside.path}.of", "", rule, remedy))
             return None
