@@ -42,6 +42,7 @@ MEANS = {
     "parameters": "replicate: {zero: 3, offload: {optimizer: cpu, parameters: cpu}}",
     "split": "replicate: {of: {split: {degree: 4, dim: tensor}}}",
     "sequence": "replicate: {of: {split: {degree: 4, dim: sequence}}}",
+    "context": "replicate: {of: {split: {degree: 4, dim: context}}}",
     "pipeline": "pipeline: {stages: 2, micro_batches: 8}",
     "recompute + activations": "replicate: {recompute: full, offload: {activations: cpu}}",
     "recompute + zero 3": "replicate: {zero: 3, recompute: full}",
@@ -58,6 +59,9 @@ MEANS = {
     ),
     "activations + split + zero 1": (
         "replicate: {zero: 1, offload: {activations: cpu}, of: {split: {degree: 2, dim: tensor}}}"
+    ),
+    "recompute + context + zero 1": (
+        "replicate: {zero: 1, of: {split: {degree: 4, dim: context, recompute: full}}}"
     ),
     "recompute + pipeline + zero 1": (
         "replicate: {zero: 1, recompute: full, of: {pipeline: {stages: 2, micro_batches: 8}}}"

@@ -45,6 +45,7 @@ class View:
     repeated: the source of each repeated value, which attention reads in its place.
     gathers_again: pairs (operation, value) of operations that save the rank's shard of the value,
         and gather it again in their backward.
+    divides_positions: True if the ranks of a group hold whole weights, and divide positions.
     """
 
     graph: OperationGraph
@@ -56,6 +57,7 @@ class View:
     reads_as_one: frozenset[tuple[str, str]] = frozenset()
     repeated: Mapping[str, str] = field(default_factory=dict)
     gathers_again: frozenset[tuple[str, str]] = frozenset()
+    divides_positions: bool = False
 
     @classmethod
     def at(cls, graph: OperationGraph, precision: str) -> "View":

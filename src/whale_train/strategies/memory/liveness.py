@@ -360,9 +360,11 @@ class _Run:
 
 def _is_written_over(view: View, operation: Operation) -> bool:
     """Return True if an operation writes its gradient over the tensors that its forward saved, as a
-    cross-entropy over split classes does (`runtime/kernels/vocab_parallel.py`)."""
-    is_loss = operation.target == "aten.cross_entropy_loss.default"
-    return is_loss and min(view.part_of(x) for x in operation.inputs) < 1
+    cross-entropy over split classes does (`runtime/kernels/vocab_parallel.py`). Where members
+    divide positions, each has all classes."""
+    if operation.target != "aten.cross_entropy_loss.default" or view.divides_positions:
+        return False
+    return min(view.part_of(x) for x in operation.inputs) < 1
 
 
 def _worst(moments: Iterable[MemoryPoint]) -> tuple[MemoryPoint, ...]:

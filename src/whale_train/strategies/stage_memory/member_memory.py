@@ -128,7 +128,8 @@ class MemberMemory:
         the rewritten one."""
         job, view, on_cpu = self._job, self._job.findings.view, self._job.cluster.on_cpu
         if not job.as_is:
-            return view.rewritten(rewrites_of(job, chunk, own_gradients=False))
+            made = view.rewritten(rewrites_of(job, chunk, own_gradients=False))
+            return replace(made, divides_positions=chunk.shares_sequence)
         # Models that run as they are repeat no keys on GPUs.
         return view if on_cpu else view.rewritten(job.findings.grouped_keys)
 
