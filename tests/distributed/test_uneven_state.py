@@ -14,6 +14,9 @@ def state(zero: int, parts: str) -> tuple[str, ...]:
     return (f"strategy.graph={{replicate: {{zero: {zero}, state: {parts}}}}}",)
 
 
+GROUPS = 'optimizer.groups=[{match: "*.bias", lr_scale: 0.1, weight_decay: 0.0}]'
+RADAM = ("optimizer._target_=torch.optim.RAdam", "optimizer.lr=2e-3", "+optimizer.eps=1e-3")
+
 CASES = [
     *(
         Case("gpt", f"zero{zero}", 2, optimizer, UNEVEN, state(zero, "[3, 1]"))
@@ -39,6 +42,9 @@ CASES = [
         Case("gpt", f"zero{zero}", 2, "adamw", UNEVEN, state(zero, "[1, 3], recompute: full"))
         for zero in (1, 3)
     ),
+    # Options of some parameters, and an optimizer that is named by its class.
+    Case("gpt", "zero3", 2, "adamw", UNEVEN, (*state(3, "[3, 1]"), GROUPS)),
+    Case("gpt", "zero2", 2, "none", UNEVEN, (*state(2, "[3, 1]"), *RADAM, GROUPS)),
     # Code that torch.compile made of them.
     pytest.param(
         Case("gpt", "zero3", 2, "adamw", UNEVEN, (*state(3, "[1, 3]"), "train.compile=true")),

@@ -267,8 +267,8 @@ class MemberMemory:
             bucket_elements=job.training.bucket_elements,
         )
         sends_once = zero == 1 and not _has_one_forward(order)
-        kept = samples * sum(run.kept for run in self._passing.values()) if self._again else inf
-        engine = UnevenGradients(gradients, fraction, kept, sends_once)
+        lasting = samples * sum(run.kept for run in self._passing.values()) if self._again else inf
+        engine = UnevenGradients(gradients, fraction, lasting, sends_once)
         casts = self._casts(order, sizes)
         worst = engine.worst((come, m, x * samples) for come, m, x, _ in self._steps(order, engine))
         held = sizes.weights + sum(self._frozen.values())
