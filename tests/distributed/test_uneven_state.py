@@ -59,6 +59,27 @@ def single(case: Case, *extra: str) -> Case:
     return Case(case.model, "single", 1, case.optimizer, (), tuple(kept))
 
 
+def copies_of(parts: str, zero: int, of: str) -> tuple[str, ...]:
+    node = f"degree: 2, zero: {zero}, state: {parts}, of: {of}"
+    return (f"strategy.graph={{replicate: {{{node}}}}}",)
+
+
+PIPELINE = "{pipeline: {stages: 2, micro_batches: 2}}"
+OF_PARTS = [
+    Case("gpt", "zero1", 4, "adamw", (), (*copies_of("[3, 1]", 1, PIPELINE), *CLIPPED)),
+    # One weight as the embedding and the head, of two stages.
+    Case("gpt_tied", "zero1", 4, "momentum", (), copies_of("[1, 4]", 1, PIPELINE)),
+    Case("gpt", "zero2", 4, "momentum", (), copies_of("[3, 1]", 2, "{split: {degree: 2}}")),
+]
+
+
+@pytest.mark.parametrize("case", OF_PARTS, ids=str)
+def test_copies_of_stages_and_of_shards(run: Run, case: Case) -> None:
+    found = run(case)
+    assert all(len(set(x["state_parts"])) == 2 for x in found.plan["task_graphs"])
+    assert_equal(found, run(single(case)), TOLERANCE)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_norms_and_weights_are_those_of_one_process(run: Run, case: Case) -> None:
     found = run(case)

@@ -266,7 +266,7 @@ class MemberMemory:
             order=self._made_in_order,
             bucket_elements=job.training.bucket_elements,
         )
-        sends_once = zero == 1 and not _has_one_forward(order)
+        sends_once = zero == 1 and not _has_one_forward(order) if job.as_is else True
         lasting = samples * sum(run.kept for run in self._passing.values()) if self._again else inf
         engine = UnevenGradients(gradients, fraction, lasting, sends_once)
         casts = self._casts(order, sizes)
