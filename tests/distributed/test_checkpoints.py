@@ -43,6 +43,7 @@ PLANS: dict[str, tuple[int, str, tuple[float, ...]]] = {
         f"{{replicate: {{zero: 1, of: {pipeline(f'[{_SPLIT2}, {_SPLIT2}]', micro_batches=2)}}}}}",
         (),
     ),
+    "pipeline_parts": (4, f"{{replicate: {{zero: 1, state: [1, 2], of: {pipeline(2)}}}}}", ()),
     "hybrid": (2, "[{replicate: {}}, {split: {modules: HEAD}}]", ()),
 }
 _BESIDE = "[{{replicate: {}}}, {{split: {{dim: experts}}}}]"
@@ -63,6 +64,11 @@ BESIDE: dict[str, tuple[int, str, tuple[float, ...]]] = {
 }
 # BatchNorm takes its statistics over the whole batch, which a pipeline cuts: one micro-batch.
 WHOLE_BATCH = {
+    "pipeline_parts": (
+        4,
+        f"{{replicate: {{zero: 1, state: [1, 2], of: {pipeline(2, micro_batches=1)}}}}}",
+        (),
+    ),
     "interleaved": (2, pipeline(2, micro_batches=1), ()),
     "3d_zero1": (
         8,
@@ -188,7 +194,7 @@ ROWS = [
 SOME = {
     Case("resnet", "momentum", "zero3", "zero2_offload"),
     Case("gpt", "adamw", "hybrid", "3d_zero1"),
-    Case("gpt", "adamw", "zero3", "zero3_parts", "bf16"),
+    Case("gpt", "adamw", "zero3_parts", "pipeline_parts", "bf16"),
     Case("resnet", "momentum", "zero3_parts", "zero2_parts"),
     Case("llama", "adamw", "zero2_parts", "zero1"),
     Case("llama", "momentum", "split_uneven", "interleaved"),

@@ -14,6 +14,9 @@ def state(zero: int, parts: str) -> tuple[str, ...]:
     return (f"strategy.graph={{replicate: {{zero: {zero}, state: {parts}}}}}",)
 
 
+GROUPS = 'optimizer.groups=[{match: "*.bias", lr_scale: 0.1, weight_decay: 0.0}]'
+RADAM = ("optimizer._target_=torch.optim.RAdam", "optimizer.lr=2e-3", "+optimizer.eps=1e-3")
+
 CASES = [
     *(
         Case("gpt", f"zero{zero}", 2, optimizer, UNEVEN, state(zero, "[3, 1]"))
@@ -39,6 +42,9 @@ CASES = [
         Case("gpt", f"zero{zero}", 2, "adamw", UNEVEN, state(zero, "[1, 3], recompute: full"))
         for zero in (1, 3)
     ),
+    # Options of some parameters, and an optimizer that is named by its class.
+    Case("gpt", "zero3", 2, "adamw", UNEVEN, (*state(3, "[3, 1]"), GROUPS)),
+    Case("gpt", "zero2", 2, "none", UNEVEN, (*state(2, "[3, 1]"), *RADAM, GROUPS)),
     # Code that torch.compile made of them.
     pytest.param(
         Case("gpt", "zero3", 2, "adamw", UNEVEN, (*state(3, "[1, 3]"), "train.compile=true")),
@@ -51,6 +57,27 @@ def single(case: Case, *extra: str) -> Case:
     apart = (*TWICE, "train.compile=true")
     kept = [x for x in (*case.extra, *extra) if x not in apart and not x.startswith("strategy.")]
     return Case(case.model, "single", 1, case.optimizer, (), tuple(kept))
+
+
+def copies_of(parts: str, zero: int, of: str) -> tuple[str, ...]:
+    node = f"degree: 2, zero: {zero}, state: {parts}, of: {of}"
+    return (f"strategy.graph={{replicate: {{{node}}}}}",)
+
+
+PIPELINE = "{pipeline: {stages: 2, micro_batches: 2}}"
+OF_PARTS = [
+    Case("gpt", "zero1", 4, "adamw", (), (*copies_of("[3, 1]", 1, PIPELINE), *CLIPPED)),
+    # One weight as the embedding and the head, of two stages.
+    Case("gpt_tied", "zero1", 4, "momentum", (), copies_of("[1, 4]", 1, PIPELINE)),
+    Case("gpt", "zero2", 4, "momentum", (), copies_of("[3, 1]", 2, "{split: {degree: 2}}")),
+]
+
+
+@pytest.mark.parametrize("case", OF_PARTS, ids=str)
+def test_copies_of_stages_and_of_shards(run: Run, case: Case) -> None:
+    found = run(case)
+    assert all(len(set(x["state_parts"])) == 2 for x in found.plan["task_graphs"])
+    assert_equal(found, run(single(case)), TOLERANCE)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -166,8 +166,8 @@ PIPELINE = "strategy.graph.pipeline"
             f"use {REPLICATE}.zero=1, 2 or 3",
         ),
         (
-            {"replicate": {"zero": 1, "state": "memoryy"}},
-            f"{REPLICATE}.state=memoryy is unknown; did you mean memory? One of: auto, even, memory",
+            {"replicate": {"zero": 1, "state": "memori"}},
+            f"{REPLICATE}.state=memori is unknown; did you mean memory? One of: auto, even, memory",
         ),
         (
             {"replicate": {"zero": 1, "state": [1, -1]}},

@@ -153,9 +153,14 @@ def test_parts_by_memory_that_do_not_fit() -> None:
             "give 16 parts, or use memory",
         ),
         (
-            {"replicate": {"degree": 2, "zero": 1, "state": "memory", "of": {"split": {}}}},
-            "strategy.graph.replicate.state=memory cuts the state of copies of the whole model, "
-            "and this strategy runs parts of it; use auto or even",
+            {"replicate": {"degree": 2, "zero": 3, "state": "memory", "of": {"split": {}}}},
+            "strategy.graph.replicate.state=memory cuts the weights of a whole model, and this "
+            "strategy runs parts of it; use auto or even",
+        ),
+        (
+            [{"replicate": {"zero": 1, "state": "memory"}}, {"split": {"modules": "blocks.3"}}],
+            "strategy.graph[0].replicate.state=memory cuts the state of copies, and beside a split "
+            "part each member keeps its own; use auto or even",
         ),
         (
             {"replicate": {"zero": 3, "state": "memory", "offload": {"activations": "cpu"}}},

@@ -1,7 +1,8 @@
 """The engine of one TaskGraph on one rank: it reduces gradients over the copies and updates.
 
 ZeRO 0 is torch's DistributedDataParallel and optimizer (`runtime/engines/ddp.py`), ZeRO 1 to 3 a
-DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). An engine that averages gradients
+DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003), or one of our own where copies keep
+parts of unequal size (`runtime/engines/uneven`, docs/adr/095). An engine that averages gradients
 over its copies first multiplies the loss by the number of copies; `backward` hides that. Where a
 step has several backwards, a gradient is summed over the copies once, when it is final
 (`runtime/engines/grad_reduce.py`). The global gradient norm spans the engines of a job, so an

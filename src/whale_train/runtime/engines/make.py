@@ -66,6 +66,7 @@ def make_engine(
         return UnevenEngine(
             *(module, copies, task_graph.state_parts, task_graph.zero, of_own, own),
             *(request.train.grad_clip or 0.0, plan.precision, seat.device),
+            overlap=overlap,
             compiled=compiled,
             gathers=None if seat.stand_ins is None else seat.stand_ins.gathers,
         )

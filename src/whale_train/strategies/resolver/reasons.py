@@ -63,7 +63,8 @@ def explained_state(job: PlanningContext, decided: PlanDecisions) -> Iterator[De
     rooms = {device.room_bytes for device in job.cluster.devices}
     if keeper.state.mode == "memory":
         reason = "each device keeps a part in proportion to the memory that it has left"
-        yield Decision(key, fold_parts(parts), "even", reason)
+        chosen = "; ".join(fold_parts(of_stage) for of_stage in parts if of_stage)
+        yield Decision(key, chosen, "even", reason)
     elif keeper.state.mode == "auto" and job.as_is and len(rooms) > 1:
         yield Decision(key, "even", "memory", "equal parts fit every device")
 

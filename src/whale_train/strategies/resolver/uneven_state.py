@@ -19,10 +19,11 @@ def refuse_state(job: PlanningContext) -> None:
     faults = []
     if rule := _why_not(job):
         faults.append(Fault(key, value, rule, "use auto or even"))
-    count, copies = len(keeper.state.parts), job.form.copies
-    if keeper.state.mode == "listed" and count != copies:
-        rule = f"has {count} parts, and there are {copies} copies"
-        faults.append(Fault(key, value, rule, f"give {copies} parts, or use memory"))
+    count = len(keeper.state.parts)
+    unlike = [len(groups) for groups in job.replicas if len(groups) != count]
+    if keeper.state.mode == "listed" and unlike and not faults:
+        rule = f"has {count} parts, and there are {unlike[0]} copies"
+        faults.append(Fault(key, value, rule, f"give {unlike[0]} parts, or use memory"))
     if faults:
         raise PlanError(faults)
 
@@ -33,7 +34,7 @@ def with_uneven_state(job: PlanningContext) -> PlanningContext | None:
     keeper = job.form.keeper
     if keeper is None or not keeper.zero or keeper.state.mode != "auto" or keeper.offloads:
         return None
-    if _why_not(job):
+    if not job.as_is or _why_not(job):
         return None
     uneven = replace(keeper, state=StateCut("memory"))
     return replace(job, form=replace(job.form, keeper=uneven))
@@ -48,10 +49,14 @@ def why_uneven(job: PlanningContext, error: ShortOfMemoryError) -> Decision:
 
 def _why_not(job: PlanningContext) -> str:
     """Return why the copies of `job` cannot keep parts of unequal size; '' if they can."""
-    if not job.as_is:
-        return "cuts the state of copies of the whole model, and this strategy runs parts of it"
+    if any(stage.body for stage in job.form.stages):
+        return "cuts the state of copies, and beside a split part each member keeps its own"
+    if any(stage.shares_sequence for stage in job.form.stages):
+        return "cuts the state of copies of samples, and here members divide positions as well"
     if any(stage.offload != "none" for stage in job.form.stages):
         return "has an engine of its own, which does not go with offload.activations"
+    if not job.as_is and job.zero == 3:
+        return "cuts the weights of a whole model, and this strategy runs parts of it"
     if job.profile.varies:
         return (
             f"reduces gradients in one order on all copies, and {job.profile.name} may run other "

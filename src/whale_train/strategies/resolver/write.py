@@ -277,7 +277,7 @@ def _task_graphs(job: PlanningContext, stage: int, decided: PlanDecisions) -> It
         parameters=_listed(job, {path for chunk in chunks for path in chunk.slice.parameters}),
         flops=sum(chunk.slice.flops for chunk in chunks),
         zero=job.zero,
-        state_parts=tuple(decided.room.memory.parts),
+        state_parts=tuple(parts[stage]) if (parts := decided.room.memory.parts) else (),
         offload=_offload(job.form.keeper),
         replicas=job.replicas[stage],
         shares=_shares(job, stage, decided.batches),
@@ -394,7 +394,7 @@ def _cut(
     narrow_trained = (path for path in task_graph.parameters if path in narrow)
     trained = tuple(path for path in task_graph.parameters if path not in unused)
     if not trained:  # all weights of the stage belong to the split part
-        task_graph = replace(task_graph, zero=0, offload=_offload(None))
+        task_graph = replace(task_graph, zero=0, state_parts=(), offload=_offload(None))
     return replace(
         task_graph,
         narrow=(*narrow_trained, *task_graph.narrow),

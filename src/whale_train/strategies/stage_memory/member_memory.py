@@ -309,9 +309,9 @@ class MemberMemory:
             order=self._made_in_order,
             bucket_elements=job.training.bucket_elements,
         )
-        sends_once = zero == 1 and not _has_one_forward(order)
-        saved = samples * sum(run.kept for run in self._passing.values()) if self._again else inf
-        engine = UnevenGradients(gradients, fraction, saved, sends_once)
+        sends_once = zero == 1 and not _has_one_forward(order) if job.as_is else True
+        lasting = samples * sum(run.kept for run in self._passing.values()) if self._again else inf
+        engine = UnevenGradients(gradients, fraction, lasting, sends_once)
         casts = self._casts(order, sizes)
         worst = engine.worst((come, m, x * samples) for come, m, x, _ in self._steps(order, engine))
         held = sizes.weights + sum(self._frozen.values())

@@ -29,8 +29,9 @@ class RankMemory:
     orders: instructions, by replica and position.
     recomputed: paths of the modules that are recomputed in the backward, by stage.
     offloaded: paths of the modules whose saved tensors are on the host, by stage.
-    parts: the relative part of every copy in the state that ZeRO partitions, where our own engine
-        does so; empty where DeepSpeed partitions it equally, or nothing is partitioned.
+    parts: the relative part of every copy of a stage in the state that ZeRO partitions, by stage,
+        where our own engine does so; empty where DeepSpeed partitions it equally, or nothing is
+        partitioned.
     """
 
     def __init__(
@@ -41,9 +42,15 @@ class RankMemory:
         orders: Sequence[Sequence[Sequence[Instruction]]],
         recomputed: Units,
         offloaded: Units = MappingProxyType({}),
-        parts: Sequence[int] = (),
+        parts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.parts = parts
+        self._fractions = {
+            rank: part / sum(of_stage)
+            for of_stage, groups in zip(parts, job.replicas, strict=bool(parts))
+            for part, ranks in zip(of_stage, groups, strict=bool(of_stage))
+            for rank in ranks
+        }
         self._job, self._chunks, self._axes = job, chunks, axes
         self._orders, self._recomputed, self._offloaded = orders, recomputed, offloaded
         self._alike_orders = _alike_orders(orders)
@@ -58,7 +65,7 @@ class RankMemory:
         self._estimates: dict[object, MemoryEstimate] = {}
         self._most_units: dict[object, int] = {}
 
-    def with_parts(self, parts: Sequence[int]) -> "RankMemory":
+    def with_parts(self, parts: Sequence[Sequence[int]]) -> "RankMemory":
         """Return the memory of the same ranks with other parts of the state."""
         units = (self._recomputed, self._offloaded)
         return RankMemory(self._job, self._chunks, self._axes, self._orders, *units, parts)
@@ -75,8 +82,7 @@ class RankMemory:
         index = self._job.seats.positions[copy][position].index(rank)
         member = self._alike[stage][index] if self._alike[stage] else 0
         order = self._orders[copy][position]
-        if fraction is None and self.parts:
-            fraction = self.parts[copy] / sum(self.parts)
+        fraction = self._fractions.get(rank) if fraction is None else fraction
         key = (stage, member, samples, own, self._alike_orders[id(order)], fraction)
         if key not in self._estimates:
             held = self._member(stage, member, order, samples / own if own else 1.0)
@@ -207,7 +213,7 @@ class RankMemory:
         index = self._job.seats.positions[copy][position].index(rank)
         member = self._alike[stage][index] if self._alike[stage] else 0
         order = self._alike_orders[id(self._orders[copy][position])]
-        part = self.parts[copy] if self.parts else 0
+        part = self._fractions.get(rank)
         return (stage, member, order, self._sizes(batches, rank)[0], part)
 
     @cached_property

@@ -19,15 +19,21 @@ def with_state_parts(job: PlanningContext, memory: RankMemory, batches: Batches)
     if keeper is None or not keeper.state.is_uneven:
         return memory
     if keeper.state.mode == "listed":
-        return memory.with_parts(keeper.state.parts)
+        return memory.with_parts([keeper.state.parts] * len(job.replicas))
     within: dict[object, float] = {}
-    room = []
-    for rank, device in enumerate(job.cluster.devices):
-        key = (*memory.alike(rank, batches), device.room_bytes)
+
+    def part_within(rank: int) -> float:
+        key = (*memory.alike(rank, batches), job.cluster.devices[rank].room_bytes)
         if key not in within:
             within[key] = memory.part_within(rank, batches)
-        room.append(within[key])
-    return memory.with_parts(parts_in_proportion(room))
+        return within[key]
+
+    parts: list[Sequence[int]] = []
+    for groups in job.replicas:
+        # A stage without copies has nothing to partition. The shards of a copy have its part.
+        room = [min(part_within(rank) for rank in ranks) for ranks in groups]
+        parts.append(parts_in_proportion(room) if len(groups) > 1 else ())
+    return memory.with_parts(parts)
 
 
 def parts_in_proportion(room: Sequence[float]) -> tuple[int, ...]:

@@ -201,7 +201,7 @@ def _no_room_in_parts(room: MemoryBudget) -> Fault:
     others = ["recompute: auto"] if room.job.form.stages[0].recompute.mode == "none" else []
     others += ["more devices, or a smaller train.global_batch"]
     rule = f"{fault.rule}, whatever the parts of the state"
-    highest = [f"{keeper.path}.zero=3"] if keeper.zero < 3 else []
+    highest = [f"{keeper.path}.zero=3"] if keeper.zero < 3 and room.job.as_is else []
     remedy = f"use {', '.join((*highest, *others))}"
     return Fault(f"{keeper.path}.state", str(keeper.state), rule, remedy)
 

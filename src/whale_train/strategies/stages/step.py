@@ -50,8 +50,8 @@ class StagedStep:
     batches: micro-batches of every replica.
     orders: instructions, by replica and position.
     shared: stages of every parameter that several stages hold, by path.
-    parts: relative part of every copy in the state that ZeRO partitions; empty where parts are
-        equal, or nothing is partitioned.
+    parts: relative part of every copy of a stage in the state that ZeRO partitions, by stage; empty
+        where parts are equal, or nothing is partitioned.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StagedStep:
         batches: Batches,
         orders: Sequence[Sequence[Sequence[Instruction]]],
         shared: Mapping[str, Sequence[int]],
-        parts: Sequence[int] = (),
+        parts: Sequence[Sequence[int]] = (),
     ) -> None:
         self._parts = parts
         self.job, self.times, self.batches, self.orders = job, times, batches, orders
@@ -279,8 +279,9 @@ class StagedStep:
         seconds = 0.0
         for engine in self.engines[number]:
             held, keeper = engine.elements[member], engine.keeper
-            if self._parts:
-                held *= self._parts[copy] / sum(self._parts)
+            if self._parts and (parts := self._parts[number]):
+                ranks = self.job.seats.positions[copy][position]
+                held *= parts[self.job.replicas[number].index(ranks)] / sum(parts)
             elif keeper is not None and keeper.zero:
                 held /= len(engine.groups[0])
             if keeper is not None and keeper.offload_optimizer != "none":

@@ -23,6 +23,7 @@ from whale_train.runtime.engines.base import (
     set_learning_rate,
     without_scale,
 )
+from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.uneven.flat_unit import FlatUnit, Piece
 from whale_train.runtime.engines.uneven.gathering import Gathering, blocks_by_parameter
 from whale_train.runtime.engines.uneven.gradient_buckets import GradientBuckets, buckets_of
@@ -49,6 +50,7 @@ class UnevenEngine:
     clip: the norm to clip gradients to; 0: do not clip.
     precision: the precision of every forward; autocast if it has 16 bits.
     units: the partitioned weights.
+    overlap: whether gradients are sent within backwards; otherwise after the last one of a step.
     compiled: modules of `module` that run compiled code, whose weights are gathered at once.
     gathers: called with a unit when it is made, gathered (True) or freed (False), under ZeRO 3;
         None: nothing is called.
@@ -70,6 +72,7 @@ class UnevenEngine:
         precision: str,
         device: torch.device,
         *,
+        overlap: bool = True,
         compiled: Sequence[nn.Module] = (),
         gathers: Callable[[FlatUnit, bool], None] | None = None,
     ) -> None:
@@ -84,6 +87,9 @@ class UnevenEngine:
         self._group, self._zero, self._clip = copies.group, zero, clip
         self._precision, self._device = precision, device
         self._is_last_backward = True
+        self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
+        # The gradients of weights that other stages hold too are summed over these first.
+        self._overlaps = overlap and not copies.shared
         self._trained = [p for p in module.parameters() if p.requires_grad]
         by_block = _by_block(module, copies, zero, NARROW.get(precision), compiled)
         blocks: dict[str, list[FlatUnit]] = {}
@@ -139,12 +145,13 @@ class UnevenEngine:
             self._is_last_backward = True
 
     def finish_backward(self) -> None:
-        """Do nothing: the last backward has sent all gradients."""
+        """Begin to sum the gradients of shared parameters."""
+        self._shared.finish()
 
     @property
     def _sends(self) -> bool:
         """Return whether the backward in progress sends gradients to their owners."""
-        return self._is_last_backward or self._zero > 1
+        return self._overlaps and (self._is_last_backward or self._zero > 1)
 
     def _made(self, parameter: nn.Parameter) -> None:
         if self._sends:
@@ -160,6 +167,9 @@ class UnevenEngine:
             clipping; None: neither is needed.
         skips: whether a step whose norm is not finite changes nothing.
         """
+        self._shared.wait()
+        if not self._overlaps:
+            self._sums.end()
         self._sums.wait()
         for unit in self.units:
             for piece in unit.pieces:

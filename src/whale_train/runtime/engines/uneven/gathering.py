@@ -6,7 +6,7 @@ module may read the weights of another. A block is freed when its forward ends, 
 backward when its gradients are on their way to their owners.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -173,7 +173,7 @@ class Gathering:
 
 class _Read(dict[str, nn.Parameter | None]):
     """The parameters of a module by name, which calls `read` with each that is taken by its name,
-    as attributes of a module are."""
+    as attributes of a module are, or in an iteration over all."""
 
     def __init__(
         self, held: Mapping[str, nn.Parameter | None], read: Callable[[nn.Parameter], None]
@@ -186,3 +186,9 @@ class _Read(dict[str, nn.Parameter | None]):
         if parameter is not None:
             self._read(parameter)
         return parameter
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        for parameter in self.values():
+            if parameter is not None:
+                self._read(parameter)
+        return super().items()
