@@ -18,6 +18,7 @@ from whale_train.strategies.memory.engine_memory import (
     Gradients,
     Weights,
     casts_last,
+    dequantised_bytes,
     engine_of,
     precision_bytes,
     unmeasured,
@@ -236,7 +237,7 @@ class MemberMemory:
             parameters=parameters + (casts - casts_as_values) + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
             optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
-            activations=worst.activations,
+            activations=worst.activations + dequantised_bytes(job.profile, precision),
             communication=worst.moving,
         )
 
