@@ -90,8 +90,8 @@ def test_all_faults_of_hugging_face_options_together() -> None:
         "model.architecture is not given; write model.architecture=LlamaForCausalLM or the like",
         "model.confg={'a': 1} is not an option of model=hf; did you mean config? One of: "
         "adapters, architecture, class_dim, config, init, loss, loss_over, pretrained, "
-        "samples_are_independent, share_layers, sync_batchnorm; settings of the architecture go "
-        "into model.config",
+        "quantize, samples_are_independent, share_layers, sync_batchnorm; settings of the "
+        "architecture go into model.config",
         "model.config=3 is not a mapping; write 'model.config={hidden_size: 64}' or the like",
     ]
 

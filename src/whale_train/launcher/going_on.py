@@ -57,6 +57,10 @@ def refuse_other_run(saved: Request, state: CheckpointState, request: Request, n
     if request.model.share_layers and not saved.model.share_layers:
         rule = f"is not so of {named}, whose layers have weights of their own"
         faults.append(Fault("model.share_layers", "true", rule, "use false"))
+    redraws = request.model.quantize is not None and request.model.pretrained is None
+    if redraws and request.seed != saved.seed and request.train.resume_data != "same":
+        rule = f"is not that of {named}, from which its frozen weights in 4 bits are drawn again"
+        faults.append(Fault("seed", str(request.seed), rule, f"use seed={saved.seed}"))
     kinds = [_kind(options) for options in (saved.optimizer, request.optimizer)]
     if kinds[0] != kinds[1]:
         rule = f"has no state in {named}, which was saved with {kinds[0]}"

@@ -23,6 +23,7 @@ from torch.nn.parameter import UninitializedParameter
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.extras import how_to_install
 from whale_train.models.adapters import adapter_faults, add_adapters
+from whale_train.models.nf4 import quantise_faults
 from whale_train.models.options import RULES, ModelOptions
 from whale_train.models.weights.saved_configs import folder_of, saved_configs, too_many_layers
 from whale_train.models.weights.shared_layers import share_layers
@@ -123,6 +124,8 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
         faults = _config_faults(made, options)
     if options.adapters is not None:
         faults += adapter_faults(options.adapters)
+    if options.quantize is not None:
+        faults += quantise_faults(options.adapters)
     if faults:
         raise ConfigError(faults)
     return made  # type: ignore[return-value]

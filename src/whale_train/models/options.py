@@ -18,13 +18,14 @@ from whale_train.validation import no_truth_value
 
 HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
 ADAPTERS = "model.adapters"
+QUANTIZE = "model.quantize"
 MISSING = "???"  # the value in a config that must be given
 
 _OWN_KEYS = (
     *("_target_", "loss", "class_dim", "sync_batchnorm", "loss_over", "samples_are_independent"),
     *("init", "share_layers"),
 )
-_HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters")
+_HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters", "quantize")
 # The keys that the model group defines; every other key under model is an argument of its class.
 MODEL_KEYS = (*_OWN_KEYS, *_HUGGING_FACE_KEYS)
 RULES = {
@@ -43,6 +44,7 @@ RULES = {
     "config": ("is not a mapping", "write 'model.config={hidden_size: 64}' or the like"),
     "pretrained": ("is not a folder", "name a folder written by save_pretrained()"),
     "adapters": ("is not a mapping", "write 'model.adapters={r: 8, target_modules: [q_proj]}'"),
+    "quantize": ("is no form that weights are stored in", "use one of: nf4, null"),
 }
 
 
@@ -85,6 +87,8 @@ class ModelOptions(BaseModel):
     pretrained: folder or model of the hub with the weights of a Hugging Face model.
     adapters: settings of low-rank adapters for a Hugging Face model, which alone are trained; None
         trains the whole model.
+    quantize: how the frozen weights of linear layers are stored, beside adapters; None: as they
+        are.
     arguments: constructor arguments of every other class.
     """
 
@@ -103,6 +107,7 @@ class ModelOptions(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     pretrained: str | None = None
     adapters: dict[str, Any] | None = None
+    quantize: Literal["nf4"] | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("config", mode="before")

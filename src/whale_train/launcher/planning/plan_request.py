@@ -55,6 +55,7 @@ from whale_train.launcher.planning.own_optimizers import (
 )
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
+from whale_train.launcher.planning.quantised_weights import explain_quantised, refuse_quantised
 from whale_train.launcher.planning.remedies import with_checked_remedies
 from whale_train.launcher.planning.watched_metrics import refuse_unwatchable
 from whale_train.launcher.report.rank_kinds import rank_kinds
@@ -205,6 +206,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     refuse_parts(made.plan, faults)
     refuse_uncounted(request, made.plan, profile, faults)
     refuse_longest(request, made.plan, faults)
+    refuse_quantised(request, made.plan, profile, faults)
     refuse_hash_of_parts(request, made.plan, faults)
     refuse_unlike_bits(request, made.plan, faults)
     _refuse_biases(request, made.plan, faults)
@@ -234,6 +236,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     of_loss, of_data = explain_logits(request, profile), explain_data(request, dataset)
     of_data += explain_vocabulary(request, profile)
     additions = explain_additions(profile) if request.model.adapters is not None else ()
+    additions += explain_quantised(profile)
     of_groups = (
         *explain_optimizers(training),
         *of_schedule,

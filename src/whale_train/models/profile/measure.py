@@ -7,6 +7,7 @@ measured by calling it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from whale_train.models.export.export import (
 )
 from whale_train.models.export.to_operation_graph import operation_graph
 from whale_train.models.loss_module import LossModule
+from whale_train.models.nf4 import BYTES_PER_ELEMENT, quantised_layers
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.block_folding import CannotUnfold, Fold, folded, folds_of, unfold
 from whale_train.models.profile.counters import AHEAD, counters
@@ -115,7 +117,7 @@ def profile_model(
     return ModelProfile(
         name=name,
         parameters=_parameters(model),
-        frozen=_parameters(model, trained=False),
+        frozen=_frozen(model, options),
         inputs=inputs,
         forward_flops=flops,
         activation_bytes=activation_bytes,
@@ -417,6 +419,20 @@ def _parameters(model: nn.Module, trained: bool = True) -> tuple[Parameter, ...]
         Parameter(paths[0], tuple(tensors[i].shape), tensors[i].element_size(), tuple(paths[1:]))
         for i, paths in names.items()
         if tensors[i].requires_grad == trained
+    )
+
+
+def _frozen(model: nn.Module, options: ModelOptions) -> tuple[Parameter, ...]:
+    """Return the frozen parameters of `model`, with their bytes as ranks store them."""
+    frozen = _parameters(model, trained=False)
+    if options.quantize is None:
+        return frozen
+    layers = quantised_layers(model)
+    return tuple(
+        replace(x, bytes_per_element=BYTES_PER_ELEMENT)
+        if x.path.endswith(".weight") and x.path.removesuffix(".weight") in layers
+        else x
+        for x in frozen
     )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
+from whale_train.models.nf4 import quantised_layers
 from whale_train.models.options import ModelOptions
 
 
@@ -37,9 +38,15 @@ def saved_names(module: LossModule, options: ModelOptions) -> frozenset[str]:
     """Return the paths of the tensors of the user's model that a checkpoint stores.
 
     These are all parameters and persistent buffers, except for the frozen weights of a folder to
-    which adapters are added.
+    which adapters are added, and for those that are kept in 4 bits, which are drawn again where no
+    folder has them. `module` has no weights in 4 bits yet.
     """
     tensors = kept_tensors(module)
+    if options.quantize is not None:
+        layers = quantised_layers(module.model)
+        tensors = {
+            path: x for path, x in tensors.items() if path.removesuffix(".weight") not in layers
+        }
     if not options.adds_to_a_folder:
         return frozenset(tensors)
     return frozenset(

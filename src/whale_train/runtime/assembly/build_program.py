@@ -8,6 +8,7 @@ from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_stages import assemble_stages
 from whale_train.runtime.assembly.offload_modules import offload_modules
+from whale_train.runtime.assembly.quantise_weights import quantise_weights
 from whale_train.runtime.assembly.recompute_modules import recompute_modules
 from whale_train.runtime.assembly.shard_params import narrow_of
 from whale_train.runtime.assembly.shared_init import own_copy
@@ -86,6 +87,8 @@ def _whole_model(
     for path, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and model_path(path) in trained)
     module.train()
+    if request.model.quantize is not None:
+        quantise_weights(module.model, seat.device)
     own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
     by_path = {model_path(path): parameter for path, parameter in module.named_parameters()}
     narrow = narrow_of(task_graph, by_path)

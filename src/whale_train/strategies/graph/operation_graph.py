@@ -314,13 +314,13 @@ class Parameter:
 
     path: its name in the model.
     shape: its extents.
-    bytes_per_element: bytes of an element.
+    bytes_per_element: bytes of an element as it is stored, less than 1 for a weight in 4 bits.
     aliases: further names of a tied parameter.
     """
 
     path: str
     shape: tuple[int, ...]
-    bytes_per_element: int = 4
+    bytes_per_element: float = 4
     aliases: tuple[str, ...] = ()
 
     @property
@@ -482,7 +482,12 @@ class ModelProfile:
         return sum(parameter.elements for parameter in self.parameters)
 
     @cached_property
-    def frozen_bytes(self) -> int:
+    def quantised(self) -> tuple[Parameter, ...]:
+        """Return the frozen parameters that are stored in 4 bits."""
+        return tuple(weight for weight in self.frozen if weight.bytes_per_element < 1)
+
+    @cached_property
+    def frozen_bytes(self) -> float:
         """Return the bytes of all frozen parameters."""
         return sum(weight.elements * weight.bytes_per_element for weight in self.frozen)
 

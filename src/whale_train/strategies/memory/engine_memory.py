@@ -119,7 +119,8 @@ def narrow_frozen(profile: ModelProfile, training: Training) -> frozenset[str]:
     """
     if training.precision == "fp32" or not training.adds_to_frozen:
         return frozenset()
-    return profile.narrow.intersection(parameter.path for parameter in profile.frozen)
+    frozen = {parameter.path for parameter in profile.frozen}
+    return profile.narrow & frozen.difference(parameter.path for parameter in profile.quantised)
 
 
 def frozen_bytes(profile: ModelProfile, training: Training) -> dict[str, float]:
@@ -130,6 +131,13 @@ def frozen_bytes(profile: ModelProfile, training: Training) -> dict[str, float]:
         * (2.0 if parameter.path in narrow else parameter.bytes_per_element)
         for parameter in profile.frozen
     }
+
+
+def dequantised_bytes(profile: ModelProfile, precision: str) -> float:
+    """Return the bytes of the largest weight stored in 4 bits, as products read it: forward and
+    backward turn one weight back at a time."""
+    largest = max((parameter.elements for parameter in profile.quantised), default=0)
+    return largest * (4.0 if precision == "fp32" else 2.0)
 
 
 def weight_width(profile: ModelProfile, precision: str, zero: int) -> float:

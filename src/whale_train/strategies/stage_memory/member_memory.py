@@ -18,6 +18,7 @@ from whale_train.strategies.memory.engine_memory import (
     Gradients,
     Weights,
     casts_last,
+    dequantised_bytes,
     engine_of,
     precision_bytes,
     unmeasured,
@@ -287,7 +288,7 @@ class MemberMemory:
             parameters=parameters + (casts - casts_as_values) + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
             optimizer=optimizer,
-            activations=worst.activations,
+            activations=worst.activations + dequantised_bytes(job.profile, precision),
             communication=worst.moving,
         )
 
@@ -322,7 +323,7 @@ class MemberMemory:
             + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
             optimizer=optimizer * fraction,
-            activations=worst.activations,
+            activations=worst.activations + dequantised_bytes(job.profile, precision),
             communication=worst.moving,
         )
 

@@ -43,9 +43,9 @@ def refuse_small_hosts(
 
 
 def weight_bytes(profile: ModelProfile) -> int:
-    """Return the size of a model's initial parameters and buffers, in bytes."""
+    """Return the size of a model's initial parameters and buffers, in bytes. Weights that ranks
+    store in 4 bits begin in fp32."""
     weights = (*profile.parameters, *profile.frozen)
-    return (
-        sum(parameter.elements * parameter.bytes_per_element for parameter in weights)
-        + profile.buffer_bytes
-    )
+    stored = sum(parameter.elements * parameter.bytes_per_element for parameter in weights)
+    in_fp32 = sum(x.elements * (4 - x.bytes_per_element) for x in profile.quantised)
+    return round(stored + in_fp32) + profile.buffer_bytes
