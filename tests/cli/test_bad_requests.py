@@ -32,7 +32,7 @@ STRATEGY = (
         "strategy.graph[0].replicat is not a primitive; did you mean replicate? One of: "
         "pipeline, replicate, split, stage",
         "strategy.graph[1].split.dim=vocab is unknown; did you mean vocabulary? One of: auto, "
-        "experts, sequence, tensor, vocabulary",
+        "context, experts, sequence, tensor, vocabulary",
     ),
     Case(
         "split_beside_copies",
@@ -62,7 +62,7 @@ STRATEGY = (
         "near_strategy_key",
         "strategy.graph.replicate.zreo=1",
         "strategy.graph.replicate.zreo is not a key here; did you mean zero? One of: degree, "
-        "modules, of, offload, recompute, zero",
+        "modules, of, offload, recompute, state, zero",
     ),
     Case(
         "offload_without_zero",
@@ -269,8 +269,8 @@ UNEXECUTED = (
         "nvme",
         "strategy=zero3_offload strategy.graph.replicate.offload.optimizer=nvme "
         f"strategy.graph.replicate.offload.parameters=nvme {PLAN}",
-        "strategy.graph.replicate.offload.optimizer=nvme is unknown; use one of: cpu, none",
-        "strategy.graph.replicate.offload.parameters=nvme is unknown; use one of: cpu, none",
+        "strategy.graph.replicate.offload.path is missing, and state is on NVMe; give a folder of a "
+        "local disk, as /nvme/scratch",
     ),
 )
 

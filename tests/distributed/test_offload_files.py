@@ -54,6 +54,7 @@ def trained(folder: Path, name: str, *overrides: str) -> tuple[list[float], dict
     return losses, {path: x for file in files for path, x in load_file(file).items()}
 
 
+@pytest.mark.full  # the library is compiled for minutes where it was not used before
 @needs_libaio
 def test_numbers_and_checkpoints_are_those_of_copies(tmp_path: Path, disk: Path) -> None:
     copies = "strategy.graph={replicate: {}}"
@@ -73,6 +74,7 @@ def test_numbers_and_checkpoints_are_those_of_copies(tmp_path: Path, disk: Path)
     assert [*disk.iterdir()] == []
 
 
+@pytest.mark.full
 @needs_libaio
 @pytest.mark.parametrize("ended_by", ["interrupt", "killed rank"])
 def test_nothing_is_left_however_a_run_ends(ended_by: str, tmp_path: Path, disk: Path) -> None:

@@ -56,4 +56,5 @@ def test_a_device_of_8_gb_trains_1_6_billion_parameters(
     assert "none is 18." in chosen.reason
     said = Rehearsal.from_json(served.ask(rehearsed, overrides=overrides))
     assert said.is_clean
-    assert said.kinds[0].peak == pytest.approx(said.kinds[0].planned, rel=0.05)
+    assert said.kinds[0].peak == pytest.approx(said.kinds[0].planned, rel=0.08)
+    assert said.kinds[0].peak < 8e9

@@ -338,7 +338,7 @@ LARGE = [
         ("{replicate: {zero: 1}}", 0.05),
         ("{replicate: {zero: 3}}", 0.10),
         ("{replicate: {zero: 1, state: [3, 3, 3, 3, 1, 1, 1, 1]}}", 0.05),
-        ("{replicate: {zero: 3, state: [3, 3, 3, 3, 1, 1, 1, 1]}}", 0.05),
+        ("{replicate: {zero: 3, state: [3, 3, 3, 3, 1, 1, 1, 1]}}", 0.10),
         ("{replicate: {zero: 3, state: [3, 3, 3, 3, 1, 1, 1, 0], recompute: full}}", 0.25),
         ("{split: {}}", 0.10),
         (pipeline(4, micro_batches=8), 0.10),

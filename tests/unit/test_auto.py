@@ -211,7 +211,7 @@ def test_without_a_time_limit_the_answer_is_always_the_same() -> None:
     assert longer.considered.step.spans.seconds <= seconds
 
 
-@pytest.mark.parametrize("known", [1.0, 0.4, pytest.param(0.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("known", [1.0, 0.2, pytest.param(0.0, marks=pytest.mark.full)])
 def test_hosts_hold_what_the_search_offloads(known: float) -> None:
     """Each of two, whose memory is faster here than the devices', has room for so much of all."""
     devices, train = cluster([FAST] * 2, [SLOW] * 2), training(16)

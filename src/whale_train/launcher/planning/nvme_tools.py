@@ -39,5 +39,7 @@ def missing_for_files() -> str:
             return tool
     program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }\n"
     command = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
-    made = subprocess.run(command, input=program, text=True, capture_output=True, check=False)
+    made = subprocess.run(
+        command, input=program, encoding="utf-8", capture_output=True, check=False
+    )
     return "" if made.returncode == 0 else "libaio"
