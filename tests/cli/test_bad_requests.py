@@ -269,8 +269,8 @@ UNEXECUTED = (
         "nvme",
         "strategy=zero3_offload strategy.graph.replicate.offload.optimizer=nvme "
         f"strategy.graph.replicate.offload.parameters=nvme {PLAN}",
-        "strategy.graph.replicate.offload.path is missing, and state is on NVMe; give a folder of a "
-        "local disk, as /nvme/scratch",
+        "strategy.graph.replicate.offload.path is missing, and state is on NVMe; give a folder of "
+        "a local disk, as /nvme/scratch",
     ),
 )
 
