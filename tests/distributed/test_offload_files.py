@@ -16,8 +16,9 @@ from torch import Tensor
 from whale_train.launcher.planning.nvme_tools import missing_for_files
 from whale_train.runtime.engines.swap_folder import SwapFolder, remove_unowned
 
+MISSING = missing_for_files()
 needs_libaio = pytest.mark.skipif(
-    bool(missing_for_files()), reason=f"needs {missing_for_files()}, to compile DeepSpeed's library"
+    bool(MISSING), reason=f"needs {MISSING}, to compile DeepSpeed's library"
 )
 # Weights of 512 x 2048, whose part on each of two ranks is 2 MB; DeepSpeed uses files from 1 MB.
 SMALL = (
