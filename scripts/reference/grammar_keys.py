@@ -165,7 +165,7 @@ HARDWARE = (
     FieldKey("nvme.read_bytes_s", cluster.NvmeFigures, "read_bytes_s", _FIGURE),
     FieldKey("nvme.write_bytes_s", cluster.NvmeFigures, "write_bytes_s", _FIGURE),
     FieldKey("device.name", cluster.Device, "name", "text"),
-    FieldKey("device.flops", cluster.Device, "flops", "a mapping of `fp32`, `bf16`, `fp16`"),
+    FieldKey("device.flops", cluster.Device, "flops", "a mapping of `fp32`, `bf16`, `fp16`, `fp8`"),
     FieldKey("device.memory_bytes", cluster.Device, "memory_bytes", _FIGURE),
     FieldKey(
         "device.memory_bandwidth_bytes_s", cluster.Device, "memory_bandwidth_bytes_s", _FIGURE

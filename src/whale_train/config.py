@@ -89,7 +89,8 @@ class TrainOptions(_Section):
     epochs: passes over the data, in place of a number of steps; may be a fraction.
     global_batch: samples of a step, of all devices together.
     accumulate: number of gradient accumulation steps: micro-batches of every device in a step.
-    precision: the precision of training; None lets the devices decide.
+    precision: the precision of training; None lets the devices decide. `fp8` is bf16 in which
+        linear layers round the factors of their products to 8 bits.
     loss_scale: the first loss scale of fp16; None is 2^15.
     loss_scale_fixed: whether the loss scale stays as it is. A step that overflows is still skipped.
     tf32: whether GPUs round the factors of fp32 products to 10 bits of mantissa.
@@ -127,7 +128,7 @@ class TrainOptions(_Section):
     epochs: float | None = Field(None, gt=0)
     global_batch: _Count
     accumulate: Annotated[_Whole, Field(ge=1, le=MOST_MICRO_BATCHES)] = 1
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     loss_scale: float | None = Field(None, ge=1)
     loss_scale_fixed: bool = False
     tf32: bool = False
@@ -605,6 +606,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     optimizer = sections.get("optimizer")
     if isinstance(optimizer, OptimizerOptions) and isinstance(train, TrainOptions):
         _refuse_custom(optimizer, train, sections.get("mode"), faults)
+        _refuse_calibrated(train, sections.get("mode"), faults)
 
 
 def _refuse_by_steps(sections: Mapping[str, Any], faults: list[Fault]) -> None:
@@ -636,6 +638,13 @@ def _refuse_custom(
     if optimizer.target is not None and mode == "calibrate":
         rule = "is not what mode=calibrate measures, which are our own optimizers"
         faults.append(Fault("optimizer._target_", optimizer.target, rule, "use optimizer=adamw"))
+
+
+def _refuse_calibrated(train: TrainOptions, mode: object, faults: list[Fault]) -> None:
+    """Add a fault for a calibration in fp8, whose products no calibration measures."""
+    if train.precision == "fp8" and mode == "calibrate":
+        rule = "is not what mode=calibrate measures: all but some products is bf16"
+        faults.append(Fault("train.precision", "fp8", rule, "use bf16"))
 
 
 def _refuse_path(
@@ -800,7 +809,7 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
 
 def _refuse_tf32(train: TrainOptions, faults: list[Fault]) -> None:
     """Add a fault for TF32 where the precision of training has 16 bits."""
-    if train.tf32 and train.precision in ("bf16", "fp16"):
+    if train.tf32 and train.precision in ("bf16", "fp16", "fp8"):
         rule = f"has no effect on train.precision={train.precision}"
         faults.append(Fault("train.tf32", "true", rule, "use train.precision=fp32, or false"))
 

@@ -395,8 +395,14 @@ VALUES = (
     ),
     Case(
         "unknown_precision",
-        "train.precision=fp8",
-        "train.precision=fp8 is unknown; use one of: bf16, fp16, fp32, null",
+        "train.precision=int8",
+        "train.precision=int8 is unknown; use one of: bf16, fp16, fp32, fp8, null",
+    ),
+    Case(
+        "fp8_on_devices_without_it",
+        "train.precision=fp8 hardware=dgx_a100",
+        "train.precision=fp8 is not computed by a100_sxm_80gb of hardware=dgx_a100; use fp32 or "
+        "bf16 or fp16",
     ),
     Case(
         "clip_without_norm",
@@ -450,7 +456,7 @@ VALUES = (
         "train.stpes=5 is not a key of the config; did you mean train.steps?",
         "optimizer.lr=-1 is not above 0; use more than 0",
         "train.steps=ten is not a whole number; use one, such as 8",
-        "train.precision=fp23 is unknown; did you mean fp32? One of: bf16, fp16, fp32, null",
+        "train.precision=fp23 is unknown; did you mean fp32? One of: bf16, fp16, fp32, fp8, null",
         "seed=-1 is below 0; use 0 or more",
     ),
 )

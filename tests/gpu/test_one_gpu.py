@@ -5,7 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from tests.gpu.commands import AS_A_GRAPH, LLAMA, MODELS, of_a_rank, verdict, whale_train
+
+from whale_train.runtime.kernels.scaled_products import scaled_product
 
 OFFLOADED = ("zero2_offload", "zero3_offload")  # one GPU has nobody to share state with
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -75,6 +78,32 @@ def test_memory_is_what_was_planned_and_rehearsed(
     (kind,) = json.loads((run_dir / "rehearsal.json").read_text())["kinds"]
     assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=0.10)
     assert found["peak_bytes"] == pytest.approx(sum(kind["peak_bytes"].values()), rel=0.10)
+
+
+@pytest.fixture
+def fp8_units() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8 units")
+
+
+@pytest.mark.usefixtures("fp8_units")
+@pytest.mark.parametrize(("rows", "out", "width"), [(64, 256, 128), (5, 24, 40), (1, 16, 16)])
+def test_products_in_8_bits_are_those_of_a_cpu(rows: int, out: int, width: int) -> None:
+    """Codes and scales are the same bits; sums may have another order."""
+    torch.manual_seed(0)
+    left, right, bias = (torch.randn(x).bfloat16() for x in ((rows, width), (out, width), (out,)))
+    eye = torch.eye(width).bfloat16()
+    assert torch.equal(scaled_product(left.cuda(), eye.cuda()).cpu(), scaled_product(left, eye))
+    product = scaled_product(left.cuda(), right.cuda(), bias.cuda()).cpu()
+    torch.testing.assert_close(product, scaled_product(left, right, bias))
+
+
+@pytest.mark.usefixtures("fp8_units")
+@pytest.mark.parametrize("strategy", ON_THE_GPU)
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_fp8_is_one_process(strategy: str, compiled: str, tmp_path: Path) -> None:
+    overrides = (strategy, "train.precision=fp8", f"train.compile={compiled}")
+    assert not verdict(tmp_path / "run", *LLAMA, *overrides)
 
 
 SENT = "strategy.graph={replicate: {offload: {activations: cpu}}}"

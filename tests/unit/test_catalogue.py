@@ -84,6 +84,15 @@ def test_bf16_from_ampere_on_and_as_fast_as_fp16() -> None:
     )
 
 
+def test_fp8_from_ada_on_and_twice_as_fast_as_fp16() -> None:
+    newer = {x for x in GPUS if x.startswith(("rtx_4", "rtx_5", "l4", "h", "gh", "b2"))}
+    assert {name for name in GPUS if "fp8" in DEVICES[name].flops} == newer
+    for name in newer:
+        flops = DEVICES[name].flops
+        # L40S's datasheet prints 733 beside 362.
+        assert flops["fp8"] / flops["fp16"] == pytest.approx(2, rel=0.015)
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_memory_is_what_the_name_says(name: str) -> None:
     gigabytes = int(name.rsplit("_", 1)[1].removesuffix("gb"))

@@ -108,7 +108,10 @@ def test_properties_make_the_catalogue_s_figures(machine: str) -> None:
         (machines.P100_SXM, "p100_sxm2_16gb", {"fp32": 10.6e12, "fp16": 21.2e12}),
         (
             replace(machines.H200, name="NVIDIA H200 NVL", capability=(9, 0)),
-            *("h200_nvl_140gb", {"fp32": 66.9e12, "fp16": 1070.5e12, "bf16": 1070.5e12}),
+            *(
+                "h200_nvl_140gb",
+                {"fp32": 66.9e12, "fp16": 1070.5e12, "bf16": 1070.5e12, "fp8": 2141e12},
+            ),
         ),
         (
             replace(machines.A100_80, name="NVIDIA A100-SXM-64GB", mib=65536),
@@ -116,7 +119,7 @@ def test_properties_make_the_catalogue_s_figures(machine: str) -> None:
         ),
         (
             replace(machines.B200, name="NVIDIA R900", capability=(13, 0)),
-            *("r900_179gb", {"fp32": 74.5e12, "fp16": 297.8e12, "bf16": 297.8e12}),
+            *("r900_179gb", {"fp32": 74.5e12, "fp16": 297.8e12, "bf16": 297.8e12, "fp8": 595.6e12}),
         ),
     ],
 )

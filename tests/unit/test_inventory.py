@@ -249,7 +249,7 @@ def test_figures_are_positive() -> None:
     assert refused({"nodes": [node(device=device, link=link)]}) == [
         f"{key}.device.name is not a name; use text, as my_device",
         f"{key}.device.flops.tf32=1000000000000.0 is no key of flops; "
-        "did you mean fp32? One of: bf16, fp16, fp32",
+        "did you mean fp32? One of: bf16, fp16, fp32, fp8",
         f"{key}.device.flops.fp32=0 is not positive; use a number above 0",
         f"{key}.device.memory_bytes=-1 is not positive; use a number above 0",
         f"{key}.device.memory_bandwidth_bytes_s=-1e9 is not positive; use a number above 0",
@@ -273,7 +273,11 @@ def test_wrong_shapes() -> None:
     flops = {"name": "chip", "memory_bytes": 1, "memory_bandwidth_bytes_s": 1}
     assert refused({"nodes": [node(device={**flops, "flops": 1e12})]}) == [
         "hardware.nodes[0].device.flops=1000000000000.0 is not a mapping; "
-        "write a mapping with the keys fp32, bf16, fp16"
+        "write a mapping with the keys fp32, bf16, fp16, fp8"
+    ]
+    assert refused({"nodes": [node(device={**flops, "flops": {"fp32": 1, "fp8": 4}})]}) == [
+        "hardware.nodes[0].device.flops.fp8=4 has no bf16 beside it, in which all but some "
+        "products run; add bf16, or leave fp8 out"
     ]
     assert refused({"nodes": [node(device={**flops, "flops": {}})]}) == [
         "hardware.nodes[0].device.flops={} has no precision; write flops: {fp32: 15.7e12}"

@@ -83,7 +83,7 @@ def test_what_is_refused_before_there_is_a_model(
 
 
 def test_a_precision_no_device_has() -> None:
-    quarter = Device("quarter", {"fp8": 1e12}, 1e9, 1e9)
+    quarter = Device("quarter", {"int4": 1e12}, 1e9, 1e9)
     cluster = Cluster("odd", (Node((quarter,), Link("l", 1, 0)),), Link("n", 1, 0))
     (fault,) = faults_of(shipped("dp"), cluster, classifier(), training())
     assert fault == (

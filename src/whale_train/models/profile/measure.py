@@ -30,6 +30,7 @@ from whale_train.models.export.export import (
     on_meta,
 )
 from whale_train.models.export.to_operation_graph import operation_graph
+from whale_train.models.linear_layers import linear_layers
 from whale_train.models.loss_module import LossModule
 from whale_train.models.nf4 import BYTES_PER_ELEMENT, quantised_layers
 from whale_train.models.options import ModelOptions
@@ -129,6 +130,7 @@ def profile_model(
             for path, child in model.named_modules()
             if isinstance(child, nn.modules.batchnorm._BatchNorm)
         ),
+        linear_weights=() if options.quantize is not None else tuple(linear_layers(model)),
         unused_parameters=() if varies else unused,
         perhaps_unused=unused if varies else (),
         varies=varies,

@@ -10,6 +10,7 @@ from whale_train.runtime.assembly.build_stages import assemble_stages
 from whale_train.runtime.assembly.offload_modules import offload_modules
 from whale_train.runtime.assembly.quantise_weights import quantise_weights
 from whale_train.runtime.assembly.recompute_modules import recompute_modules
+from whale_train.runtime.assembly.scale_linear_layers import scale_linear_layers
 from whale_train.runtime.assembly.shard_params import narrow_of
 from whale_train.runtime.assembly.shared_init import own_copy
 from whale_train.runtime.base.autocast import NARROW
@@ -89,6 +90,8 @@ def _whole_model(
     module.train()
     if request.model.quantize is not None:
         quantise_weights(module.model, seat.device)
+    if plan.scaled_weights:
+        scale_linear_layers(module.model, plan.scaled_weights)
     own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
     by_path = {model_path(path): parameter for path, parameter in module.named_parameters()}
     narrow = narrow_of(task_graph, by_path)

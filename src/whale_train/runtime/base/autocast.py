@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_map
 
 import whale_train.models.grouped_product  # noqa: F401, an operation that is lowered
 
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The dtype that autocast lowers operations to; in fp8 some products round their factors further
+# (runtime/kernels/scaled_products.py).
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _KEY: Any = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 # Operations with a kernel in CUDA's autocast, by its effect (torch/amp: "Op-Specific Behavior").
 # An operation that has a kernel and is in none of these sets runs in fp32.
@@ -57,8 +59,8 @@ def autocast(
 
 
 def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of a forward in `precision` ("fp32", "bf16" or "fp16") on `device`:
-    autocast for 16 bits, a null context for fp32."""
+    """Return the context of a forward in `precision` ("fp32", "bf16", "fp16" or "fp8") on
+    `device`: a null context for fp32, else autocast to 16 bits."""
     if precision not in NARROW:
         return nullcontext()
     return autocast(device.type, NARROW[precision])

@@ -13,6 +13,7 @@ from torch import fx
 
 from whale_train.runtime.kernels.column_parallel import join_products
 from whale_train.runtime.kernels.grouped_attention import group_keys
+from whale_train.runtime.kernels.matmul import scale_product, scale_products
 from whale_train.runtime.kernels.rms_norm import join_rms_norms
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.strategies.graph.rewrites import (
@@ -21,6 +22,7 @@ from whale_train.strategies.graph.rewrites import (
     JOINED_PRODUCTS,
     OWN_GRADIENTS,
     RMS_NORM,
+    SCALED_PRODUCTS,
 )
 from whale_train.strategies.plan.program import PlannedRewrite
 
@@ -43,6 +45,9 @@ def run_passes(
     def of(kind: str) -> list[list[fx.Node]]:
         return [[nodes[name] for name in x.operations] for x in rewrites if x.kind == kind]
 
+    scaled = list(chain.from_iterable(of(SCALED_PRODUCTS)))
+    for node in scaled:
+        scale_product(node)
     join_rms_norms(graph, of(RMS_NORM))
     # Attentions over divided positions are modules, which serve groups on any device.
     grouped = of(GROUPED_KEYS)
@@ -50,4 +55,6 @@ def run_passes(
     if owner is not None:
         join_products(graph, [*of(JOINED_PRODUCTS), *of(GATHERED_PRODUCTS)], owner)
         owner.replace(graph, chain.from_iterable(of(OWN_GRADIENTS)))
+    remaining = set(graph.graph.nodes)
+    scale_products(graph, [node for node in scaled if node in remaining])
     graph.recompile()

@@ -177,7 +177,7 @@ def _sum_of_inputs(
     """
     shape = grads[0].shape[:-1]
     rows = [as_rows(grad) for grad in grads]
-    total = rows[0] @ kinds[0].to_input(weights[0])
+    total = kinds[0].of_input(rows[0], weights[0])
     for kind, grad, weight in zip(kinds[1:], rows[1:], weights[1:], strict=True):
-        total.addmm_(grad, kind.to_input(weight))
+        kind.add_of_input(total, grad, weight)
     return total.view(*shape, total.shape[-1])

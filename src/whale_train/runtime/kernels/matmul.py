@@ -3,13 +3,16 @@
 This file owns the formulas of their values and gradients.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from whale_train.runtime.base.graph_nodes import replace_nodes
+from whale_train.runtime.kernels.scaled_products import linear, scaled_linear
 from whale_train.strategies.graph.operation_graph import PRODUCTS
 
 
@@ -26,20 +29,32 @@ class ProductForm:
     weight: the position of the weight.
     bias: the position of the bias.
     transposed: True where the weight is [in, out], False where it is [out, in].
+    scaled: True where the product and the gradient of its input round their factors to 8 bits.
     """
 
     input: int
     weight: int
     bias: int
     transposed: bool
+    scaled: bool = False
 
     def value(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product [.., out] of `x` [.., in]."""
-        return functional.linear(x, weight.t() if self.transposed else weight, bias)
+        product = linear if self.scaled else functional.linear
+        return product(x, weight.t() if self.transposed else weight, bias)
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient [.., in] of the input; `grad` is [.., out]."""
+        if self.scaled:
+            return linear(grad, self.to_input(weight).t(), None)
         return grad @ self.to_input(weight)
+
+    def add_of_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """Add the gradient of the input to `total`, [rows, in]; `grad` is [rows, out]."""
+        if self.scaled:
+            total.add_(self.of_input(grad, weight))
+        else:
+            total.addmm_(grad, self.to_input(weight))
 
     def to_input(self, weight: Tensor) -> Tensor:
         """Return the weight as [out, in]."""
@@ -66,6 +81,7 @@ class ProductForm:
         return total if known is None else known.add_(total)
 
 
+_SCALED = "scaled"  # of a node's meta
 _aten = torch.ops.aten
 _KINDS: dict[Any, ProductForm] = {
     _aten.linear.default: ProductForm(*PRODUCTS["aten.linear.default"], transposed=False),
@@ -94,9 +110,25 @@ class ProductNode:
 
 def product_of(node: fx.Node) -> ProductNode:
     """Return `node`, a product with a weight, as a ProductNode with its operands."""
-    kind = _KINDS[node.target]
+    kind = replace(_KINDS[node.target], scaled=bool(node.meta.get(_SCALED)))
     args: list[Any] = [*node.args, None]
     return ProductNode(node, kind, args[kind.input], args[kind.weight], args[kind.bias])
+
+
+def scale_product(node: fx.Node) -> None:
+    """Mark `node`, a product with a weight, as one that rounds its factors to 8 bits."""
+    node.meta[_SCALED] = True
+
+
+def scale_products(graph: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+    """Replace `nodes` of `graph`, products with weights, by ones that round their factors to 8
+    bits."""
+    for node in nodes:
+        product = product_of(node)
+        operands = (product.input, product.weight, product.bias, product.kind.transposed)
+        with graph.graph.inserting_before(node):
+            scaled = graph.graph.call_function(scaled_linear, operands)
+        replace_nodes(scaled, [node])
 
 
 def is_product(node: fx.Node) -> bool:

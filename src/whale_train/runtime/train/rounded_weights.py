@@ -17,7 +17,12 @@ from torch import Tensor
 # Decisions by rounding are rare in fp32: a few of millions of ReLUs. Noise of several units finds,
 # in a few runs, the decisions that another order of a sum could change. In 16 bits there are always
 # many.
-UNITS = {"fp32": 8.0 * 2.0**-24, "bf16": 2.0 * 2.0**-8, "fp16": 2.0 * 2.0**-11}
+UNITS = {
+    "fp32": 8.0 * 2.0**-24,
+    "bf16": 2.0 * 2.0**-8,
+    "fp16": 2.0 * 2.0**-11,
+    "fp8": 2.0 * 2.0**-4,
+}
 
 
 class RoundedWeights:

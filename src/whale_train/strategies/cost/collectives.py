@@ -164,7 +164,7 @@ def partitioned_sum_time_s(
 def _partition_s(elements: float, device: Device, precision: str) -> float:
     """Return the seconds of DeepSpeed's work besides sending: as measured on `device`, else the
     time of its copies."""
-    measured = device.kernels.get(precision, {}).get(KernelKind.PARTITION)
+    measured = device.measured(precision).get(KernelKind.PARTITION)
     if measured is not None:
         return measured.forward.seconds(0, 4 * elements)
     copy = kernel_of(device, precision, KernelKind.COPY).forward
@@ -180,7 +180,7 @@ def zero3_gather_overhead_s(
     the largest overhead measured on `devices`; 0.0 where nothing was measured.
     """
     kinds = {id(device): device for device in devices}.values()
-    kernels = [device.kernels.get(precision, {}).get(KernelKind.GATHER) for device in kinds]
+    kernels = [device.measured(precision).get(KernelKind.GATHER) for device in kinds]
     stops = [
         [
             modules * roofline.overhead_s + 4 * elements / roofline.bytes_s

@@ -20,10 +20,14 @@ NamedIntervals = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass
 class Prices:
-    """Prices of the pieces of one graph at one precision. Callers identify pieces by keys."""
+    """Prices of the pieces of one graph at one precision. Callers identify pieces by keys.
+
+    scaled: the names of the products that round their factors to 8 bits.
+    """
 
     graph: OperationGraph
     precision: str
+    scaled: frozenset[str] = frozenset()
     _works: dict[Hashable, Counter[Work]] = field(default_factory=dict)
     _times: dict[tuple[Hashable, int, float], Times] = field(default_factory=dict)
     _devices: dict[int, Device] = field(default_factory=dict)  # keeps devices alive for their ids
@@ -31,7 +35,7 @@ class Prices:
     @cached_property
     def works(self) -> Works:
         """Return the work of the graph's operations, analysed once."""
-        return Works(self.graph)
+        return Works(self.graph, self.scaled)
 
     def times(
         self,

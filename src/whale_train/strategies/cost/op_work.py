@@ -14,6 +14,7 @@ from enum import StrEnum
 from whale_train.strategies.graph.operation_graph import (
     DTYPE_BYTES,
     HELD,
+    PRODUCTS,
     Operation,
     OperationGraph,
     Ref,
@@ -25,6 +26,7 @@ class KernelKind(StrEnum):
     """Kind of an operation, by what limits its speed."""
 
     PRODUCT = "product"  # matrix products
+    SCALED = "scaled"  # products with weights, forwards and gradients of inputs in 8 bits
     CONVOLUTION = "convolution"
     ATTENTION = "attention"  # softmax(Q K) V as one operation
     POINTWISE = "pointwise"  # elementwise, a few instructions for each element
@@ -44,7 +46,9 @@ class KernelKind(StrEnum):
     GATHER = "gather"  # the work of ZeRO 3 on the tensors it sends, a module at a time
 
 
-BY_FLOPS = frozenset((KernelKind.PRODUCT, KernelKind.CONVOLUTION, KernelKind.ATTENTION))
+BY_FLOPS = frozenset((
+    KernelKind.PRODUCT, KernelKind.SCALED, KernelKind.CONVOLUTION, KernelKind.ATTENTION,
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Work:
     backward: traffic of the backward. None: the forward's traffic, at the kind's backward roofline.
     input_gradient: True if the backward computes gradients of inputs.
     weight_gradient: True if the backward computes the gradient of a weight.
+    rounded: traffic of the factors that a product rounds to 8 bits.
     """
 
     kind: KernelKind
@@ -91,6 +96,7 @@ class Work:
     backward: Traffic | None
     input_gradient: bool
     weight_gradient: bool
+    rounded: Traffic = _NONE
 
 
 # A function from the names of a value and a reader to a fraction of the value, 0 to 1. With a
@@ -108,10 +114,12 @@ class Works:
 
     Facts that hold for every stage and split are computed once: which values have a gradient, which
     value's storage a view shares, and which values a transpose left transposed in memory.
+
+    scaled: the names of the products that round their factors to 8 bits.
     """
 
-    def __init__(self, graph: OperationGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: OperationGraph, scaled: Container[str] = ()) -> None:
+        self.graph, self.scaled = graph, scaled
         self.with_gradient = differentiable(graph)
         self._transposed: dict[str, bool] = {}
         self._memory: dict[str, str] = {}
@@ -204,7 +212,15 @@ class Works:
                 back = result.times(2) + made
         elif kind is KernelKind.POINTWISE:
             back = self._pointwise_backward(operation, part, gradient)
-        return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
+        rounded = _NONE
+        if operation.name in self.scaled:
+            kind = KernelKind.SCALED
+            for place in PRODUCTS[operation.target][:2]:
+                factor = operation.args[place]
+                assert isinstance(factor, Ref)
+                rounded += self._traffic(factor.name, part, operation.name)
+        flops = operation.flops * share
+        return Work(kind, flops, traffic, back, of_input, of_weight, rounded)
 
     def _put(self, operation: Operation, part: PartOfValue) -> Work:
         """Return the work of writing the gradient of a part of a value into a gradient of the full

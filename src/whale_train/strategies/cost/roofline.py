@@ -17,6 +17,9 @@ _VIEW_OVERHEAD_S = 0.0  # hidden behind the device's queue
 # with bf16 units have FlashAttention-2, at the lower end of its range on A100. Older ones have
 # FlashAttention, which reached 25 to 40% there (Dao 2023, arXiv 2307.08691).
 _FLASH, _OLDER = 0.5, 0.3
+_KIND_IN_16_BITS = {KernelKind.SCALED: KernelKind.PRODUCT}
+# Kernels that round one factor (runtime/kernels/scaled_products.py), counted in its source.
+_ROUNDING_KERNELS = 15
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,21 @@ def work_times(works: Mapping[Work, int], samples: float, device: Device, precis
         flops, moved = work.flops * samples, work.forward.at(samples)
         if flops or moved or work.kind is KernelKind.VIEW:
             forward += count * kernel.forward.seconds(flops, moved)
+        if work.kind is KernelKind.SCALED:
+            pointwise = kernels[KernelKind.POINTWISE].forward
+            rounding_s = count * _rounding_s(pointwise, work.rounded.at(samples))
+            forward += rounding_s
         parts = work.input_gradient + work.weight_gradient
         if not parts:
             continue
         back = work.backward.at(samples) if work.backward is not None else moved
+        if work.kind is KernelKind.SCALED:  # the gradient of the input is a product as the forward
+            if work.input_gradient:
+                of_input += count * kernel.forward.seconds(flops, back) + rounding_s
+            if work.weight_gradient:
+                product = kernels[KernelKind.PRODUCT].backward
+                of_weight += count * product.seconds(flops, back) / 2
+            continue
         backward_s = count * kernel.backward.seconds(flops, back)
         if work.kind in BY_FLOPS and work.kind is not KernelKind.ATTENTION:
             backward_s /= 2  # a backward has up to two products, of equal cost
@@ -80,8 +94,18 @@ def work_times(works: Mapping[Work, int], samples: float, device: Device, precis
 def kernel_of(device: Device, precision: str, kind: KernelKind) -> Kernel:
     """Return the rooflines of `kind` on `device` at `precision`: as measured, else from the
     device's peaks. Raises KeyError where nothing was measured and the device does not support
-    `precision`."""
-    measured = device.kernels.get(precision, {}).get(kind)
+    `precision`.
+
+    In fp8 all but products with rounded factors run in bf16. Those reach the same part of their
+    peak as products in bf16 do.
+    """
+    if precision == "fp8":
+        kernel = kernel_of(device, "bf16", _KIND_IN_16_BITS.get(kind, kind))
+        if kind is not KernelKind.SCALED:
+            return kernel
+        faster = flops_rate(device, "fp8") / flops_rate(device, "bf16")
+        return kernel.faster(faster)
+    measured = device.measured(precision).get(kind)
     if measured is not None:
         return measured
     reached = device.reached
@@ -94,6 +118,12 @@ def kernel_of(device: Device, precision: str, kind: KernelKind) -> Kernel:
     if kind in BY_FLOPS:  # two products where the forward has one
         return Kernel(forward, Roofline(2 * overhead, rate / 2, bandwidth / 2))
     return Kernel(forward, forward)
+
+
+def _rounding_s(pointwise: Roofline, num_bytes: float) -> float:
+    """Return the seconds to round a product's two factors, of `num_bytes` in fp32, to 8 bits: one
+    pass finds the largest value of each row, one writes the codes."""
+    return 2 * _ROUNDING_KERNELS * pointwise.overhead_s + 2 * num_bytes / pointwise.bytes_s
 
 
 def _attention(device: Device) -> float:

@@ -389,6 +389,7 @@ class ModelProfile:
         model as it is can then use it.
     export_error: the reason why the model cannot be exported.
     batch_norm_modules: the paths of its BatchNorms.
+    linear_weights: the paths of the weights of linear layers that compute nothing but a product.
     unused_parameters: the parameters that never get a gradient.
     perhaps_unused: where the forward varies, the parameters that got no gradient from one batch and
         may get one from another.
@@ -414,6 +415,7 @@ class ModelProfile:
     graph: OperationGraph | None = None
     export_error: str = ""
     batch_norm_modules: tuple[str, ...] = ()
+    linear_weights: tuple[str, ...] = ()
     unused_parameters: tuple[str, ...] = ()
     perhaps_unused: tuple[str, ...] = ()
     unequal_parts: str = ""

@@ -39,6 +39,7 @@ def profile_to_json(profile: ModelProfile) -> str:
         "graph": None if profile.graph is None else [_written(op) for op in profile.graph],
         "export_error": profile.export_error,
         "batch_norm_modules": profile.batch_norm_modules,
+        "linear_weights": profile.linear_weights,
         "unused_parameters": profile.unused_parameters,
         "perhaps_unused": profile.perhaps_unused,
         "varies": profile.varies,

@@ -5,7 +5,7 @@ This file finds them on the operation graph, once. The plan names their operatio
 and the models of memory and time account for the replacements.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,6 +29,7 @@ JOINED_PRODUCTS = "joined_products"
 GATHERED_PRODUCTS = "gathered_products"
 OWN_GRADIENTS = "own_gradients"
 OVERLAPPED_ROWS = "overlapped_rows"
+SCALED_PRODUCTS = "scaled_products"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Rewrite:
 
     `own_gradients`: products and lookups. Each computes the gradient of its weight itself, and
     accumulates it in place or defers it.
+
+    `scaled_products`: products that round their factors to 8 bits. They may be part of another
+    rewrite of products.
 
     `overlapped_rows`: the operation whose rows return from their experts, and operations that run
     meanwhile.
@@ -181,6 +185,16 @@ class RewriteScope:
             else:
                 continue
             if self._is_weight(name, weight):
+                yield name
+
+    def scaled_products(self, weights: Container[str]) -> Iterator[str]:
+        """Yield the products among the operations that read one of `weights`, by path."""
+        for name in self.operations:
+            operation = self.graph[name]
+            if operation.target not in PRODUCTS or operation.kwargs or name in self.replaced:
+                continue
+            weight = _operands(operation)[1]
+            if isinstance(weight, Ref) and self.graph[weight.name].path in weights:
                 yield name
 
     def overlapped_rows(self) -> Iterator[Rewrite]:

@@ -164,7 +164,7 @@ def _name(value: Any, label: str) -> str:
 
 def is_measured(cluster: Cluster, precision: str) -> bool:
     """Return True if all devices of a cluster have figures measured at `precision`."""
-    return all(precision in device.kernels for device in cluster.devices)
+    return all(device.measured(precision) for device in cluster.devices)
 
 
 def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> Cluster:

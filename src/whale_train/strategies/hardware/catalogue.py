@@ -3,9 +3,10 @@
 Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"). `fp32` is
 the rate of the ordinary units, never of TF32, which rounds its inputs to 10 bits of mantissa.
 `fp16` and `bf16` are the rates of the tensor cores with fp32 accumulation, as in training. A
-precision without units of its own is absent. The fractions of the peaks that are reached are listed
-separately. Memory is the printed size in powers of ten, the smaller reading. Bandwidth of a link is
-in bytes/s in one direction: vendors print the sum of both directions for NVLink.
+precision without units of its own is absent. The rates of `fp8`, and the fractions of the peaks
+that are reached, are listed separately. Memory is the printed size in powers of ten, the smaller
+reading. Bandwidth of a link is in bytes/s in one direction: vendors print the sum of both
+directions for NVLink.
 """
 
 from collections.abc import Mapping
@@ -68,6 +69,22 @@ _PEAKS = (
     Device(CPU_PROCESS, {"fp32": 1e11, "fp16": 1e11, "bf16": 1e11}, 0.0, 25.6e9),
 )
 
+# The rates of tensor cores for factors of 8 bits with fp32 accumulation, from the same sources:
+# 485, 1,466, 3,026, 3,958, 3,341 and 3,958 TFLOPS with sparsity for L4, L40S, H100 PCIe, SXM and
+# NVL, and GH200 and H200; 72 PFLOPS with sparsity for a DGX B200.
+_FP8 = {
+    "rtx_4090_24gb": 330.3e12,
+    "rtx_5090_32gb": 419e12,
+    "l4_24gb": 242e12,
+    "l40s_48gb": 733e12,
+    "h100_pcie_80gb": 1.513e15,
+    "h100_sxm_80gb": 1.979e15,
+    "h100_nvl_94gb": 1.67e15,
+    "gh200_96gb": 1.979e15,
+    "h200_sxm_141gb": 1.979e15,
+    "b200_180gb": 4.5e15,
+}
+
 # Measured fractions of the peaks. Products: the largest rates that Stas Bekman's "Machine Learning
 # Engineering" lists as "Maximum Achievable Matmul FLOPS" (bf16, torch 2.5 to 2.7; the H200's is the
 # H100's), and for V100, 83 of 112 TFLOP/s (Markidis et al. 2018, arXiv 1803.04014) with 790 of
@@ -92,13 +109,16 @@ _REACHED = {
 RESERVED_BYTES = 1e9
 
 
-def _with_reached(device: Device) -> Device:
+def _completed(device: Device) -> Device:
     reached = next((x for kind, x in _REACHED.items() if device.name.startswith(kind)), Reached())
     reserved = 0.0 if device.name == CPU_PROCESS else RESERVED_BYTES
-    return replace(device, reached=reached, reserved_bytes=reserved)
+    flops = device.flops
+    if device.name in _FP8:
+        flops = {**flops, "fp8": _FP8[device.name]}
+    return replace(device, flops=flops, reached=reached, reserved_bytes=reserved)
 
 
-_DEVICES = tuple(map(_with_reached, _PEAKS))
+_DEVICES = tuple(map(_completed, _PEAKS))
 
 # No datasheet gives the latency of one step of a collective. These are nominal, from NCCL's own
 # tuning model for a ring step of its Simple protocol (hwLatencies for NVLINK, PCI, NET).

@@ -44,6 +44,13 @@ class Kernel:
     forward: Roofline
     backward: Roofline
 
+    def faster(self, factor: float) -> "Kernel":
+        """Return the kernel with `factor` times the rates of arithmetic."""
+        forward, backward = (
+            replace(x, flops_s=factor * x.flops_s) for x in (self.forward, self.backward)
+        )
+        return Kernel(forward, backward)
+
 
 @dataclass(frozen=True)
 class HostShare:
@@ -81,8 +88,8 @@ class Device:
     """One kind of accelerator, or one CPU process.
 
     name: the name in the catalogue or in the inventory.
-    flops: peak dense FLOP/s by precision (`fp32`, `bf16`, `fp16`). A precision without a unit is
-        absent.
+    flops: peak dense FLOP/s by precision (`fp32`, `bf16`, `fp16`, `fp8`). A precision without a
+        unit is absent.
     memory_bytes: bytes of its memory.
     memory_bandwidth_bytes_s: peak bytes/s of its memory.
     kernels: the rooflines measured on it (`mode=calibrate`), by precision and kind of operation.
@@ -100,6 +107,11 @@ class Device:
     host: HostShare | None = None
     reached: Reached = Reached()
     reserved_bytes: float = 0.0
+
+    def measured(self, precision: str) -> Mapping[str, Kernel]:
+        """Return the rooflines measured at `precision`, by kind of operation. Calibrations measure
+        no products in fp8, where all else runs in bf16: for fp8 they are bf16's."""
+        return self.kernels.get("bf16" if precision == "fp8" else precision, {})
 
     @property
     def room_bytes(self) -> float:

@@ -102,6 +102,7 @@ class _Architecture:
     tensor: FLOP per cycle of its tensor cores in 16 bits, dense and accumulated in fp32; 0 without
         tensor cores.
     has_bf16: True if the tensor cores compute in bf16.
+    has_fp8: True if they compute in fp8, at twice the rate of 16 bits.
     is_halved: True if GeForce cards have half of `tensor`.
     packed: without tensor cores, True if a unit computes two fp16 values at once. If not, fp16 is
         not worthwhile.
@@ -110,6 +111,7 @@ class _Architecture:
     units: int
     tensor: int
     has_bf16: bool = False
+    has_fp8: bool = False
     is_halved: bool = False
     packed: bool = False
 
@@ -124,10 +126,10 @@ _ARCHITECTURES: Mapping[tuple[int, int], _Architecture] = {
     (7, 5): _Architecture(64, 1024, is_halved=True),
     (8, 0): _Architecture(64, 2048, has_bf16=True),
     (8, 6): _Architecture(128, 1024, has_bf16=True, is_halved=True),
-    (8, 9): _Architecture(128, 1024, has_bf16=True, is_halved=True),
-    (9, 0): _Architecture(128, 4096, has_bf16=True),
-    (10, 0): _Architecture(128, 8192, has_bf16=True),
-    (12, 0): _Architecture(128, 1024, has_bf16=True, is_halved=True),
+    (8, 9): _Architecture(128, 1024, has_bf16=True, has_fp8=True, is_halved=True),
+    (9, 0): _Architecture(128, 4096, has_bf16=True, has_fp8=True),
+    (10, 0): _Architecture(128, 8192, has_bf16=True, has_fp8=True),
+    (12, 0): _Architecture(128, 1024, has_bf16=True, has_fp8=True, is_halved=True),
 }
 
 
@@ -149,6 +151,8 @@ def _by_properties(gpu: GpuFacts) -> Device:
         flops["fp16"] = 2 * flops["fp32"]
     if of.has_bf16:
         flops["bf16"] = flops["fp16"]
+    if of.has_fp8:
+        flops["fp8"] = 2 * flops["fp16"]
     memory_bytes_s = (gpu.memory_bytes_s or 3e11) * gpu.part
     memory = float(gpu.memory_bytes)
     return Device(_slug(gpu), flops, memory, memory_bytes_s, reserved_bytes=RESERVED_BYTES)

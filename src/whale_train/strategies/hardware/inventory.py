@@ -24,7 +24,7 @@ from whale_train.strategies.hardware.cluster import (
     NvmeFigures,
 )
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 # YAML 1.1 reads 15.7e12 as text (it wants 15.7e+12), so numbers are also read from text.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -295,6 +295,9 @@ def _flops(value: object, key: str, faults: list[Fault]) -> dict[str, float] | N
     if value == {}:
         faults.append(Fault(key, "{}", "has no precision", f"write flops: {_EXAMPLES['flops']}"))
     figures = {p: _field(fields, key, p, _positive, faults) for p in PRECISIONS}
+    if figures["fp8"] is not None and figures["bf16"] is None:
+        rule = "has no bf16 beside it, in which all but some products run"
+        faults.append(Fault(f"{key}.fp8", str(fields["fp8"]), rule, "add bf16, or leave fp8 out"))
     return {p: figure for p, figure in figures.items() if figure is not None} or None
 
 

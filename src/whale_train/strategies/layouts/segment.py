@@ -1,10 +1,15 @@
 """The operations that a rank runs without interruption, as the resolver decides them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from whale_train.strategies.graph.operation_graph import OperationGraph
-from whale_train.strategies.graph.rewrites import OWN_GRADIENTS, Rewrite, RewriteScope
+from whale_train.strategies.graph.rewrites import (
+    OWN_GRADIENTS,
+    SCALED_PRODUCTS,
+    Rewrite,
+    RewriteScope,
+)
 from whale_train.strategies.layouts.propagation import Assignment, Shard
 from whale_train.strategies.layouts.types import SEQUENCE, UNREPEATED, Cast
 
@@ -52,7 +57,12 @@ class Segment:
         )
 
     def rewrites(
-        self, graph: OperationGraph, on_cpu: bool, defers: bool, own_gradients: bool
+        self,
+        graph: OperationGraph,
+        on_cpu: bool,
+        defers: bool,
+        own_gradients: bool,
+        scaled: Collection[str] = (),
     ) -> tuple[Rewrite, ...]:
         """Return the rewrites of the operations.
 
@@ -61,12 +71,15 @@ class Segment:
         defers: True if weight gradients are computed apart from the backward.
         own_gradients: True if products and lookups compute the gradients of their weights
             themselves.
+        scaled: the paths of the weights, with their aliases, whose products round their factors to
+            8 bits.
         """
         scope = self.scope(graph)
         joined = () if defers else tuple(scope.joined_products())
         by_joined = {name for rewrite in joined for name in rewrite.operations}
         names = scope.own_gradients() if own_gradients else ()
         own = tuple(name for name in names if name not in by_joined)
+        rounded = tuple(scope.scaled_products(scaled)) if scaled else ()
         return (
             *scope.rms_norms(),
             *(
@@ -76,5 +89,6 @@ class Segment:
             ),
             *joined,
             *((Rewrite(OWN_GRADIENTS, own),) if own else ()),
+            *((Rewrite(SCALED_PRODUCTS, rounded),) if rounded else ()),
             *scope.overlapped_rows(),
         )

@@ -241,6 +241,8 @@ class Plan:
         is; those of a rewritten graph are in its chunks.
     offloaded: paths of the modules whose saved tensors are sent to the host, where the model runs
         as it is.
+    scaled_weights: paths of the weights whose products round their factors to 8 bits; their
+        operations are in the segments of a rewritten graph.
     """
 
     cluster: str
@@ -269,6 +271,7 @@ class Plan:
     logical_workers: LogicalWorkers | None = field(default=None, metadata=OMITTED)
     recomputed: tuple[str, ...] = field(default=(), metadata=OMITTED)
     offloaded: tuple[str, ...] = field(default=(), metadata=OMITTED)
+    scaled_weights: tuple[str, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

@@ -34,6 +34,7 @@ from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.resolver.reasons import (
     explained_chunks,
     explained_devices,
+    explained_scaling,
     explained_shares,
     explained_state,
     explained_sums,
@@ -244,7 +245,7 @@ def _considered(
         explained = [*decisions, *explained_devices(job), *explained_shares(job, decided.batches)]
         explained += [*cut.decisions, *explained_chunks(job, cut.chunks, decided)]
         explained += explained_sums(job, decided)
-        explained += explained_state(job, decided)
+        explained += [*explained_state(job, decided), *explained_scaling(job)]
         explained += offload_decisions(
             _offload_path(job, decided), _contents(job, decided), look.found.kept, job.cluster
         )

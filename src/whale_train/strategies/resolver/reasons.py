@@ -53,6 +53,15 @@ def explained_sums(job: PlanningContext, decided: PlanDecisions) -> Iterator[Dec
         yield Decision("train.all_reduce", "hierarchical", "flat", reason)
 
 
+def explained_scaling(job: PlanningContext) -> Iterator[Decision]:
+    """Yield a decision on the linear layers that round the factors of their products to 8 bits."""
+    scaled, layers = job.findings.scaled_weights, job.profile.linear_weights
+    if scaled:
+        chosen = f"{len(scaled)} of {len(layers)} linear layers"
+        reason = "those in repeated blocks, with sizes of 64 and more that are multiples of 16; "
+        yield Decision("train.precision", chosen, "", reason + "all else is bf16")
+
+
 def explained_state(job: PlanningContext, decided: PlanDecisions) -> Iterator[Decision]:
     """Yield a decision on how ZeRO cuts the state, where devices differ in memory or the parts
     follow it."""

@@ -23,6 +23,8 @@ def refuse_model(job: PlanningContext) -> None:
     faults: list[Fault] = []
     if job.profile.graph is None and not job.as_is:
         _refuse_no_graph(job, faults)
+    if job.training.precision == "fp8" and not job.findings.scaled_weights:
+        _refuse_scaling(job.profile, faults)
     refuse_unknown_names(job, faults)
     _refuse_shared_sequence(job, faults)
     refuse_written_parameters(job.profile, job.zero, faults)
@@ -42,6 +44,13 @@ def _refuse_no_graph(job: PlanningContext, faults: list[Fault]) -> None:
         key, value = f"{split.path}.modules", ", ".join(split.modules)
     rule = f"needs the model's graph, and {profile.name} cannot be exported"
     faults.append(Fault(key, value, f"{rule} ({profile.export_error})", AS_IS))
+
+
+def _refuse_scaling(profile: ModelProfile, faults: list[Fault]) -> None:
+    """Add a fault for a model without a linear layer that could round its factors to 8 bits."""
+    rule = f"is for linear layers in repeated blocks, and {profile.name} has none whose sizes are "
+    rule += "multiples of 16 and at least 64"
+    faults.append(Fault("train.precision", "fp8", rule, "use bf16"))
 
 
 def _refuse_files(job: PlanningContext, faults: list[Fault]) -> None:

@@ -26,7 +26,7 @@ from whale_train.strategies.stages.analysis import ModelAnalysis
 from whale_train.strategies.stages.logical_workers import refuse_workers
 from whale_train.strategies.stages.placement import form_of
 
-_PRECISIONS = ("fp32", "bf16", "fp16")
+_PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 
 def resolve(

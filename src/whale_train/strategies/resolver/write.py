@@ -152,6 +152,7 @@ def build_plan(
         inventory=planned_inventory(job.cluster),
         parameter_groups=parameter_groups(job.training, job.profile.parameters),
         optimizers=job.training.optimizers,
+        scaled_weights=job.findings.scaled_weights,
         logical_workers=None
         if job.strategy.logical_workers is None
         else planned_workers(job, decided.batches.samples),

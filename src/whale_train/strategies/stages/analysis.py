@@ -19,6 +19,7 @@ from whale_train.strategies.graph.operation_graph import (
 )
 from whale_train.strategies.graph.rewrites import Rewrite, RewriteScope
 from whale_train.strategies.graph.saved_tensors import View
+from whale_train.strategies.graph.scaled_weights import scaled_weights
 from whale_train.strategies.independence.judge import LossReduction, classify_loss, states_of
 from whale_train.strategies.independence.states import State
 from whale_train.strategies.memory.engine_memory import weight_width
@@ -99,7 +100,21 @@ class ModelAnalysis:
     @cached_property
     def prices(self) -> Prices:
         """Return the cache of operation times, in seconds, at the precision of training."""
-        return Prices(self.graph, self.precision)
+        scope = RewriteScope.whole(self.graph)
+        return Prices(
+            self.graph, self.precision, frozenset(scope.scaled_products(self.scaled_names))
+        )
+
+    @cached_property
+    def scaled_weights(self) -> tuple[str, ...]:
+        """Return the paths of the weights whose products round their factors to 8 bits."""
+        return scaled_weights(self.profile) if self.precision == "fp8" else ()
+
+    @cached_property
+    def scaled_names(self) -> frozenset[str]:
+        """Return the names of `scaled_weights`, aliases included."""
+        weights = (self.profile.weight_by_path[path] for path in self.scaled_weights)
+        return frozenset(name for x in weights for name in (x.path, *x.aliases))
 
     @cached_property
     def likeness(self) -> CanonicalSlices:

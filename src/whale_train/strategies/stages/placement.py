@@ -366,7 +366,8 @@ def rewrites_of(
     on_cpu = job.cluster.on_cpu
 
     def find() -> tuple[Rewrite, ...]:
-        return segment_of(job, chunk).rewrites(job.graph, on_cpu, defers, own_gradients)
+        segment, scaled = segment_of(job, chunk), job.findings.scaled_names
+        return segment.rewrites(job.graph, on_cpu, defers, own_gradients, scaled)
 
     key = ("rewrites", *named_key(job, chunk), on_cpu, defers, own_gradients)
     return job.findings.once(key, find)
