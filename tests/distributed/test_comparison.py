@@ -13,6 +13,7 @@ import torch
 from tests.distributed.recorded_sides import PLAIN, asked, whole_tensors, write_side
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from whale_train.config import read_request
 from whale_train.errors import PlanError
@@ -222,6 +223,24 @@ def test_dropout_off_is_every_dropout_of_zero() -> None:
     with DropoutOff() as mode:
         dropping(0.0)(x)
     assert not mode.met
+
+
+@pytest.mark.parametrize("by_tensor", [True, False])
+def test_dropout_off_reaches_forwards_of_a_backward(by_tensor: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5).sin()
+
+    with DropoutOff():
+        value = checkpoint(dropped, x, use_reentrant=False)
+        total = value.sum()
+        if by_tensor:
+            total.backward()
+        else:
+            torch.autograd.backward([total, value], [None, torch.ones_like(value)])
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().cos() * (1 if by_tensor else 2))
 
 
 def test_dropout_off_reaches_exported_graphs() -> None:

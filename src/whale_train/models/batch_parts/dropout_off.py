@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from whale_train.models.seeded_draws import OwnSeed
@@ -42,6 +44,8 @@ class DropoutOff(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
+        if func in _BACKWARDS:
+            return self._backward(*args, **options)
         stays = self._keeps_seeded and self._seed.is_seeded({})
         if stays or not drops(func, args, options):
             return func(*args, **options)
@@ -56,6 +60,41 @@ class DropoutOff(TorchFunctionMode):
         else:
             options[key] = off
         return func(*args, **options)
+
+    def _backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        **options: Any,
+    ) -> None:
+        """Run a backward inside this mode.
+
+        A backward may compute forwards again, whose dropouts must be off as well. torch leaves a
+        mode while it handles a call, and its backward is such a call since 2.13: the engine is
+        called in its place.
+        """
+        outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        given = options.pop("gradient", grad_tensors)
+        gradients = (given,) * len(outputs) if given is None or isinstance(given, Tensor) else given
+        seeds = tuple(
+            torch.ones_like(x) if seed is None and x.requires_grad else seed
+            for x, seed in zip(outputs, gradients, strict=True)
+        )
+        inputs = options.pop("inputs", None)
+        inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+        engine = torch.autograd.Variable._execution_engine
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            engine.run_backward(
+                *(outputs, seeds, create_graph if retain_graph is None else retain_graph),
+                *(create_graph, inputs),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def is_dropout_off() -> bool:
@@ -91,4 +130,5 @@ _OFF: dict[str, tuple[int, str, Any]] = {
     "multi_head_attention_forward": (10, "dropout_p", 0.0),
     "rrelu": (3, "training", False),
 }
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
