@@ -21,7 +21,7 @@ from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.rehearsal import Rehearsal
 from whale_train.runtime.base.autocast import autocast
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting
-from whale_train.runtime.rehearse.attention import as_on_a_gpu
+from whale_train.runtime.rehearse.attention import as_on_devices
 from whale_train.runtime.rehearse.main import as_rank, chosen, groups_of, model_of, rehearse
 from whale_train.runtime.rehearse.meta_tensors import HostRead, MetaTensors, OnTheHost
 from whale_train.runtime.rehearse.rank import rehearse_rank
@@ -120,7 +120,7 @@ def kernels() -> str:
         x = torch.empty(2, 4, 8, 16, dtype=dtype, device=META, requires_grad=True)
         mask = torch.empty(8, 8, dtype=torch.bool, device=META)
         for name, given in (("causal", {"is_causal": True}), ("mask", {"attn_mask": mask})):
-            with as_on_a_gpu() as chosen:
+            with as_on_devices(on_cpu=False) as chosen:
                 made = functional.scaled_dot_product_attention(x, x, x, **given)  # type: ignore[arg-type]
                 made.sum().backward()
             found[f"{dtype} {name}"] = dict(chosen)
@@ -329,6 +329,26 @@ LARGE = [
     *("model=gpt", "model.width=256", "model.depth=6", "model.sequence_length=256"),
     *("data=text", "hardware=dgx_a100", "train.global_batch=64"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "kernel", "within"),
+    [
+        ("hardware=dgx_a100", "memory-efficient", 0.05),
+        ("hardware=cpu hardware.devices=2", "unfused", 0.1),
+    ],
+)
+def test_attention_that_drops_is_fused_on_gpus(
+    devices: str, kernel: str, within: float, served: Served
+) -> None:
+    """A CPU saves the weights of all pairs of tokens, a GPU none."""
+    overrides = [*LARGE[:4], *devices.split(), "train.global_batch=16", "model.dropout=0.1"]
+    more = ["strategy=dp", "train.precision=fp32", "data.sequence_length=256", "model.heads=8"]
+    found = Rehearsal.from_json(served.ask(rehearsed, overrides=[*overrides, *more]))
+    assert found.is_clean
+    for kind in found.kinds:
+        assert kind.kernels.keys() == {kernel}
+        assert kind.peak == pytest.approx(kind.planned, rel=within), (kind.rank, kind.peak_bytes)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whale_train.config import Request
+from whale_train.data.dataset import Dataset
 from whale_train.data.evaluation_sets import OpenedData, open_data
 from whale_train.data.fingerprint import Fingerprint, fingerprint
 from whale_train.data.mixture import MixedDataset, MixedOrder
@@ -65,6 +66,7 @@ from whale_train.machine.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.graph.saved_tensors import on_cpus
 from whale_train.strategies.hardware.calibration import stand_ins
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
 from whale_train.strategies.memory.malloc_headroom import THRESHOLD, explain_fragmentation
@@ -180,7 +182,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         raise ConfigError(faults)
     cluster, device, emulated = place.cluster, place.device, place.emulated
     dataset = data.training
-    profile = profile_of(request, dataset)
+    profile = _profile(request, dataset, cluster)
     check_data(request, profile, data, faults)
     refuse_joined_documents(request, profile, faults)
     refuse_unwatchable(request, data, faults)
@@ -428,7 +430,7 @@ def planning_base(request: Request) -> PlanningBase:
     cluster, _ = with_tf32(request, place.cluster, faults)
     training = training_of(request)
     device, emulated = place.device, place.emulated
-    profile = profile_of(request, dataset)
+    profile = _profile(request, dataset, cluster)
     check_data(request, profile, data, faults)
     refuse_joined_documents(request, profile, faults)
     training = with_optimizers(request, training, profile.parameters, faults)
@@ -437,6 +439,12 @@ def planning_base(request: Request) -> PlanningBase:
         raise ConfigError(faults)
     made_of = (request, cluster, profile, training, device, emulated, dataset.num_samples)
     return PlanningBase(*made_of, _can_offload(request))
+
+
+def _profile(request: Request, dataset: Dataset, cluster: Cluster) -> ModelProfile:
+    """Return the profile of the request's model, for the kind of device of `cluster`."""
+    profile = profile_of(request, dataset)
+    return on_cpus(profile) if cluster.on_cpu else profile
 
 
 def _data(request: Request, faults: list[Fault]) -> OpenedData | None:

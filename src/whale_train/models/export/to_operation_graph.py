@@ -1,7 +1,7 @@
 """Convert an exported graph to the torch-free OperationGraph, on which all planning works."""
 
 from collections.abc import Mapping
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -18,11 +18,17 @@ from whale_train.strategies.graph.operation_graph import (
 )
 
 
+def _per_sample(saved: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    """Return saved bytes of the export batch as those of a sample, by place."""
+    return tuple((place, num_bytes / EXPORT_BATCH) for place, num_bytes in saved.items())
+
+
 def operation_graph(
     module: fx.GraphModule,
     flops: Mapping[str, float],
     saved: Mapping[str, Mapping[int, float]],
     memory: Mapping[str, int],
+    saved_on_cpu: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
 ) -> OperationGraph:
     """Return the torch-free form of `module.graph`.
 
@@ -30,6 +36,7 @@ def operation_graph(
     saved: bytes that autograd saves, by operation name and then by place (`Operation.saved`), for
         the export batch.
     memory: `Operation.memory` by operation name.
+    saved_on_cpu: `saved` on a CPU, of the operations that save something else there.
 
     Operations that these do not name have no FLOPs, save nothing and have memory of their own.
     """
@@ -47,7 +54,8 @@ def operation_graph(
                 module=module_path(node),
                 path=model_path(str(node.target)) if node.op == "get_attr" else "",
                 flops=flops.get(node.name, 0.0) / EXPORT_BATCH,
-                saved=tuple((of, x / EXPORT_BATCH) for of, x in saved.get(node.name, {}).items()),
+                saved=_per_sample(saved.get(node.name, {})),
+                saved_on_cpu=_per_sample(saved_on_cpu.get(node.name, {})),
                 memory=memory.get(node.name, OWN),
                 after=writers.get(node.name, ()),
                 random=_draws(node),

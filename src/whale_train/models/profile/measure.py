@@ -5,7 +5,7 @@ the torch-free `OperationGraph`, on which all planning works. A model that canno
 measured by calling it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -246,7 +246,10 @@ def _measured_graph(
         interpreter = _CountingInterpreter(exported, saved)
         interpreter.run_batch(batch)
     interpreter.sparse_calls.refuse(name, interpreter.sparse)
-    return operation_graph(exported, interpreter.flops, interpreter.kept, interpreter.memory)
+    return operation_graph(
+        *(exported, interpreter.flops, interpreter.kept, interpreter.memory),
+        interpreter.kept_on_cpu,
+    )
 
 
 def _measure(
@@ -304,6 +307,7 @@ class _CountingInterpreter(fx.Interpreter):
 
     flops: FLOPs by operation name.
     kept: bytes that autograd saves, by operation name and then by place (`Operation.saved`).
+    kept_on_cpu: `kept` on a CPU, of the operations that differ there.
     memory: the place of the value whose memory an operation's result shares, by operation name
         (`Operation.memory`).
     sparse: modules, or operations, with sparse gradients.
@@ -314,6 +318,7 @@ class _CountingInterpreter(fx.Interpreter):
         self._exported, self._saved = module, saved
         self.flops: dict[str, float] = {}
         self.kept: dict[str, dict[int, float]] = {}
+        self.kept_on_cpu: dict[str, dict[int, float]] = {}
         self.memory: dict[str, int] = {}
         self.sparse: list[str] = []  # modules (or operations) with sparse gradients
         self.sparse_calls = SparseCalls()
@@ -334,41 +339,57 @@ class _CountingInterpreter(fx.Interpreter):
         if len(self.sparse_calls.targets) > sparse:
             self.sparse.append(module_path(n) or n.name)
         self.flops[n.name] = float(self.counter.get_total_flops() - before)
-        if n.target is _ATTENTION:
-            # The meta device decomposes attention, and would save the full matrix of weights.
-            fused = self._fused_attention(n, known)
-            value = value if fused is None else fused
         places: dict[int, int] = {}
         for i, node in enumerate(n.all_input_nodes):
             for m in _memories(self.env[node]):
                 places.setdefault(m, i)
+        if n.target is _ATTENTION:
+            # The meta device decomposes attention, and would save the full matrix of weights.
+            whole = self._saved_bytes(known, places, _memories(value))
+            fused, drops = self._fused_attention(n, known)
+            value = value if fused is None else fused
+            if drops:
+                self.kept_on_cpu[n.name] = whole
         own = _memories(value)
         self.memory[n.name] = min((places[m] for m in own if m in places), default=OWN)
+        self.kept[n.name] = self._saved_bytes(known, places, own)
+        return value
+
+    def _saved_bytes(
+        self, known: int, places: Mapping[int, int], own: Container[int]
+    ) -> dict[int, float]:
+        """Return the bytes of the tensors saved since `known`, by place.
+
+        places: the index of the input by the id of its memory.
+        own: the ids of the memory of the operation's value.
+        """
         saved_bytes: dict[tuple[int, int], float] = {}
         for tensor in self._saved[known:]:
             m = _memory(tensor)
             place = places.get(m, OWN if m in own else INSIDE)
             saved_bytes[place, m] = float(tensor.untyped_storage().nbytes())
-        self.kept[n.name] = {}
+        total: dict[int, float] = {}
         for (place, _), num_bytes in saved_bytes.items():
-            self.kept[n.name][place] = self.kept[n.name].get(place, 0.0) + num_bytes
-        return value
+            total[place] = total.get(place, 0.0) + num_bytes
+        return total
 
-    def _fused_attention(self, n: fx.Node, known: int) -> Tensor | None:
-        """Return the value of the attention `n` as a CPU's fused kernel computes it, or None where
-        torch would choose no fused kernel.
+    def _fused_attention(self, n: fx.Node, known: int) -> tuple[Tensor | None, bool]:
+        """Return the value of the attention `n` as a CPU's fused kernel computes it without
+        dropout, or None where torch would choose no fused kernel; and whether it has dropout.
 
-        The tensors that the kernel saves replace all tensors saved since `known`.
+        The tensors that the kernel saves replace all tensors saved since `known`. A GPU's fused
+        kernels save as much with dropout, whose mask they draw again.
         """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        small, named = _small_on_cpu((args, kwargs))
-        if torch._fused_sdp_choice(*small, **named) != _FLASH:
-            return None
         given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        drops = bool(given.get("dropout_p", 0.0))
+        given["dropout_p"] = 0.0
+        if torch._fused_sdp_choice(**_small_on_cpu(given)) != _FLASH:
+            return None, False
         given.pop("enable_gqa", None)
         del self._saved[known:]
         value: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**given)[0]
-        return value
+        return value, drops
 
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _MOST_HEAD_DIM = 256  # the limit of FlashAttention
-FLASH, EFFICIENT = "flash", "memory-efficient"
+FLASH, EFFICIENT, UNFUSED = "flash", "memory-efficient", "unfused"
+_MATH = torch.ops.aten._scaled_dot_product_attention_math.default
 
 
 def kernel_of(query: Tensor, mask: Tensor | None) -> str:
@@ -64,8 +65,9 @@ class _Attention(torch.autograd.Function):
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[Counter[str]]:
-    """Run attention over meta tensors inside the context as a GPU would.
+def as_on_devices(on_cpu: bool) -> Iterator[Counter[str]]:
+    """Run attention over meta tensors inside the context as a GPU would, or as a CPU (`on_cpu`),
+    which has no fused attention that drops.
 
     Yields the number of runs of each kernel. Nothing can be exported inside the context.
     """
@@ -76,9 +78,16 @@ def as_on_a_gpu() -> Iterator[Counter[str]]:
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        *_: Any,
-        **__: Any,
+        dropout_p: float = 0.0,
+        *rest: Any,
+        **named: Any,
     ) -> Tensor:
+        if on_cpu and dropout_p:
+            chosen[UNFUSED] += 1
+            is_causal = bool(rest[0]) if rest else bool(named.pop("is_causal", False))
+            operands = (query, key, value, attn_mask, dropout_p, is_causal)
+            mixed: Tensor = _MATH(*operands, **named)[0]
+            return mixed
         chosen[kernel_of(query, attn_mask)] += 1
         output: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
         return output

@@ -23,7 +23,7 @@ from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.rank_context import RankContext, StandIns
 from whale_train.runtime.engines.uneven.engine import UnevenEngine
 from whale_train.runtime.pipeline.executor import PipelineModel
-from whale_train.runtime.rehearse.attention import as_on_a_gpu
+from whale_train.runtime.rehearse.attention import as_on_devices
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
 from whale_train.runtime.rehearse.recorded_group import Record, alone
 from whale_train.runtime.rehearse.routing import evenly
@@ -32,6 +32,7 @@ from whale_train.runtime.train.grad_scaler import LossScale
 from whale_train.runtime.train.loop import train_step
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.graph.operation_graph import InputField
+from whale_train.strategies.hardware.cluster import CPU_PROCESS
 from whale_train.strategies.plan.plan import Plan
 
 DEVICE = torch.device("meta")
@@ -82,7 +83,11 @@ def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehe
     started = time.perf_counter()
     error = place = ""
     peak: dict[str, int] = {}
-    with alone(rank, plan.world_size) as record, as_on_a_gpu() as kernels, evenly():
+    with (
+        alone(rank, plan.world_size) as record,
+        as_on_devices(_is_on_cpu(plan)) as kernels,
+        evenly(),
+    ):
         step = _Step(request, plan, model, rank)
         try:
             step.run()
@@ -94,6 +99,11 @@ def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehe
         del step
     seconds = time.perf_counter() - started
     return Rehearsed(rank, error, place, peak, record, dict(kernels), reads, operations, seconds)
+
+
+def _is_on_cpu(plan: Plan) -> bool:
+    """Return True if the devices of a plan are CPU processes."""
+    return plan.inventory is not None and CPU_PROCESS in plan.inventory.devices
 
 
 class _Step:

@@ -81,6 +81,8 @@ class Operation:
     saved: tensors that autograd saves for the operation's backward, as pairs of a place and bytes,
         per sample in fp32. A place is an index of `inputs`, `OWN` for the operation's own value, or
         `INSIDE` for an intermediate value.
+    saved_on_cpu: `saved` on a CPU, where it differs; else empty. A CPU has no fused attention that
+        drops, and saves all weights of it.
     memory: the index of the input whose storage the value shares; `OWN` where it has its own.
     after: the operations that changed an input in place, under another name than the one that this
         operation reads.
@@ -104,6 +106,7 @@ class Operation:
     random: bool = False
     writes: tuple[str, ...] = ()
     changes: str = ""
+    saved_on_cpu: tuple[tuple[int, float], ...] = ()
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

@@ -100,13 +100,13 @@ def _written(operation: Operation) -> list[Any]:
         *(op.name, op.target, _plain(op.args), [[key, _plain(x)] for key, x in op.kwargs]),
         None if op.shape is None else [[size.fixed, size.per_sample] for size in op.shape],
         *(op.dtype, op.module, op.path, op.flops, op.saved, op.memory, op.after, op.random),
-        *(op.writes, op.changes),
+        *(op.writes, op.changes, op.saved_on_cpu),
     ]
 
 
 def _read(row: list[Any]) -> Operation:
     name, target, args, kwargs, shape, dtype, module, path, flops, saved, *rest = row
-    memory, after, random, writes, changes = rest
+    memory, after, random, writes, changes, on_cpu = rest
     return Operation(
         name,
         target,
@@ -115,6 +115,7 @@ def _read(row: list[Any]) -> Operation:
         None if shape is None else tuple(Size(*size) for size in shape),
         *(dtype, module, path, flops, tuple((at, num_bytes) for at, num_bytes in saved)),
         *(memory, tuple(after), random, tuple(writes), changes),
+        tuple((at, num_bytes) for at, num_bytes in on_cpu),
     )
 
 

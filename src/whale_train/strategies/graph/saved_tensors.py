@@ -15,6 +15,7 @@ from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     LOWERED,
     OWN,
+    ModelProfile,
     Operation,
     OperationGraph,
     kind_of,
@@ -181,6 +182,18 @@ def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
         for key, num_bytes in saved_by(view, view.graph[name]):
             saved.setdefault(key, num_bytes)
     return saved
+
+
+def on_cpus(profile: ModelProfile) -> ModelProfile:
+    """Return `profile` for ranks on CPUs: with what autograd saves there."""
+    graph = profile.graph
+    if graph is None or not any(operation.saved_on_cpu for operation in graph):
+        return profile
+    there = OperationGraph(
+        tuple(replace(x, saved=x.saved_on_cpu) if x.saved_on_cpu else x for x in graph)
+    )
+    num_bytes = sum(kept(View(there), [operation.name for operation in there]).values())
+    return replace(profile, graph=there, activation_bytes=num_bytes)
 
 
 def entering_values(graph: OperationGraph, operations: Collection[str]) -> set[str]:
