@@ -47,6 +47,8 @@ class View:
     gathers_again: pairs (operation, value) of operations that save the rank's shard of the value,
         and gather it again in their backward.
     divides_positions: True if the ranks of a group hold whole weights, and divide positions.
+    exchanged: the operations that save their result as they compute it, and give another copy, in
+        which the members' positions lie as before.
     """
 
     graph: OperationGraph
@@ -59,6 +61,7 @@ class View:
     repeated: Mapping[str, str] = field(default_factory=dict)
     gathers_again: frozenset[tuple[str, str]] = frozenset()
     divides_positions: bool = False
+    exchanged: frozenset[str] = frozenset()
 
     @classmethod
     def at(cls, graph: OperationGraph, precision: str) -> "View":
@@ -167,6 +170,7 @@ _WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 # The smallest tensor that is sent to the host: 83 us at the 12 GB/s of a nominal link, well above
 # what it takes to begin a copy.
 SENT_BYTES = 1_000_000
+_EXCHANGED = -4  # in keys of `kept`: a result before members exchange its positions
 _CAST = -3  # in keys of `kept`: the 16-bit copy that a product has made of a wider value
 
 
@@ -182,6 +186,27 @@ def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
         for key, num_bytes in saved_by(view, view.graph[name]):
             saved.setdefault(key, num_bytes)
     return saved
+
+
+def _apart(
+    view: View, operation: Operation, lowers: bool
+) -> Iterator[tuple[tuple[str, int], float]]:
+    """Yield the saved inputs that are gathered or sliced for `operation`, and in the model share
+    their storage with another saved input, as queries, keys and values of one product do."""
+    if not view.read_as:
+        return
+    memory_of = view.graph.memory_of
+    places = [place for place, _ in operation.saved if place >= 0]
+    shared = {memory_of[operation.inputs[place]] for place in places}
+    for place, name in enumerate(operation.inputs):
+        if place in places or memory_of[name] not in shared:
+            continue
+        put_together = view.put_together(operation, name)
+        if put_together is not None and (operation.name, name) not in view.gathers_again:
+            made_of, part = put_together
+            is_half = lowers or made_of in view.halves
+            num_bytes = view.graph.num_bytes[name] * part * (0.5 if is_half else 1.0)
+            yield (f"{made_of} as {part}", OWN), num_bytes
 
 
 def on_cpus(profile: ModelProfile) -> ModelProfile:
@@ -207,10 +232,13 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
     """Yield the tensors that autograd saves for `operation`, each as its key in `kept` and its
     bytes per sample."""
     lowers = view.casts and kind_of(operation) in LOWERED
+    yield from _apart(view, operation, lowers)
     for place, num_bytes in operation.saved:
         if place == INSIDE:
             yield (operation.name, INSIDE), num_bytes * view.inside(operation)
             continue
+        if place == OWN and operation.name in view.exchanged:
+            yield (operation.name, _EXCHANGED), num_bytes * view.part(operation.name)
         read = source = operation.name if place == OWN else operation.inputs[place]
         if source in view.repeated:
             source = view.repeated[source]

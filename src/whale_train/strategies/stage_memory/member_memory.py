@@ -12,7 +12,7 @@ from math import ceil, inf, log2
 from whale_train.strategies.graph.block_paths import unit_of
 from whale_train.strategies.graph.operation_graph import Operation
 from whale_train.strategies.graph.saved_tensors import SENT_BYTES, View, whole_value
-from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
+from whale_train.strategies.layouts.types import COMBINE, DISPATCH, UNREPEATED, Shard
 from whale_train.strategies.memory import nvme
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
@@ -130,7 +130,9 @@ class MemberMemory:
         job, view, on_cpu = self._job, self._job.findings.view, self._job.cluster.on_cpu
         if not job.as_is:
             made = view.rewritten(rewrites_of(job, chunk, own_gradients=False))
-            return replace(made, divides_positions=chunk.shares_sequence)
+            becomes = chunk.sharded.assignment.becomes if chunk.sharded else {}
+            exchanged = frozenset(name for name, kind in becomes.items() if kind in UNREPEATED)
+            return replace(made, divides_positions=chunk.shares_sequence, exchanged=exchanged)
         # Models that run as they are repeat no keys on GPUs.
         return view if on_cpu else view.rewritten(job.findings.grouped_keys)
 
