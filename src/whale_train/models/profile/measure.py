@@ -345,11 +345,11 @@ class _CountingInterpreter(fx.Interpreter):
                 places.setdefault(m, i)
         if n.target is _ATTENTION:
             # The meta device decomposes attention, and would save the full matrix of weights.
-            whole = self._saved_bytes(known, places, _memories(value))
+            unfused = self._saved_bytes(known, places, _memories(value))
             fused, drops = self._fused_attention(n, known)
             value = value if fused is None else fused
             if drops:
-                self.kept_on_cpu[n.name] = whole
+                self.kept_on_cpu[n.name] = unfused
         own = _memories(value)
         self.memory[n.name] = min((places[m] for m in own if m in places), default=OWN)
         self.kept[n.name] = self._saved_bytes(known, places, own)
