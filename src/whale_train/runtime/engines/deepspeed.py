@@ -20,6 +20,7 @@ from whale_train.runtime.engines.accelerator import use_accelerator
 from whale_train.runtime.engines.base import ParameterState, set_learning_rate, without_scale
 from whale_train.runtime.engines.deepspeed_norm import StepNorm
 from whale_train.runtime.engines.deepspeed_zero3 import (
+    gather_copies,
     one_master_copy,
     partition,
     partitions_by_dtype,
@@ -127,6 +128,8 @@ class DeepSpeedEngine:
         if self._stage < 3 and "offload_optimizer" in config["zero_optimization"]:
             _accumulate_in_fp32(self._optimizer)
         self._swapped = SwappedState(self._optimizer) if parents else None
+            if in_files and device.type == "cpu" and copies.size == 1:
+                gather_copies(module)
         weights.give_masters(self._master)
         if self._swapped is not None:
             self._swapped.flush()
