@@ -77,6 +77,25 @@ def test_numbers_and_checkpoints_are_those_of_copies(tmp_path: Path, disk: Path)
 
 @pytest.mark.full
 @needs_libaio
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_one_process_that_recomputes_trains_as_without_files(
+    micro_batches: int, tmp_path: Path, disk: Path
+) -> None:
+    """With one micro-batch gradients go to files, with two they are added up in memory."""
+    alone = ("hardware.devices=1", f"train.accumulate={micro_batches}")
+    losses, weights = trained(tmp_path, "plain", "strategy.graph={replicate: {}}", *alone)
+    graph = in_files(disk).replace("zero: 3", "zero: 3, recompute: full")
+    of_files, values = trained(tmp_path, "files", graph, *alone)
+    assert of_files == pytest.approx(losses, rel=1e-5)
+    for path, value in weights.items():
+        torch.testing.assert_close(values[path], value, rtol=1e-3, atol=1e-4)
+    plan = json.loads((tmp_path / "files" / "plan.json").read_text())
+    (config,) = plan["ranks"][0]["deepspeed"].values()
+    assert config["managed_gradient_accumulation"] is (micro_batches == 1)
+
+
+@pytest.mark.full
+@needs_libaio
 @pytest.mark.parametrize("ended_by", ["interrupt", "killed rank"])
 def test_nothing_is_left_however_a_run_ends(ended_by: str, tmp_path: Path, disk: Path) -> None:
     job = Job(tmp_path)

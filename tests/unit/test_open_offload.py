@@ -5,10 +5,18 @@ from dataclasses import replace
 import pytest
 from tests.unit.operation_graphs import classifier
 from tests.unit.plan_requests import strategy_of, training
+from tests.unit.test_likeness import blocks
 
 from whale_train.errors import PlanError
 from whale_train.strategies.grammar.nodes import Replicate
-from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.hardware.cluster import (
+    Cluster,
+    Device,
+    HostFigures,
+    Link,
+    Node,
+    NvmeFigures,
+)
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.open_offload import alternatives
 from whale_train.strategies.resolver.resolve import resolve
@@ -17,6 +25,9 @@ from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 AUTO = {"replicate": {"offload": "auto"}}
 STATE = {"optimizer": "auto", "parameters": "auto"}
 LINK = Link("inside", 1e10, 1e-6)
+
+
+FILES = {**STATE, "path": "/nvme"}
 
 
 def ways(body: object) -> list[tuple[int, str, str]]:
@@ -40,6 +51,13 @@ def ways(body: object) -> list[tuple[int, str, str]]:
             (3, "none", "none"), (3, "cpu", "none"), (3, "none", "cpu"), (3, "cpu", "cpu")
         ]),
         ({"offload": {"optimizer": "none"}}, []),
+        ({"zero": 1, "offload": FILES}, [
+            (1, "none", "none"), (1, "cpu", "none"), (3, "nvme", "none"), (3, "none", "cpu"),
+            (3, "cpu", "cpu"), (3, "nvme", "cpu"), (3, "cpu", "nvme"), (3, "nvme", "nvme"),
+        ]),
+        ({"zero": 3, "offload": {**FILES, "parameters": "none"}}, [
+            (3, "none", "none"), (3, "cpu", "none"), (3, "nvme", "none")
+        ]),
     ],
 )  # fmt: skip
 def test_which_alternatives_there_are(body: object, expected: list[tuple[int, str, str]]) -> None:
@@ -81,6 +99,27 @@ def test_only_what_does_not_fit_is_offloaded_and_the_plan_says_why() -> None:
     assert "optimizer on the host, zero: 1 is" in decision.reason
     with pytest.raises(ShortOfMemoryError, match=r"101 kB more than its 3\.50 MB"):
         planned(AUTO, 3.5e6)
+
+
+def test_files_are_chosen_where_a_folder_is_named_and_the_host_is_full() -> None:
+    device = Device("chip", {"fp32": 1e12}, 1e9, 1e11)
+    host, disks = HostFigures("small", 1e9, 1e11, LINK), NvmeFigures(1e10, 1e9, 1e9)
+    here = Cluster("mine", (Node((device,), LINK, host, nvme=disks),), LINK)
+    model = blocks((2_000_000,) * 16)  # 256 M parameters, whose values alone fill the host
+
+    def resolved(offload: object, micro_batches: int) -> Plan:
+        of_training = replace(training(2, momentum=0.5), accumulate=micro_batches)
+        strategy = strategy_of({"graph": {"replicate": {"offload": offload}}})
+        return resolve(strategy, here, model, of_training)
+
+    with pytest.raises(PlanError):
+        resolved(STATE, 1)
+    plan = resolved(FILES, 1)
+    (graph,), (decision, *_) = plan.task_graphs, plan.decisions
+    assert decision.chosen == "optimizer and parameters in files, zero: 3"
+    assert (graph.zero, *graph.offload.values()) == (3, "nvme", "nvme")
+    with pytest.raises(PlanError):  # two backwards add up gradients in the host's memory
+        resolved(FILES, 2)
 
 
 def test_a_fault_of_every_alternative_is_the_first_ones() -> None:

@@ -5,7 +5,7 @@ Every fault that can be found without the model is found before torch is importe
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -470,23 +470,28 @@ def _refuse_offloading(request: Request, faults: list[Fault]) -> None:
     the optimizer there is missing."""
     offloading = [x for x in _replicates(request) if x.offload_optimizer in ("cpu", "nvme")]
     if offloading:
-        faults += _faults_of_tools(request, offloading[0].path)
+        node = offloading[0]
+        places = (node.offload_optimizer, node.offload_parameters)
+        faults += _faults_of_tools(request, node.path, places)
 
 
 def _refuse_offload_of(plan: Plan, request: Request) -> None:
     """Raise ConfigError where the planner chose to offload the optimizer to the host, and a tool
     that compiles the optimizer there is missing."""
-    offloading = [x.path for x in plan.task_graphs if x.offload["optimizer"] != "none"]
-    if faults := _faults_of_tools(request, offloading[0]) if offloading else []:
-        raise ConfigError(faults)
+    offloading = [x for x in plan.task_graphs if x.offload["optimizer"] != "none"]
+    for task_graph in offloading[:1]:
+        places = task_graph.offload.values()
+        if faults := _faults_of_tools(request, task_graph.path, places):
+            raise ConfigError(faults)
 
 
-def _faults_of_tools(request: Request, path: str) -> list[Fault]:
+def _faults_of_tools(request: Request, path: str, places: Collection[str]) -> list[Fault]:
     """Return the fault of the replicate at `path`, which offloads its optimizer, if DeepSpeed's CPU
-    optimizer cannot be compiled, and the faults of state in files."""
+    optimizer cannot be compiled, and the faults of state in files, where one of `places` is `nvme`.
+    """
     faults = []
     node = next((x for x in _replicates(request) if x.path == path), None)
-    if node is not None and node.offload_path is not None:
+    if node is not None and node.offload_path is not None and "nvme" in places:
         faults = files_refused(node.path, node.offload_path)
     missing = _missing_tools() if request.optimizer.name != "sgd" else []
     if not missing:

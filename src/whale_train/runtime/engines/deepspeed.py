@@ -20,6 +20,7 @@ from whale_train.runtime.engines.accelerator import use_accelerator
 from whale_train.runtime.engines.base import ParameterState, set_learning_rate, without_scale
 from whale_train.runtime.engines.deepspeed_norm import StepNorm
 from whale_train.runtime.engines.deepspeed_zero3 import (
+    gather_copies,
     one_master_copy,
     partition,
     partitions_by_dtype,
@@ -28,6 +29,7 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
     without_broadcast,
 )
 from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.gradient_files import without_gradient_buffer
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
 from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.engines.swap_folder import SwapFolder, nvme_paths, within
@@ -114,7 +116,9 @@ class DeepSpeedEngine:
                 partition(module, topology, config, weights, place)
             in_files = config["zero_optimization"].get("offload_param", {}).get("device") == "nvme"
             by_dtype = nullcontext() if in_files else partitions_by_dtype()
-            with one_master_copy(), by_dtype, without_broadcast():
+            is_once = config["managed_gradient_accumulation"]
+            gradients = without_gradient_buffer() if is_once else nullcontext()
+            with one_master_copy(), by_dtype, without_broadcast(), gradients:
                 # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=module,
@@ -124,6 +128,8 @@ class DeepSpeedEngine:
                     dist_init_required=False,
                     mpu=topology,
                 )
+            if in_files and device.type == "cpu" and copies.size == 1:
+                gather_copies(module)
         if self._stage < 3 and "offload_optimizer" in config["zero_optimization"]:
             _accumulate_in_fp32(self._optimizer)
         self._swapped = SwappedState(self._optimizer) if parents else None

@@ -7,7 +7,7 @@ memory to begin than to train.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -87,6 +87,32 @@ class _Cast(nn.Module):
             if parameter.dtype == torch.float32:  # DeepSpeed iterates more than once
                 self._narrow.narrow(parameter, *self._place, again)
             yield parameter
+
+
+def gather_copies(module: nn.Module) -> None:
+    """Make a process that is its own copies alone compute with copies of the weights it reads from
+    files.
+
+    Such a process gathers nothing: DeepSpeed 0.19.8 gives a module a view of the buffer that the
+    file was read into, and reads the next weight into the same buffer. What a forward that runs
+    again saves for its backward would be that weight.
+    """
+    swappers = {id(x): x for p in module.parameters() if (x := getattr(p, "nvme_swapper", None))}
+    for swapper in swappers.values():
+        swapper.synchronize_reads = _copying(swapper, swapper.synchronize_reads)
+
+
+def _copying(swapper: Any, synchronize: Callable[[], None]) -> Callable[[], None]:
+    """Return `synchronize`, which waits for the reads of `swapper`, with a copy of what was read
+    afterwards."""
+
+    def synchronize_and_copy() -> None:
+        arriving = list(swapper.inflight_params)
+        synchronize()
+        for parameter in arriving:
+            parameter.ds_tensor.data = parameter.ds_tensor.data.clone()
+
+    return synchronize_and_copy
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Read `offload` of a replicate: which state and which activations are kept on the host."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ _KEYS = (*_STATES, "path")
 @dataclass(frozen=True)
 class Offload:
     """What replicas keep on their hosts: each of the three `cpu`, `none`, or `auto` (the planner
-    chooses). State may be in files (`nvme`).
+    chooses). State may be in files (`nvme`); the planner chooses that where `path` is given.
 
     optimizer: place of the optimizer's state.
     parameters: place of the parameters.
@@ -67,25 +67,26 @@ def read_offload(value: Any, path: str, zero: int, faults: list[Fault]) -> Offlo
     if parameters == "nvme" and optimizer not in ("cpu", "nvme"):
         rule = "needs the optimizer off the device as well, whose values weights are written from"
         faults.append(Fault(f"{path}.parameters", "nvme", rule, f"use {path}.optimizer=nvme"))
-    folder = _folder(value, path, "nvme" in (optimizer, parameters), faults)
+    folder = _folder(value, path, (optimizer, parameters), faults)
     activations = places["activations"] if "activations" in value else None
     return Offload(optimizer, parameters, activations, folder)
 
 
 def _folder(
-    given: Mapping[str, Any], path: str, is_needed: bool, faults: list[Fault]
+    given: Mapping[str, Any], path: str, places: Collection[str], faults: list[Fault]
 ) -> str | None:
-    """Return the value of `path`, which must be given exactly where something is on NVMe."""
+    """Return the value of `path`, which must be given where one of `places` is `nvme`, and only
+    where one is `nvme` or `auto`."""
     key, folder = f"{path}.path", given.get("path")
     if folder is None:
-        if is_needed:
+        if "nvme" in places:
             remedy = "give a folder of a local disk, as /nvme/scratch"
             faults.append(Fault(key, "", "is missing, and state is on NVMe", remedy))
         return None
     if not isinstance(folder, str) or not folder.startswith("/"):
         remedy = "use one as /nvme/scratch"
         faults.append(Fault(key, str(folder), "is not the absolute path of a folder", remedy))
-    elif not is_needed:
+    elif "nvme" not in places and "auto" not in places:
         remedy = f"remove it, or use {path}.optimizer=nvme"
         faults.append(
             Fault(key, folder, "is a folder for state on NVMe, and none is there", remedy)

@@ -159,6 +159,7 @@ def engine_of(
     frozen: Mapping[str, float],
     order: Iterable[str] = (),
     bucket_elements: int = BUCKET_ELEMENTS,
+    in_files: bool = False,
 ) -> "Gradients":
     """Return the gradients of a rank's parameters, as the engine of the rank handles them.
 
@@ -170,6 +171,7 @@ def engine_of(
     order: paths of the parameters in the order in which a backward makes their gradients, as far as
         the order is known.
     bucket_elements: number of gradients that are reduced together.
+    in_files: True if gradients are written to files as a backward makes them.
     """
     width = weights_bytes(elements, profile, precision, zero, apart=False).weights
     width /= max(1.0, sum(elements.values()))
@@ -181,7 +183,8 @@ def engine_of(
     if zero >= 2 and not frozen:
         ordered = ((path, elements[path]) for path in order)
         made = tuple(_made(ordered, profile, precision, zero, by_block))
-    return Gradients(zero, copies, total, gathered, width, on_cpu, offloads, made, bucket_elements)
+    sizes = (zero, copies, total, gathered, width)
+    return Gradients(*sizes, on_cpu, offloads, made, bucket_elements, in_files)
 
 
 @dataclass(frozen=True)
@@ -286,6 +289,7 @@ class Gradients:
         of ZeRO 2 and 3.
     made: the gradients in the order in which a backward makes them, as far as the order is known.
     bucket_elements: number of gradients that are reduced together.
+    in_files: True if gradients are written to files as a backward makes them.
     """
 
     zero: int
@@ -297,6 +301,7 @@ class Gradients:
     offloads: bool = False
     made: tuple[GradientBucket, ...] = ()
     bucket_elements: int = BUCKET_ELEMENTS
+    in_files: bool = False
 
     @property
     def num_bytes(self) -> float:
@@ -340,6 +345,8 @@ class Gradients:
                 moving += bucket
             return PeakMemory(self._here * come / self.copies, activations, moving)
         moving = self._bucket + bucket + added
+        if self.in_files and self.on_cpu:  # the partitions of a bucket, before they are written
+            moving += bucket / self.copies
         moving += self._gathered(come)
         if not self.on_cpu:
             moving += 2 * self.width * min(self.elements, REDUCE_BUCKET_ELEMENTS)
@@ -394,8 +401,8 @@ class Gradients:
     @property
     def _here(self) -> float:
         """Return the fraction of the partitions of gradients that is in the rank's memory: 1, or 0
-        where the partitions are on the host."""
-        return 0.0 if self.offloads and not self.on_cpu else 1.0
+        where the partitions are on the host or in files."""
+        return 0.0 if self.in_files or (self.offloads and not self.on_cpu) else 1.0
 
     @property
     def summed(self) -> float:

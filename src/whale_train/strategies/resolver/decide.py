@@ -294,7 +294,10 @@ def _on_hosts(job: PlanningContext, cut: Chunked, decided: PlanDecisions) -> Seq
         host_bytes_of_rank = decided.room.memory.on_hosts(rank, decided.batches)
         for engine in engines[stage]:
             if engine.keeper is not None and (states := in_files(engine.keeper)):
-                host_bytes_of_rank += _beside_files(job, cut, rank, states)
+                is_once = job.has_gradients_in_files(decided.orders[copy][position])
+                host_bytes_of_rank += _beside_files(
+                    job, cut, rank, states, holds_gradients=not is_once
+                )
             if engine.keeper is not None and offloaded(engine.keeper):
                 element_bytes = host_bytes(
                     engine.keeper.zero, offloaded(engine.keeper), job.training
@@ -306,11 +309,19 @@ def _on_hosts(job: PlanningContext, cut: Chunked, decided: PlanDecisions) -> Seq
     return by_rank
 
 
-def _beside_files(job: PlanningContext, cut: Chunked, rank: int, states: Sequence[str]) -> float:
+def _beside_files(
+    job: PlanningContext,
+    cut: Chunked,
+    rank: int,
+    states: Sequence[str],
+    *,
+    holds_gradients: bool,
+) -> float:
     """Return the bytes of the host's memory that a rank with `states` in files takes: buffers, and
-    the gradients that backwards accumulate."""
+    the gradients that several backwards accumulate (`holds_gradients`)."""
     parts = _parts_of_rank(job, cut, rank)
-    gradients = 4 * sum(parts.values()) if "optimizer" in states else 0.0
+    in_memory = "optimizer" in states and holds_gradients
+    gradients = 4 * sum(parts.values()) if in_memory else 0.0
     return gradients + buffer_bytes(states, parts.items())
 
 

@@ -18,6 +18,8 @@ def deepspeed_config(
     on_cpu: bool,
     reduce_dtype: str = "fp32",
     bucket_elements: int = BUCKET_ELEMENTS,
+    *,
+    gradients_in_files: bool = False,
 ) -> dict[str, Any] | None:
     """Return the config of a rank's engine; None where ZeRO is off and torch's
     DistributedDataParallel serves (docs/adr/003).
@@ -30,6 +32,7 @@ def deepspeed_config(
     on_cpu: True if the rank's device is a CPU process.
     reduce_dtype: dtype in which gradients are sent.
     bucket_elements: number of gradients that are reduced together.
+    gradients_in_files: True if the only backward of a step writes gradients to files.
     """
     if node.zero == 0:
         return None
@@ -67,8 +70,9 @@ def deepspeed_config(
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,
-        # Backward may run any number of times; reduction happens in step().
-        "managed_gradient_accumulation": False,
+        # Backward may run any number of times; reduction happens in step(). Gradients go to files
+        # during the backward where it is known to run once.
+        "managed_gradient_accumulation": gradients_in_files,
         # DeepSpeed clips to 1.0 unless told not to.
         "gradient_clipping": grad_clip,
         "prescale_gradients": False,

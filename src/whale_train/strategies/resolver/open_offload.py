@@ -22,7 +22,7 @@ from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.resolver.evaluated import EvaluatedStrategy
 from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 
-_PLACES = ("none", "cpu")
+_PLACES = ("none", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ def alternatives(strategy: Strategy) -> Sequence[Alternative]:
     """Return the ways to decide the open offloads of `strategy`, the one that offloads least first;
     () where none is open.
 
-    Replicas keep the ZeRO stage that the strategy gives them. Those at stage 0 get one where they
-    offload: 3 for parameters, else 1, 2 or 3.
+    Replicas keep the ZeRO stage that the strategy gives them, and have stage 3 for parameters and
+    for files. Those at stage 0 get 1, 2 or 3 for an optimizer in memory. Files are an alternative
+    where the strategy names a folder for them.
     """
     nodes = [x for x in every_node(strategy.graph) if isinstance(x, Replicate) and x.is_open]
     if not nodes:
@@ -50,6 +51,8 @@ def alternatives(strategy: Strategy) -> Sequence[Alternative]:
     by_graph: dict[tuple[Node, ...], Alternative] = {}
     for parameters, optimizer, zero in product(_PLACES, _PLACES, (1, 2, 3)):
         graph = tuple(_decided(node, optimizer, parameters, zero) for node in strategy.graph)
+        if not all(_is_possible(x) for x in every_node(graph)):
+            continue
         ways = {_text(x) for x in every_node(graph) if isinstance(x, Replicate)}
         text = " and ".join(sorted(ways))
         by_graph.setdefault(graph, Alternative(replace(strategy, graph=graph), text))
@@ -139,15 +142,37 @@ def _decided(node: Node, optimizer: str, parameters: str, zero: int) -> Node:
     own = optimizer if node.offload_optimizer == "auto" else node.offload_optimizer
     other = parameters if node.offload_parameters == "auto" else node.offload_parameters
     stage = node.zero
-    if other == "cpu":
+    if other != "none" or own == "nvme":
         stage = 3
     elif own == "cpu" and not stage:
         stage = zero
-    return replace(node, of=inside, zero=stage, offload_optimizer=own, offload_parameters=other)
+    folder = node.offload_path if "nvme" in (own, other) else None
+    return replace(
+        node,
+        of=inside,
+        zero=stage,
+        offload_optimizer=own,
+        offload_parameters=other,
+        offload_path=folder,
+    )
+
+
+def _is_possible(node: Node) -> bool:
+    """Return False for replicas whose state would be in files without a folder, or whose parameters
+    alone would be in files, which are written from the optimizer's values."""
+    if not isinstance(node, Replicate):
+        return True
+    places = (node.offload_optimizer, node.offload_parameters)
+    if "nvme" in places and node.offload_path is None:
+        return False
+    return places != ("none", "nvme")
 
 
 def _text(node: Replicate) -> str:
     """Return the state that `node` offloads and its ZeRO stage, for people."""
     states = ("optimizer", "parameters")
-    there = [state for state in states if getattr(node, f"offload_{state}") == "cpu"]
-    return f"{' and '.join(there)} on the host, zero: {node.zero}" if there else "none"
+    parts = []
+    for place, text in (("cpu", "on the host"), ("nvme", "in files")):
+        there = [state for state in states if getattr(node, f"offload_{state}") == place]
+        parts += [f"{' and '.join(there)} {text}"] if there else []
+    return f"{', '.join(parts)}, zero: {node.zero}" if parts else "none"

@@ -449,13 +449,15 @@ def _rank(
     largest = max((stop - start for start, stop in samples), default=0)
     keeper = job.form.keeper
     several = len(job.copies_of_rest[stage][0]) > 1
-    config = _config(job, keeper if several or (keeper and keeper.offloads) else None, largest)
+    copy, position = job.place_of(rank)
+    order = decided.orders[copy][position]
+    own = keeper if several or (keeper and keeper.offloads) else None
+    config = _config(job, own, largest, gradients_in_files=job.has_gradients_in_files(order))
     of_experts = _config(job, _keeper_beside(job, stage, decided.chunks), largest)
     rest, *beside = job.task_graphs[stage]
     # A rest without trained parameters has nothing to partition.
     is_ours = bool(task_graphs[rest].state_parts)
     config = config if task_graphs[rest].zero and not is_ours else None
-    copy, position = job.place_of(rank)
     zero = max(task_graphs[number].zero for number in job.task_graphs[stage])
     has_casts = job.training.precision != "fp32" and len(samples) > 1 and not job.as_is
     return RankPlan(
@@ -471,14 +473,23 @@ def _rank(
             **{str(n): of_experts if task_graphs[n].zero else None for n in beside},
         },
         samples=samples,
-        accumulates=job.accumulates(decided.orders[copy][position]),
+        accumulates=job.accumulates(order),
         keeps_casts=has_casts and casts_last(zero, stage in decided.recomputed),
     )
 
 
-def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dict[str, Any] | None:
+def _config(
+    job: PlanningContext,
+    keeper: Replicate | None,
+    largest: int,
+    *,
+    gradients_in_files: bool = False,
+) -> dict[str, Any] | None:
     """Return the DeepSpeed config of an engine with the settings `keeper`; None without ZeRO.
-    `largest` is the number of samples of the rank's largest micro-batch."""
+
+    largest: number of samples of the rank's largest micro-batch.
+    gradients_in_files: as in `deepspeed_config`.
+    """
     if keeper is None or not keeper.zero:
         return None
     training, offloaded = job.training, keeper.offload_optimizer != "none"
@@ -487,7 +498,10 @@ def _config(job: PlanningContext, keeper: Replicate | None, largest: int) -> dic
         optimizer = deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded)
     on_cpu, reduce_dtype = job.cluster.on_cpu, training.reduce_dtype
     sent = (reduce_dtype, training.bucket_elements)
-    return deepspeed_config(keeper, largest, training.grad_clip, optimizer, on_cpu, *sent)
+    return deepspeed_config(
+        *(keeper, largest, training.grad_clip, optimizer, on_cpu, *sent),
+        gradients_in_files=gradients_in_files,
+    )
 
 
 def _own_samples(job: PlanningContext, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:

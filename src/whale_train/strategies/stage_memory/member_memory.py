@@ -266,6 +266,7 @@ class MemberMemory:
             frozen=self._frozen,
             order=self._made_in_order if job.zero >= 2 else (),
             bucket_elements=job.training.bucket_elements,
+            in_files=job.has_gradients_in_files(order),
         )
         casts, steps = self._casts(order, sizes), self._steps(order, engine)
         # 16-bit copies that a single backward frees one by one count as values.

@@ -303,6 +303,18 @@ class PlanningContext:
         )
         return self.as_is or all(chunks == [0] for chunks in forwards)
 
+    def has_gradients_in_files(self, order: Sequence[Instruction]) -> bool:
+        """Return True if the rank that runs `order` writes gradients to files as its backward makes
+        them.
+
+        It does where the optimizer is in files and a step has one backward, to whose gradients no
+        other backward and no other stage adds any.
+        """
+        keeper = self.form.keeper
+        if keeper is None or keeper.offload_optimizer != "nvme" or len(self.form.stages) > 1:
+            return False
+        return sum(x.kind is Kind.FORWARD for x in order) == 1
+
     def accumulates(self, order: Sequence[Instruction]) -> bool:
         """Return True if the rank that runs `order` accumulates weight gradients in place or defers
         them. It does where some chunk has several backwards, or one in two parts."""
