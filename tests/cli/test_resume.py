@@ -240,7 +240,7 @@ def test_a_run_that_has_no_checkpoint_begins(tmp_path: Path) -> None:
             (
                 "train.resume=whole/checkpoints/step_6 has no blocks.4.attention_norm.weight, "
                 "blocks.4.attention_norm.bias, blocks.4.attention.qkv.weight and 9 more; train "
-                "the model that it was saved of",
+                "the model that it was saved of, with model.depth=4",
             ),
         ),
         (

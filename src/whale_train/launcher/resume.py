@@ -240,8 +240,9 @@ def go_on(
 
     Raises ConfigError where the run cannot continue.
     """
-    model_notes = compared_model(checkpoint.path, request.model, plan, request.optimizer, parts)
     state, saved = saved_state(checkpoint), saved_request(checkpoint)
+    models = (saved.model, request.model)
+    model_notes = compared_model(checkpoint.path, *models, plan, request.optimizer, parts)
     of_data = compared_data(checkpoint.path, state, saved, request, num_samples, data)
     if lost_place is not None and not of_data.data_anew:
         refuse_lost_place(checkpoint.path, state, request, lost_place)
