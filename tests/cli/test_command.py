@@ -367,3 +367,25 @@ def test_a_refused_job_stops_no_other_of_its_sweep(tmp_path: Path) -> None:
     table = [line.split()[:3] for line in answer.stdout.splitlines()[-3:-1]]
     assert table == [["0", "zero1", "refused"], ["1", "dp", "done,"]]
     assert answer.left_running == ()
+
+
+def test_a_refusal_has_no_warnings_of_torchao_before_it(tmp_path: Path) -> None:
+    """A package warns as torchao does when it is imported; the refusal comes after."""
+    package = tmp_path / "torchao"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import logging\n"
+        "import torch.utils._pytree\n"
+        "logging.getLogger(__name__).warning('Failed to load _C.so')\n"
+        "torch.utils._pytree.log.warning('an Enum subclass')\n"
+        "logging.getLogger('another').warning('to be read')\n"
+    )
+    (package / "optim.py").write_text("")
+    asked = ["experiment=smoke", "optimizer=adamw8bit", "hydra.run.dir=run"]
+    answer = whale_train_process(asked, tmp_path, {"PYTHONPATH": str(tmp_path)})
+    assert answer.status == 2
+    assert answer.stderr == (
+        "to be read\n"
+        "error: optimizer._target_=torchao.optim.AdamW8bit cannot be imported: torchao.optim has "
+        "no AdamW8bit; define a torch.optim.Optimizer in torchao.optim\n"
+    )

@@ -1,5 +1,7 @@
 """`whale-train doctor`: what an installation and a machine have, and what is missing for what."""
 
+import tomllib
+from email.message import Message
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +21,27 @@ def test_a_whole_installation(tmp_path: Path) -> None:
     for package in ("torch", "deepspeed", "hydra-core"):
         assert ["ok", package, version(package)] in lines
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_extra_that_runs_may_need_is_reported_by_its_features() -> None:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    of_runs = [extra for extra in extras if extra not in ("dev", "docs")]
+    names = [check.name for check in features()]
+    assert len(names) == len(of_runs)
+    assert {"optimizer=adamw8bit", "model.quantize=nf4", "checkpoint.to"} <= set(names)
+    assert not [name for name in names if name.startswith("whale-train[")]
+
+
+def test_an_extra_whose_features_have_no_name_is_reported_by_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = Message()
+    told["Provides-Extra"] = "sounds"
+    monkeypatch.setattr(checks, "metadata", lambda name: told)
+    monkeypatch.setattr(checks, "requires", lambda name: ["no-such-package; extra == 'sounds'"])
+    remedy = "pip install 'no-such-package'"
+    assert list(features()) == [Check("features", "whale-train[sounds]", "", remedy=remedy)]
 
 
 def test_what_is_missing_is_named_with_what_it_is_for(

@@ -125,6 +125,28 @@ def test_an_export_takes_nothing_but_a_whole_checkpoint(copied: Path) -> None:
     assert not (copied / "new").exists()
 
 
+def test_a_run_that_saved_no_checkpoint_is_told_from_a_broken_one(copied: Path) -> None:
+    def refused(*arguments: str) -> str:
+        answer = whale_train([*arguments, "hydra.run.dir=new"], copied)
+        assert answer.status == 2
+        assert not (copied / "new").exists()
+        return answer.stderr
+
+    checkpoints = copied / "whole" / "checkpoints"
+    (checkpoints / "step_6" / "manifest.json").unlink()
+    said = refused(*RUN, "train.resume=whole/checkpoints/step_6")
+    assert "is no whole checkpoint: whole/checkpoints/step_6/manifest.json is missing" in said
+    shutil.rmtree(checkpoints)
+    none = "is of a run that saved no checkpoint; set checkpoint.every in that run, or name another"
+    assert refused(*RUN, "train.resume=whole") == f"error: train.resume=whole {none}\n"
+    assert refused("mode=export", "checkpoint=whole") == f"error: checkpoint=whole {none}\n"
+    for folder in ("whole/model", "."):
+        assert refused(*RUN, f"train.resume={folder}") == (
+            f"error: train.resume={folder} has no checkpoint; name a run directory or a checkpoint "
+            "in one, as runs/MY_RUN/checkpoints/step_100\n"
+        )
+
+
 SIGNALS = [signal.SIGUSR1, *((signal.SIGINT, signal.SIGTERM) if IS_FULL else ())]
 
 
@@ -218,7 +240,7 @@ def test_a_run_that_has_no_checkpoint_begins(tmp_path: Path) -> None:
             (
                 "train.resume=whole/checkpoints/step_6 has no blocks.4.attention_norm.weight, "
                 "blocks.4.attention_norm.bias, blocks.4.attention.qkv.weight and 9 more; train "
-                "the model that it was saved of",
+                "the model that it was saved of, with model.depth=4",
             ),
         ),
         (

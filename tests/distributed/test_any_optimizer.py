@@ -170,7 +170,8 @@ def test_any_plan_goes_on_with_what_any_plan_saved(
     assert not said, said
     request = Request.from_json((second / "request.json").read_text())
     plan = Plan.from_json((second / "plan.json").read_text())
-    assert not compared_model(checkpoint, request.model, plan, request.optimizer)
+    models = (request.model, request.model)
+    assert not compared_model(checkpoint, *models, plan, request.optimizer)
     found, plainly = Computed.read(second), run(single(optimizer), plainly=True)
     assert found.losses == pytest.approx(plainly.losses[2:], rel=TOLERANCE)
     of_values = OF_VALUES.get(optimizer, TOLERANCE)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torch import nn
 
 from whale_train.config import Request
 from whale_train.errors import ConfigError
+from whale_train.models import nf4
+from whale_train.models.options import HUGGING_FACE
 
 Sides = Callable[..., Side]
 
@@ -59,10 +62,15 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "a layer removed": (
         ("model.middle=1",),
         (),
-        "has middle.0.weight, middle.0.bias, which the model lacks; train the model that it was ",
+        "has middle.0.weight, middle.0.bias, which the model lacks; train the model that it was "
+        "saved of, with model.middle=1",
     ),
     "a layer added": ((), ("model.middle=1",), "has no middle.0.weight, middle.0.bias; train the"),
-    "a layer renamed": ((), ("model.head=c",), "has no c.weight, c.bias; train the model that"),
+    "a layer renamed": (
+        (),
+        ("model.head=c", "model.width=6"),
+        "has no c.weight, c.bias; train the model that it was saved of, without model.head, ",
+    ),
     "a buffer removed": (("model.counts=int64",), (), "has counts, which the model lacks; train"),
     "a buffer added": ((), ("model.counts=int64",), "has no counts; train the model that it was"),
     "a buffer of another kind": (
@@ -123,6 +131,33 @@ def test_what_is_not_is_refused_by_name(case: str, sides: Sides, tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         gone_on(path, sides(*resumed))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("is_saved_in_4_bits", [True, False])
+def test_frozen_weights_in_4_bits_are_named_where_they_are_the_difference(
+    is_saved_in_4_bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    sizes = "vocab_size: 257, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, "
+    sizes += "num_attention_heads: 2, max_position_embeddings: 16"
+    whole = side_of(
+        *("model=hf", f"model._target_={HUGGING_FACE}", "model.architecture=LlamaForCausalLM"),
+        f"model.config={{{sizes}}}",
+        *("model.adapters={r: 2, target_modules: [q_proj]}", "model.loss=model"),
+        *("data=text", "data.sequence_length=16"),
+    )
+    # As where bitsandbytes is installed; no weight is stored here.
+    monkeypatch.setattr(nf4, "find_spec", lambda name: True)
+    model = whole.request.model.model_copy(update={"quantize": "nf4"})
+    in_4_bits = replace(whole, request=whole.request.model_copy(update={"model": model}))
+    saved, resumed = (in_4_bits, whole) if is_saved_in_4_bits else (whole, in_4_bits)
+    with pytest.raises(ConfigError) as caught:
+        gone_on(write_checkpoint(tmp_path, saved), resumed)
+    (fault,) = caught.value.faults
+    assert "base_layer.weight" in fault.rule
+    form = "nf4" if is_saved_in_4_bits else "null"
+    remedy = f"train the model that it was saved of, with model.quantize={form}"
+    assert fault.remedy == remedy
 
 
 def test_unlike_counts_of_updates_are_said_where_one_is_kept(sides: Sides, tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ MODELS: dict[str, tuple[str, ...]] = {
     "image_classifier": ("model=image_classifier", "data=digits"),
     "kinked": ("model._target_=kinked_model.Kinked", "data=classes", "data.num_classes=10"),
     "images": ("model=image_classifier", "data=images", "data.size=12", "model.channels=3"),
+    "unreached": (
+        *("model._target_=unused_model.Unreached", "model.loss=cross_entropy"),
+        *("data=classes", "data.num_classes=10"),
+    ),
 }
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "sgd": (
@@ -261,6 +265,29 @@ def test_a_plan_is_one_process(sides: Sides, case: Case) -> None:
     # Nearly everything is compared for what it is, however small Adam's eps.
     if "train.precision=bf16" not in case.extra:
         assert found.undecided <= 0.01 * found.elements
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra"),
+    [
+        ("dp", ()),
+        ("zero3", ()),
+        ("split", ()),
+        ("pipeline", ("strategy.graph.pipeline.stages=2",)),
+        ("hybrid_split_dp", ()),
+    ],
+)
+def test_what_no_loss_depends_on_is_compared_under_every_plan(
+    sides: Sides, strategy: str, extra: tuple[str, ...]
+) -> None:
+    found = sides.verify(Case("unreached", strategy, "sgd", only_plan=extra))
+    assert found.equal, found.to_json()
+    untrained = {x.path: x for x in found.differences if x.what == "untrained parameter"}
+    layers = ("fixed", "spare")
+    assert set(untrained) == {f"{x}.{part}" for x in layers for part in ("weight", "bias")}
+    assert all(x.difference == 0 and x.largest > 0 for x in untrained.values())
+    (rates,) = (x for x in found.differences if x.what == "buffer")
+    assert (rates.path, rates.difference, rates.largest) == ("spare_rates", 0, 3)
 
 
 def paths(case: Case) -> tuple[set[str], set[str]]:

@@ -209,7 +209,7 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"pipeline": {"stages": [{"stage": {"recompute": True}}]}},
-            f"{PIPELINE}.stages[0].stage.recompute=True is not known to recompute; "
+            f"{PIPELINE}.stages[0].stage.recompute=True is no form of recomputation; "
             "use none, full, auto, a list of modules, or {memory: 0.5}",
         ),
         (
@@ -261,11 +261,15 @@ PIPELINE = "strategy.graph.pipeline"
         *(
             ({"replicate": {"recompute": value}}, f"{REPLICATE}.recompute{said}")
             for value, said in [
-                ("ful", "=ful is unknown; did you mean full? One of: auto, full, none"),
+                ("ful", "=ful is no form of recomputation; did you mean full? Use none, full, "
+                 "auto, a list of modules, or {memory: 0.5}"),
                 ({"memory": 2}, ".memory=2 is no fraction of the bytes that are kept without "
                  "recomputation; use a number from 0 to 1"),
-                ([], "=[] is not known to recompute; use none, full, auto, a list of modules, or "
-                 "{memory: 0.5}"),
+                *(
+                    (other, f"={shown} is no form of recomputation; use none, full, auto, a list "
+                     "of modules, or {memory: 0.5}")
+                    for other, shown in [([], "[]"), ("*", "*"), ({"mem": 0.5}, "{'mem': 0.5}")]
+                ),
             ]
         ),
         (

@@ -3,6 +3,7 @@
 Hydra composes the config once, in the parent. Every job runs in processes of its own.
 """
 
+import logging
 import os
 import sys
 from importlib.metadata import version
@@ -29,6 +30,9 @@ from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table
 from whale_train.launcher.ui.terminal import open_console
+
+# Loggers that warn, when torchao is imported, of its kernels for other GPUs and of its own calls.
+_LOGGERS_OF_IMPORTS = ("torchao", "torch.utils._pytree")
 
 
 def run_command(early: EarlyHost | None = None) -> NoReturn:
@@ -66,6 +70,8 @@ def run_command(early: EarlyHost | None = None) -> NoReturn:
         sys.exit(EXIT_STATUS["refused"])
     except KeyboardInterrupt:
         sys.exit(EXIT_STATUS["interrupted"])
+    for name in _LOGGERS_OF_IMPORTS:  # in this process alone: ranks log them
+        logging.getLogger(name).setLevel(logging.ERROR)
     ends: list[tuple[tuple[str, ...], JobEnd]] = []
 
     @hydra.main(

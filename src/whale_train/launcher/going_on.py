@@ -22,7 +22,7 @@ from whale_train.checkpoints.safetensors_files import (
 from whale_train.checkpoints.url_path import Place
 from whale_train.config import Request
 from whale_train.data.fingerprint import Fingerprint
-from whale_train.errors import ConfigError, Fault, listed
+from whale_train.errors import ConfigError, Fault, listed, shortened
 from whale_train.models.options import ModelOptions
 from whale_train.optimizer_options import OptimizerOptions
 from whale_train.strategies.plan.optimizer_classes import OptimizerClass
@@ -211,6 +211,7 @@ def _moved(saved: Request, request: Request) -> str:
 
 def compared_model(
     path: Place,
+    saved_options: ModelOptions,
     options: ModelOptions,
     plan: Plan,
     optimizer: OptimizerOptions,
@@ -219,6 +220,7 @@ def compared_model(
     """Compare the tensors of a checkpoint with the model and the optimizer of a run.
 
     path: the checkpoint.
+    saved_options: the model of the run that saved it.
     options: the model of the run.
     plan: the plan of the run.
     optimizer: the optimizer of the run.
@@ -249,7 +251,8 @@ def compared_model(
     ours = {name: x for name, x in kept_tensors(module).items() if name in names}
     trained = [name for task_graph in plan.task_graphs for name in task_graph.trained]
     saved |= {name: saved[first] for name, first in places.items() if first in saved}
-    faults = _unlike_tensors(path, saved, {name: _described(x) for name, x in ours.items()})
+    described = {name: _described(x) for name, x in ours.items()}
+    faults = _unlike_tensors(path, saved, described, _as_saved(saved_options, options))
     updated = _by_parameter(moments)
     shapes = {name: tuple(ours[name].shape) for name in trained if name in ours}
     needed = {name: _slots(optimizer, plan.optimizer_of(name), x) for name, x in shapes.items()}
@@ -296,9 +299,12 @@ def compared_model(
     return tuple(said)
 
 
-def refuse_other_model(folder: Place, options: ModelOptions, *, is_final: bool) -> None:
+def refuse_other_model(
+    folder: Place, saved_options: ModelOptions, options: ModelOptions, *, is_final: bool
+) -> None:
     """Raise ConfigError where the weights in `folder` do not fit a model, or cannot be read.
 
+    saved_options: the model of the run that saved the weights.
     options: the model.
     is_final: whether the weights were exported, and so have the names that other programs use.
     """
@@ -318,7 +324,7 @@ def refuse_other_model(folder: Place, options: ModelOptions, *, is_final: bool) 
         for name, x in kept_tensors(module).items()
         if name in names
     }
-    if faults := _unlike_tensors(folder, saved, ours):
+    if faults := _unlike_tensors(folder, saved, ours, _as_saved(saved_options, options)):
         raise ConfigError(faults)
 
 
@@ -332,14 +338,44 @@ def _described(tensor: Any) -> tuple[Shape, str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
+def _as_saved(saved: ModelOptions, options: ModelOptions) -> str:
+    """Return the remedy for a model whose tensors are not those of a checkpoint.
+
+    It names the options in which the checkpoint's model, `saved`, differs from `options`.
+    """
+    before, now = _options_of_tensors(saved), _options_of_tensors(options)
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if saved.class_name != options.class_name:
+        keys = [key for key in keys if key in ("model._target_", "model.architecture")]
+    given = listed((f"{x}={shortened(as_yaml(before[x]))}" for x in keys if x in before), 5)
+    others = listed((key for key in keys if key not in before), 5)
+    remedy = "train the model that it was saved of"
+    remedy += f", with {given}" if given else ""
+    return remedy + (f", without {others}" if others else "")
+
+
+def _options_of_tensors(options: ModelOptions) -> dict[str, Any]:
+    """Return the options that decide which tensors a model has, by their keys in a config."""
+    fields = {"_target_": options.target, **options.arguments}
+    if options.is_hugging_face:
+        names = ("architecture", "pretrained", "adapters", "quantize")
+        fields |= {name: getattr(options, name) for name in names}
+        fields |= {f"config.{name}": value for name, value in options.config.items()}
+    return {f"model.{name}": value for name, value in fields.items()}
+
+
 def _unlike_tensors(
-    path: Place, saved: Mapping[str, Sequence[StoredBlock]], ours: Mapping[str, tuple[Shape, str]]
+    path: Place,
+    saved: Mapping[str, Sequence[StoredBlock]],
+    ours: Mapping[str, tuple[Shape, str]],
+    remedy: str,
 ) -> list[Fault]:
     """Return the faults of a checkpoint whose tensors differ from the model's.
 
     path: the checkpoint, for messages.
     saved: the blocks of each tensor in the checkpoint, by name.
     ours: the shape and dtype of each tensor of the model, by name.
+    remedy: the remedy of every fault.
     """
     shapes = {name: whole_shape(x) for name, x in saved.items()}
     missing = [name for name, (shape, _) in ours.items() if name not in saved and 0 not in shape]
@@ -354,7 +390,6 @@ def _unlike_tensors(
         for name, (_, dtype) in ours.items()
         if name in saved and not _converts(saved[name][0].dtype, dtype)
     ]
-    remedy = "train the model that it was saved of"
     rules = (
         ("has no", missing),
         ("has another shape of", unlike),

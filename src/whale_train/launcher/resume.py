@@ -14,6 +14,7 @@ from rich.text import Text
 from whale_train.checkpoints.checkpoint_files import (
     CHECKPOINTS,
     MANIFEST,
+    MODEL,
     Manifest,
     check,
     checkpoints_in,
@@ -33,7 +34,10 @@ from whale_train.launcher.going_on import (
     refuse_lost_place,
     refuse_other_run,
 )
+from whale_train.launcher.ranks.run_dir import LOGS
 from whale_train.strategies.plan.plan import Plan
+
+_NAME_ONE = "name a run directory or a checkpoint in one, as runs/MY_RUN/checkpoints/step_100"
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,14 @@ def checkpoint_at(wanted: str, key: str) -> Resumed:
     path = place_of(wanted)
     try:
         if not path.is_dir():
-            remedy = "name a run directory or a checkpoint in one, as "
-            remedy += "runs/MY_RUN/checkpoints/step_100"
-            raise ConfigError([Fault(key, wanted, "is not a folder", remedy)])
+            raise ConfigError([Fault(key, wanted, "is not a folder", _NAME_ONE)])
         if within := checkpoints_within(path):
             broken: list[str] = []
             if (newest := _newest(within, broken)) is not None:
                 return newest
             raise ConfigError(_all_broken(wanted, wanted, key, broken))
+        if (without := _without_checkpoint(path, wanted, key)) is not None:
+            raise ConfigError([without])
     except StoreError as error:
         rule, remedy = f"cannot be read ({error})", "see that it can"
         raise ConfigError([Fault(key, wanted, rule, remedy)]) from None
@@ -113,6 +117,21 @@ def checkpoint_at(wanted: str, key: str) -> Resumed:
     except BrokenCheckpoint as error:
         rule = f"is no whole checkpoint: {error}"
         raise ConfigError([Fault(key, wanted, rule, "name another")]) from None
+
+
+def _without_checkpoint(path: Place, wanted: str, key: str) -> Fault | None:
+    """Return the fault of a folder that has no checkpoint within and is none, whole or broken; None
+    for any other folder.
+
+    path: the folder.
+    wanted: the value of `key`, which names the folder.
+    """
+    if (path / "request.json").is_file() and (path / LOGS).is_dir():
+        rule = "is of a run that saved no checkpoint"
+        return Fault(key, wanted, rule, "set checkpoint.every in that run, or name another")
+    if any((path / name).exists() for name in (MANIFEST, STATE, MODEL)):
+        return None
+    return Fault(key, wanted, "has no checkpoint", _NAME_ONE)
 
 
 def checkpoints_within(path: Place) -> Sequence[Place]:
@@ -221,8 +240,9 @@ def go_on(
 
     Raises ConfigError where the run cannot continue.
     """
-    model_notes = compared_model(checkpoint.path, request.model, plan, request.optimizer, parts)
     state, saved = saved_state(checkpoint), saved_request(checkpoint)
+    models = (saved.model, request.model)
+    model_notes = compared_model(checkpoint.path, *models, plan, request.optimizer, parts)
     of_data = compared_data(checkpoint.path, state, saved, request, num_samples, data)
     if lost_place is not None and not of_data.data_anew:
         refuse_lost_place(checkpoint.path, state, request, lost_place)

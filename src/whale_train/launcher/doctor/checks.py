@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -26,11 +26,14 @@ from whale_train.user_cache import user_cache
 
 _PACKAGE = "whale-train"
 _SMALL_SHM = 1 << 30  # bytes; a container's default is 64 MiB
-# The features of each extra of the package. Other extras are for developers, and not reported.
-_EXTRAS = {
+_DEVELOPERS = ("dev", "docs")  # extras that no run needs
+# The features of each extra of the package. An extra without an entry is reported by its name.
+_FEATURES = {
     "hf": "models and datasets of Hugging Face, data=text_files",
     "images": "data=image_folder, images in data=webdataset",
     "peft": "model.adapters",
+    "bits": "optimizer=adamw8bit",
+    "nf4": "model.quantize=nf4",
     "slurm": "launcher=slurm",
     "ray": "launcher=ray",
     "remote": "checkpoint.to",
@@ -81,8 +84,12 @@ def packages() -> Iterator[Check]:
 
 
 def features() -> Iterator[Check]:
-    """Yield a check for each feature that needs optional packages."""
-    for extra, purpose in _EXTRAS.items():
+    """Yield a check for the features of each extra that the package's metadata lists, but for
+    developers' extras."""
+    for extra in metadata(_PACKAGE).get_all("Provides-Extra") or ():
+        if extra in _DEVELOPERS:
+            continue
+        purpose = _FEATURES.get(extra, f"{_PACKAGE}[{extra}]")
         of_extra = [
             requirement
             for requirement in _requirements()

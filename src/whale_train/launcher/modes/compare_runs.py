@@ -19,9 +19,9 @@ With a relative tolerance t, the allowances are:
   the gradient's error may step in either direction. Such elements are counted as `undecided`, and
   bounded only by the largest step of Adam. The comparison of gradients has checked that their
   gradients are so small;
-* a buffer or a frozen parameter after the last step: t times its largest element, or t times a
-  thousandth of the largest element of all such tensors if that is more. Tensors of integers or
-  booleans must be equal.
+* a buffer or an untrained parameter (one that is frozen, or that the loss does not depend on) after
+  the last step: t times its largest element, or t times a thousandth of the largest element of all
+  such tensors if that is more. Tensors of integers or booleans must be equal.
 
 Where a model is not smooth, or many steps magnify small errors, rounding alone causes larger
 differences. Further runs of one process with other roundings of the weights
@@ -106,8 +106,8 @@ def compare(
 
 
 def _largest_constant(alone: RecordedRun) -> float:
-    """Return the largest finite magnitude among the floating-point buffers and frozen parameters;
-    0 without any."""
+    """Return the largest finite magnitude among the floating-point buffers and untrained
+    parameters; 0 without any."""
     sizes = (largest_of(alone.constant(path)) for path in alone.constants if alone.is_float(path))
     return max((x for x in sizes if math.isfinite(x)), default=0.0)
 
@@ -283,10 +283,10 @@ class _Rules:
     def _constant(
         self, path: str, kind_name: str, side: RecordedRun, alone: RecordedRun
     ) -> Difference:
-        """Return the difference of a buffer or a frozen parameter after the last step. A tensor
+        """Return the difference of a buffer or an untrained parameter after the last step. A tensor
         that is not floating-point must be equal.
 
-        kind_name: `buffer` or `frozen parameter`.
+        kind_name: `buffer` or `untrained parameter`.
         """
         expected, kind, allowed = alone.constant(path), (kind_name, self.steps), 0.0
         if alone.is_float(path):

@@ -176,7 +176,8 @@ def evaluate_weights(
     process = JobProcess(run_dir, place)
     try:
         with process.planned(request, signals.poll, console) as resolved:
-            refuse_other_model(weights.folder, request.model, is_final=weights.is_final)
+            models = (weights.request.model, request.model)
+            refuse_other_model(weights.folder, *models, is_final=weights.is_final)
         if weights.is_final:
             start_ranks(run_dir, resolved, request, weights=weights.folder)
         else:

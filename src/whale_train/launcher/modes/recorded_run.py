@@ -70,13 +70,13 @@ class RecordedRun:
 
     @property
     def constants(self) -> dict[str, str]:
-        """Return the kind of each untrained tensor, `buffer` or `frozen parameter`, by path, in a
-        run of one rank."""
+        """Return the kind of each untrained tensor, `buffer` or `untrained parameter`, by path, in
+        a run of one rank."""
         return {held["path"]: held["what"] for held in self._constants[0].values()}
 
     def is_float(self, path: str) -> bool:
-        """Return whether the buffer or frozen parameter `path` is floating-point, in a run of one
-        rank."""
+        """Return whether the buffer or untrained parameter `path` is floating-point, in a run of
+        one rank."""
         return any(x["is_float"] for x in self._constants[0].values() if x["path"] == path)
 
     def shape(self, path: str) -> tuple[int, ...]:
@@ -129,12 +129,12 @@ class RecordedRun:
         return low, high
 
     def constant(self, path: str) -> Array:
-        """Return a whole buffer or frozen parameter in fp64, in a run of one rank."""
+        """Return a whole buffer or untrained parameter in fp64, in a run of one rank."""
         ((_, values),) = self._blocks(0, path)
         return values
 
     def constant_bounds(self, path: str, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """Return the smallest and the largest value of a buffer or frozen parameter among all
+        """Return the smallest and the largest value of a buffer or untrained parameter among all
         ranks, element by element, as two fp64 arrays of `shape`. An element is NaN where no rank
         holds it."""
         low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
@@ -148,8 +148,8 @@ class RecordedRun:
         return low, high
 
     def _blocks(self, rank: int, path: str) -> Iterator[tuple[Sequence[Any], Array]]:
-        """Yield the index and the fp64 values of each part of a buffer or frozen parameter that a
-        rank holds."""
+        """Yield the index and the fp64 values of each part of a buffer or untrained parameter that
+        a rank holds."""
         for name, held in self._constants[rank].items():
             if held["path"] == path:
                 yield held["index"], self._read(rank, name)

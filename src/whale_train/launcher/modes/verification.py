@@ -19,7 +19,7 @@ class Difference:
     """The largest difference between the plan's run and one process, in one metric or tensor.
 
     path: the parameter or buffer; '' for a metric of the whole model.
-    what: `loss`, `gradient norm`, `initial value`, `gradient`, `update`, `buffer` or `frozen
+    what: `loss`, `gradient norm`, `initial value`, `gradient`, `update`, `buffer` or `untrained
         parameter`.
     step: the step, from 1; for an update, the last step of the update; None for an initial value.
     difference: the absolute difference, in the unit of the compared values.
@@ -179,7 +179,7 @@ class Verification:
 
 
 _SIDES = ("plan", "one_process")
-_ORDER = ("initial value", "gradient", "update", "buffer", "frozen parameter")
+_ORDER = ("initial value", "gradient", "update", "buffer", "untrained parameter")
 
 
 def stretch(rounding: Mapping[Kind, float], kind: Kind) -> float:

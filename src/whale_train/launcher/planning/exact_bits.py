@@ -6,12 +6,16 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def refuse_hash_of_parts(request: Request, plan: Plan, faults: list[Fault]) -> None:
-    """Add a fault for `train.parameters_sha256` where no rank holds all parameters."""
-    if not request.train.parameters_sha256:
+    """Add a fault for `train.parameters_sha256` where rank 0 does not hold all parameters whole,
+    with the values that the optimizer updates."""
+    if not request.train.parameters_sha256 or plan.world_size == 1:
         return
-    task_graph = next((x for x in plan.task_graphs if x.zero or x.shards), None)
-    if task_graph is not None or plan.rewrite is not None:
+    rule = ""
+    if any(x.shards or all(0 not in ranks for ranks in x.replicas) for x in plan.task_graphs):
         rule = "needs a rank with all parameters, and this strategy divides them among ranks"
+    elif any(x.zero for x in plan.task_graphs):
+        rule = "needs a rank with all updated values, and ZeRO divides them among ranks"
+    if rule:
         remedy = "use false, or strategy=dp, elastic_dp or single"
         faults.append(Fault("train.parameters_sha256", "true", rule, remedy))
 

@@ -25,6 +25,7 @@ from whale_train.machine.hosts import HOSTS, MEETING, REFUSED
 
 PLANS = "plans"  # a folder with a plan for each strategy of a comparison
 METRICS = "metrics.jsonl"
+LOGS = "logs"  # a folder of every run directory
 # A directory with any of these files holds a run.
 RUN_FILES = ("request.json", "plan.json", METRICS, "ready", "failure.json", PLANS)
 ATTEMPTS = "attempts"  # a folder with the files of earlier attempts, in 1, 2, ...
@@ -64,7 +65,7 @@ def create_run_dir(path: Path, *, goes_on: bool = False) -> Path:
     if taken is not None and not goes_on:
         raise ConfigError([taken])
     try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
@@ -128,7 +129,7 @@ def _set_aside(run_dir: Path) -> None:
     """
     for path in unfinished_in(run_dir):
         shutil.rmtree(path, ignore_errors=True)
-    names = [name for name in (*ATTEMPT_FILES, "logs") if (run_dir / name).exists()]
+    names = [name for name in (*ATTEMPT_FILES, LOGS) if (run_dir / name).exists()]
     if "request.json" not in names:
         return
     number = len(list((run_dir / ATTEMPTS).glob("*"))) + 1
@@ -213,7 +214,7 @@ def remove_unused(run_dir: Path) -> None:
     with suppress(OSError):  # a folder with other files stays
         for name in _MADE_BEFORE_A_PLAN:
             (run_dir / name).unlink(missing_ok=True)
-        for folder in (run_dir / "logs", run_dir / ".hydra", run_dir.absolute(), *above):
+        for folder in (run_dir / LOGS, run_dir / ".hydra", run_dir.absolute(), *above):
             if folder.is_dir() and folder != working:
                 folder.rmdir()
 

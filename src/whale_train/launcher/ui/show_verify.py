@@ -111,12 +111,12 @@ def _cells(row: Difference) -> tuple[str, ...]:
 def _notes(verified: Verification) -> Iterator[str]:
     """Yield the notes below the table of differences."""
     kinds = {x.path: x.what for x in verified.differences if x.path}
-    constants = sum(kind in ("buffer", "frozen parameter") for kind in kinds.values())
+    constants = sum(kind in ("buffer", "untrained parameter") for kind in kinds.values())
     updates = "first and last update" if verified.steps > 1 else "update"
     said = f"{_counted(len(kinds) - constants, 'parameter')} by initial value, first gradient and "
     said += updates
     if constants:
-        said += f", {_counted(constants, 'buffer')} or frozen by value"
+        said += f", {_counted(constants, 'untrained tensor')} by value"
     yield f"{said}; all in verify.json"
     if verified.rounding:
         moved = max(verified.rounding.values())

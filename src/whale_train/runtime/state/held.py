@@ -79,7 +79,7 @@ class RankState:
     ) -> None:
         self._engines, self._plan, self._rank, self._names = engines, plan, rank, names
         self._saved_here = frozenset[tuple[str, Block]]()
-        constants = [(block.name, block.block) for block in self.constants()]
+        constants = [(block.name, block.block) for block in self._constants()]
         held: list[list[tuple[str, Block]]] = [[]] * plan.world_size
         dist.all_gather_object(held, constants)
         before = {key for keys in held[:rank] for key in keys}
@@ -95,12 +95,19 @@ class RankState:
         Call it outside of an update.
         """
         trained = (x for engine in self._engines for x in _trained(engine, self._plan, self._rank))
-        unheld_blocks = (
-            LocalBlock("model", path, block, view, True)
-            for path, tensor in self._left.items()
-            for block, view in whole(tensor.shape).blocks(tensor.detach())
-        )
-        return [*trained, *self.constants(), *unheld_blocks]
+        return [*trained, *self.untrained()]
+
+    def untrained(self) -> Iterator[LocalBlock]:
+        """Yield the blocks of buffers, and of parameters that are frozen or that the loss does not
+        depend on.
+
+        On rank 0 these include the tensors that no rank holds.
+        """
+        yield from self._constants()
+        for path, tensor in self._left.items():
+            is_buffer = not isinstance(tensor, nn.Parameter)
+            for block, view in whole(tensor.shape).blocks(tensor.detach()):
+                yield LocalBlock("model", path, block, view, True, is_buffer=is_buffer)
 
     def make(self, is_saved: Callable[[str], bool]) -> None:
         """Create the optimizer states of the trained parameters whose path `is_saved` accepts.
@@ -117,8 +124,8 @@ class RankState:
         for engine in self._engines:
             engine.read_states()
 
-    def constants(self) -> Iterator[LocalBlock]:
-        """Yield the blocks of buffers and of parameters that are not trained."""
+    def _constants(self) -> Iterator[LocalBlock]:
+        """Yield the blocks of the buffers and of the untrained parameters that engines hold."""
         for engine in self._engines:
             paths = paths_of(engine)
             trained = {id(p) for p in engine.module.parameters() if p.requires_grad}

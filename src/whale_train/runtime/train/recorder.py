@@ -2,10 +2,10 @@
 
 `rank_N.safetensors` has, by the parameter's path in the user's model, its `initial` value, its
 values after the `first` step (of several) and at the end (`final`), and the first step's `gradient`
-(of the mean loss, before clipping), in fp32. It also has blocks of buffers and frozen parameters,
-as they were after the steps. `rank_N.json` gives the part of the whole tensor that each block is. A
-first step is one that fp16 did not skip. A rank that trains alone adds the magnitudes that the
-comparison is judged by (`Yardstick`). `launcher/modes/compare_runs.py` compares.
+(of the mean loss, before clipping), in fp32. It also has blocks of buffers and untrained
+parameters, as they were after the steps. `rank_N.json` gives the part of the whole tensor that each
+block is. A first step is one that fp16 did not skip. A rank that trains alone adds the magnitudes
+that the comparison is judged by (`Yardstick`). `launcher/modes/compare_runs.py` compares.
 
 Dropout is off: its masks differ from plan to plan, so with dropout no two plans have equal results.
 It stays on under logical workers, which have masks of their own.
@@ -115,8 +115,8 @@ class _Recorder:
     """Collects a rank's tensors, while its engines take their steps.
 
     `tensors` are the collected tensors by name. `parts` are the placements of trained parameters,
-    by path; `constants` are the placements of blocks of buffers and frozen parameters, by tensor
-    name.
+    by path; `constants` are the placements of blocks of buffers and untrained parameters, by
+    tensor name.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class _Recorder:
                 self.parts[path] = {"shape": where.shape, "index": where.intervals}
 
     def keep_constants(self, state: RankState) -> None:
-        """Store the buffers and the frozen parameters, block by block."""
-        for number, held in enumerate(state.constants()):
+        """Store the buffers and the untrained parameters, block by block."""
+        for number, held in enumerate(state.untrained()):
             tensor, ends = held.tensor.detach(), held.block.stops
             starts = zip(held.block.offsets, ends, strict=True)
             index: list[Any] = [[interval] for interval in starts]
@@ -150,7 +150,7 @@ class _Recorder:
             name = f"constant/{number}"
             is_float = tensor.is_floating_point()
             self.tensors[name] = _kept(tensor, torch.float32 if is_float else torch.int64)
-            kind = "buffer" if held.is_buffer else "frozen parameter"
+            kind = "buffer" if held.is_buffer else "untrained parameter"
             self.constants[name] = {
                 **{"path": held.name, "what": kind, "index": index, "is_float": is_float}
             }

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whale_train.errors import Fault, nearest
+from whale_train.errors import Fault, closest
 
 RECOMPUTE = ("none", "full", "auto")
-_REMEDY = "use none, full, auto, a list of modules, or {memory: 0.5}"
+_FORMS = "none, full, auto, a list of modules, or {memory: 0.5}"
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def read_recompute(value: Any, path: str, faults: list[Fault]) -> Recompute | No
         case "none" | "full" | "auto":
             return Recompute(path, value)
         case str() if value in ("", "*") or not set(value).intersection("*.?["):
-            remedy = nearest(value, RECOMPUTE) if value.isalpha() else _REMEDY
-            faults.append(Fault(path, value, "is unknown", remedy))
+            faults.append(_unknown(value, path))
         case str():
             return Recompute(path, "named", (value,))
         case list() if value and all(isinstance(x, str) and x for x in value):
@@ -63,5 +62,12 @@ def read_recompute(value: Any, path: str, faults: list[Fault]) -> Recompute | No
             rule = "is no fraction of the bytes that are kept without recomputation"
             faults.append(Fault(f"{path}.memory", str(share), rule, "use a number from 0 to 1"))
         case _:
-            faults.append(Fault(path, str(value), "is not known to recompute", _REMEDY))
+            faults.append(_unknown(value, path))
     return None
+
+
+def _unknown(value: Any, path: str) -> Fault:
+    """Return the fault of a value of the key `path` that has none of the forms."""
+    close = closest(value, RECOMPUTE) if isinstance(value, str) else None
+    remedy = f"did you mean {close}? Use {_FORMS}" if close else f"use {_FORMS}"
+    return Fault(path, str(value), "is no form of recomputation", remedy)
