@@ -94,7 +94,8 @@ class TrainOptions(_Section):
     loss_scale: the first loss scale of fp16; None is 2^15.
     loss_scale_fixed: whether the loss scale stays as it is. A step that overflows is still skipped.
     tf32: whether GPUs round the factors of fp32 products to 10 bits of mantissa.
-    reduce_dtype: the dtype in which replicas exchange gradients: the precision of the run, or fp32.
+    reduce_dtype: the dtype in which replicas exchange gradients: the precision of the run (of fp8,
+        bf16), or fp32.
     all_reduce: how replicas on several hosts sum gradients: `flat`, in one all-reduce;
         `hierarchical`, inside each host first; `auto` is the faster one as planned.
     bucket_mb: MiB of fp32 gradients that replicas sum together.
@@ -643,7 +644,7 @@ def _refuse_custom(
 def _refuse_calibrated(train: TrainOptions, mode: object, faults: list[Fault]) -> None:
     """Add a fault for a calibration in fp8, whose products no calibration measures."""
     if train.precision == "fp8" and mode == "calibrate":
-        rule = "is not what mode=calibrate measures: all but some products is bf16"
+        rule = "is not measured: a plan in fp8 goes by the calibration of bf16"
         faults.append(Fault("train.precision", "fp8", rule, "use bf16"))
 
 

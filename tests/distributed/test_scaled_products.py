@@ -1,7 +1,9 @@
 """Products whose factors are rounded to 8 bits, against numbers of 8 bits made one by one; plans in
 fp8 against one process."""
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +168,21 @@ def layers() -> nn.Module:
 
 
 def test_linear_layers_compute_nothing_but_a_product() -> None:
-    assert list(linear_layers(layers())) == ["plain.weight", "turned.weight"]
+    assert list(linear_layers(layers())) == ["plain.weight", "turned.weight", "shared.weight"]
+
+
+def test_a_weight_that_something_else_holds_is_none_of_a_linear_layer() -> None:
+    model = layers()
+    model["table"] = nn.Embedding(64, 64)
+    model["table"].weight = model["plain"].weight
+    model["turned"].forward = lambda x: x
+    assert list(linear_layers(model)) == ["shared.weight"]
+
+
+def test_a_layer_under_two_paths_is_one() -> None:
+    block = nn.Linear(64, 64)
+    (held,) = linear_layers(nn.ModuleList([block, block])).values()
+    assert held == (block,)
 
 
 def test_only_the_chosen_layers_are_scaled() -> None:
@@ -180,6 +196,49 @@ def test_only_the_chosen_layers_are_scaled() -> None:
     turned = model["turned"].requires_grad_(False)
     rounded = scaled_product(x.bfloat16(), turned.weight.bfloat16().t(), turned.bias.bfloat16())
     assert torch.equal(after["turned"], rounded)
+
+
+def test_scaled_layers_are_called_copied_and_saved_as_others() -> None:
+    torch.manual_seed(5)
+    model, x = layers(), drawn(4, 64, dtype=torch.float32)
+    scale_linear_layers(model, ["plain.weight", "turned.weight"])
+    twin = copy.deepcopy(model)
+    for weight in twin.parameters():
+        weight.data.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model["plain"](input=x), model["plain"](x))
+        for name in ("plain", "turned"):
+            assert not twin[name](x).any()
+            assert model[name](x).any()
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded["plain"](x), model["plain"](x))
+
+
+def test_second_derivatives_are_those_of_16_bits() -> None:
+    torch.manual_seed(6)
+    x, weight = drawn(4, 64, dtype=torch.float32), drawn(64, 64, dtype=torch.float32)
+    found = []
+    for scaled in (True, False):
+        weight.grad, parameter = None, weight.clone().requires_grad_()
+        value = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            product = scaled_linear(value, parameter, None, False) if scaled else None
+            product = functional.linear(value, parameter) if product is None else product
+            (slope,) = torch.autograd.grad(product.float().sum(), value, create_graph=True)
+            slope.float().square().mean().backward()
+        assert parameter.grad is not None
+        found.append(parameter.grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
+def test_what_has_no_kernel_is_computed_as_before() -> None:
+    x, weight = drawn(4, 64, dtype=torch.float64), drawn(64, 64, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scaled_linear(x, weight, None, False), functional.linear(x, weight))
+        each = torch.func.vmap(lambda row: scaled_linear(row, weight.float(), None, False))
+        expected = functional.linear(x.float(), weight.float())
+        torch.testing.assert_close(each(x.float()), expected)
 
 
 # --- Plans ---------------------------------------------------------------------------------------

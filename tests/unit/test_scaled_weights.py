@@ -7,7 +7,7 @@ from tests.unit.operation_graphs import Sketch
 
 from whale_train.strategies.cost.op_work import KernelKind, Traffic, Work, Works
 from whale_train.strategies.cost.roofline import kernel_of, work_times
-from whale_train.strategies.graph.operation_graph import ModelProfile, Parameter
+from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, Parameter
 from whale_train.strategies.graph.rewrites import RewriteScope
 from whale_train.strategies.graph.scaled_weights import scaled_weights
 from whale_train.strategies.hardware.cluster import Device, Kernel, Reached, Roofline
@@ -19,6 +19,8 @@ SHAPES = {
     "blocks.0.norm.weight": (64,),
     "blocks.0.experts.weight": (4, 64, 64),
     "blocks.1.down.weight": (64, 256),
+    "blocks.1.gate.weight": (64, 64),
+    "tail.1.weight": (512, 64),
     "head.weight": (512, 64),
 }
 LINEAR = tuple(x for x in SHAPES if "norm" not in x and "experts" not in x)
@@ -37,6 +39,31 @@ def test_frozen_weights_too() -> None:
     whole = profile()
     frozen = replace(whole, parameters=whole.parameters[1:], frozen=whole.parameters[:1])
     assert scaled_weights(frozen) == scaled_weights(whole)
+
+
+@pytest.mark.parametrize("chooses", [True, False])
+def test_a_router_is_what_a_top_k_goes_back_to(chooses: bool) -> None:
+    sketch = Sketch()
+    x = sketch.input("x", "B 4 64")
+    for name in ("before", "router"):
+        sketch.parameter(name, "64 64")
+    h = sketch.call("h", "linear.default", x, "before", shape="B 4 64")
+    scores = sketch.call("scores", "linear.default", h, "router", shape="B 4 64")
+    weights = sketch.call("weights", "softmax.int", scores, -1, shape="B 4 64")
+    if chooses:
+        weights = sketch.call("top", "topk.default", weights, 2, shape="B 4 2")
+    graph = sketch.graph(sketch.call("loss", "sum.default", weights, shape=""))
+    paths = [x.path for x in graph if x.target == "parameter"]
+    named = {path: f"blocks.0.{path}.weight" for path in paths}
+    graph = OperationGraph(
+        tuple(replace(x, path=named.get(x.path, x.path)) if x.path else x for x in graph)
+    )
+    parameters = tuple(Parameter(path, (64, 64), 4) for path in named.values())
+    routed = replace(
+        profile(), parameters=parameters, linear_weights=tuple(named.values()), graph=graph
+    )
+    expected = ["before"] if chooses else ["before", "router"]
+    assert scaled_weights(routed) == tuple(named[name] for name in expected)
 
 
 def two_products() -> Sketch:

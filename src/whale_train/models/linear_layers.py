@@ -3,24 +3,24 @@
 from torch import nn
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of `model` by the path of their weight. A weight that several layers
-    share has the path of the first, and stands for none if another module reads it as well.
+def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
+    """Return the linear layers of `model` that hold a weight, by the first path of the weight. A
+    weight that another module holds as well is left out.
 
-    These are torch's `nn.Linear` and the `Conv1D` of transformers, whose weight is [in, out]; a
-    subclass may compute anything.
+    These are torch's `nn.Linear` and the `Conv1D` of transformers, whose weight is [in, out].
+    Subclasses, and layers with a forward of their own, may compute anything.
     """
     first: dict[int, str] = {}
-    readers: dict[int, list[nn.Module]] = {}
+    holders: dict[int, dict[int, nn.Module]] = {}
     for path, tensor in model.named_parameters(remove_duplicate=False):
+        holder = model.get_submodule(path.rpartition(".")[0])
         first.setdefault(id(tensor), path)
-        readers.setdefault(id(tensor), []).append(model.get_submodule(path.rpartition(".")[0]))
-    layers = {}
-    for key, modules in readers.items():
-        (layer, *others), path = modules, first[key]
-        if path.endswith("weight") and _is_linear(layer) and not others:
-            layers[path] = layer
-    return layers
+        holders.setdefault(id(tensor), {})[id(holder)] = holder
+    return {
+        first[key]: tuple(modules.values())
+        for key, modules in holders.items()
+        if first[key].endswith("weight") and all(map(_is_linear, modules.values()))
+    }
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -31,4 +31,4 @@ def is_transposed(layer: nn.Module) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     kind = type(module)
     is_conv1d = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-    return kind is nn.Linear or is_conv1d
+    return (kind is nn.Linear or is_conv1d) and "forward" not in vars(module)

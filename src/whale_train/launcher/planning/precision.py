@@ -33,11 +33,13 @@ def with_precision(
 
 
 def refuse_reduce_dtype(request: Request, faults: list[Fault]) -> None:
-    """Add a fault where `train.reduce_dtype` is neither fp32 nor the precision of the run."""
+    """Add a fault where `train.reduce_dtype` is neither fp32 nor the precision of the run, which
+    for fp8 is bf16."""
     precision, sent = request.train.precision or "fp32", request.train.reduce_dtype
     if sent not in ("fp32", "bf16" if precision == "fp8" else precision):
         rule = f"is neither the precision of the run ({precision}) nor fp32"
-        remedy = f"use train.precision={sent}, or train.reduce_dtype=fp32"
+        own = "bf16 or fp32" if precision == "fp8" else "fp32"
+        remedy = f"use train.precision={sent}, or train.reduce_dtype={own}"
         faults.append(Fault("train.reduce_dtype", sent, rule, remedy))
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from whale_train.runtime.base.autocast import autocast, autocast_dtype
@@ -104,13 +103,18 @@ class ScaledLinear(torch.autograd.Function):
         return linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the input, the weight and the bias."""
+        """Return the gradients of the input, the weight and the bias.
+
+        A gradient that has gradients itself (`create_graph`) is a product in 16 bits.
+        """
         (grad,), (x, weight) = grads, ctx.saved_tensors
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = linear(grad, weight if ctx.transposed else weight.t(), None)
+            to_input = weight if ctx.transposed else weight.t()
+            is_differentiated = torch.is_grad_enabled()
+            product = functional.linear if is_differentiated else linear
+            of_x = product(grad, to_input, None)
         rows = _rows(grad)
         if ctx.needs_input_grad[1]:
             of_weight = _rows(x).t() @ rows if ctx.transposed else rows.t() @ _rows(x)
@@ -121,12 +125,14 @@ class ScaledLinear(torch.autograd.Function):
 
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Return the product [.., out] of `x` [.., in] and `weight`, with `bias`, whose factors are
-    rounded to 8 bits under autocast. Outside of autocast they are not.
+    rounded to 8 bits under autocast. Outside of autocast they are not, nor in fp64, nor inside the
+    transforms of torch.func, which no kernel of these products supports.
 
     transposed: True where the weight is [in, out], False where it is [out, in].
     """
     dtype = autocast_dtype(x.device.type)
-    if dtype is None:
+    is_wide = torch.float64 in (x.dtype, weight.dtype)
+    if dtype is None or is_wide or torch._C._are_functorch_transforms_active():
         return functional.linear(x, weight.t() if transposed else weight, bias)
     operands = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     with autocast(x.device.type, enabled=False):
