@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.launcher.schedule import slurm_jobs
 from whale_train.launcher.schedule.slurm_jobs import SlurmProcess, SlurmQueue, slurm_starter
 from whale_train.launcher.schedule.slurm_nodes import SlurmNodes
+from whale_train.launcher.slurm.slurm_job import SlurmJob
 from whale_train.machine.hosts import this_host
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
 from whale_train.strategies.hardware.cluster import Cluster
@@ -131,16 +131,11 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     return slurm
 
 
-def process_in(
-    folder: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, status: int | None
-) -> SlurmProcess:
+def process_in(folder: Path, slurm: Slurm, status: int | None) -> SlurmProcess:
     """Return job 7, whose rank 0 has ended with a status, or not yet."""
-    result = folder / "result"
+    job = SlurmJob("7", folder)
     if status is not None:
-        result.touch()
-    monkeypatch.setattr(slurm_jobs, "slurm_status", lambda job: 1 if status is None else status)
-    paths = SimpleNamespace(result_pickle=result, stderr=folder / "none")
-    job = SimpleNamespace(job_id="7", paths=paths)
+        job.status_path.write_text(str(status))
     return SlurmProcess(job, "", slurm, Allocation(1, "dp"), (0,), folder / "run", 0)
 
 
@@ -173,9 +168,8 @@ def test_the_end_of_a_job_by_its_state_and_its_status(
     said: str,
     tmp_path: Path,
     slurm: Slurm,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    process = process_in(tmp_path, slurm, monkeypatch, status)
+    process = process_in(tmp_path, slurm, status)
     if told:
         process.stop()
     slurm.now = state
@@ -191,17 +185,16 @@ def test_a_notice_is_repeated_until_the_job_has_ended(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(slurm_jobs.time, "monotonic", lambda: clock[0])
-    process = process_in(tmp_path, slurm, monkeypatch, None)
+    process = process_in(tmp_path, slurm, None)
     slurm.now = "RUNNING"
     process.stop()
     process.stop()
     for clock[0] in (102.0, 104.0, 106.0):
         assert process.ended() is None
     assert slurm.told == ["notice", "notice"]  # the second after five seconds
-    process.job.paths.result_pickle.touch()  # rank 0 ends before any step: nothing is to be saved
+    (tmp_path / "7.status").write_text("130")  # rank 0 ends before any step: nothing is to be saved
     for clock[0] in (120.0, 140.0):
         assert process.ended() is None
     assert slurm.told == ["notice", "notice", "cancel"]
     slurm.now = "CANCELLED"
-    monkeypatch.setattr(slurm_jobs, "slurm_status", lambda job: 130)
     assert process.ended() == "interrupted"

@@ -31,7 +31,6 @@ _EXTRAS = {
     "hf": "models and datasets of Hugging Face, data=text_files",
     "images": "data=image_folder, images in data=webdataset",
     "peft": "model.adapters",
-    "slurm": "launcher=slurm",
     "ray": "launcher=ray",
     "remote": "checkpoint.to",
     "optuna": "hydra/sweeper=optuna",
