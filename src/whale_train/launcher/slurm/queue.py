@@ -39,10 +39,12 @@ def queue_states(ids: Sequence[str], *, with_ended: bool = False) -> dict[str, s
     }
 
 
-def has_no_reason(job_id: str) -> bool:
-    """Return whether a job waits in the queue, and Slurm says no reason for it."""
-    said = _answer("squeue", "--noheader", "--states=PENDING", "--format=%r", f"--jobs={job_id}")
-    return bool(said) and set((said or "").split()) == {"None"}
+def is_overlooked(job_id: str) -> bool:
+    """Return whether a job waits in the queue for no reason that Slurm says: not for resources, and
+    not for a time to come."""
+    options = ("--noheader", "--states=PENDING", "--format=%r %S")  # the reason, and the start
+    lines = (_answer("squeue", *options, f"--jobs={job_id}") or "").splitlines()
+    return bool(lines) and set(lines) <= {"None N/A", "BeginTime N/A"}
 
 
 def make_eligible(job_id: str) -> None:

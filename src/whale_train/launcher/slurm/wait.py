@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-from whale_train.launcher.slurm.queue import has_no_reason, make_eligible, queue_states
+from whale_train.launcher.slurm.queue import is_overlooked, make_eligible, queue_states
 from whale_train.launcher.slurm.slurm_job import SlurmJob
 
 _POLL_S = 1.0
@@ -50,7 +50,7 @@ class _PendingJob:
     Slurm's scheduler passes over heterogeneous jobs, which its backfill starts. Backfill looks at
     the queue only after a change, and that the delay of a job which was queued again is over is
     none: where no other job comes or goes, such a job would wait for ever
-    (`findings/slurm_overlooks_a_requeued_heterogeneous_job.sh`).
+    (`findings/slurm_overlooks_a_delayed_heterogeneous_job.sh`).
     """
 
     def __init__(self, job: SlurmJob) -> None:
@@ -62,8 +62,9 @@ class _PendingJob:
         if self._job.num_components == 1 or state != "PENDING":
             self._since_s = None
             return
-        self._since_s = self._since_s or time.monotonic()
+        if self._since_s is None:
+            self._since_s = time.monotonic()
         if time.monotonic() - self._since_s > _OVERLOOKED_S:
             self._since_s = time.monotonic()
-            if has_no_reason(self._job.job_id):
+            if is_overlooked(self._job.job_id):
                 make_eligible(self._job.job_id)
