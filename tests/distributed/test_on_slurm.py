@@ -33,7 +33,7 @@ KINDS = ("p100", "v100")
 def in_partitions(devices: int) -> str:
     """Return the override of the mix, each of whose nodes Slurm gives from a partition."""
     new = f"{{devices: {devices}, {V100}, slurm: {{partition: v100, mem: 1500}}}}"
-    old = f"{{devices: {devices}, {P100}, slurm: {{constraint: p100}}}}"
+    old = f"{{devices: {devices}, {P100}, slurm: {{constraint: p100, mem: 1000}}}}"
     return f"hardware.nodes=[{new},{old}]"
 
 
@@ -180,9 +180,31 @@ def test_nodes_of_two_partitions_are_one_job(
     first, second = script.split("#SBATCH hetjob")
     assert ("--partition=v100" in first, "--mem=1500" in first) == (True, True)
     assert ("--constraint=p100" in second, "--partition" in second) == (True, False)
+    assert_trained(job, hosts, run_dir)
+
+
+@pytest.mark.full
+def test_the_file_of_a_plan_is_submitted_by_hand(
+    job: Job, hosts: list[HostApart], slurm_of_kinds: Mapping[str, str]
+) -> None:
+    """Its components differ in cores, for which srun has options of each."""
+    run = (in_partitions(1), "+hardware.nodes.0.slurm.cpus_per_task=2", "train.steps=4")
+    start(job, hosts, slurm_of_kinds, *run, "mode=plan", "launcher=slurm", "hydra.run.dir=a")
+    assert job.wait() == [0], job.said("err")
+    script = job.folder / "a" / "slurm" / "submission.sh"
+    assert "srun --het-group=0 --cpus-per-task=2" in script.read_text()
+    by_hand = hosts[0].command("sbatch", "--wait", str(script))
+    subprocess.run(by_hand, env=os.environ | slurm_of_kinds, check=True, timeout=120)
+    assert (job.folder / "a" / "slurm" / "1.status").read_text() == "0\n"
+    assert_trained(job, hosts, job.folder / "a" / "run")
+
+
+def assert_trained(job: Job, hosts: list[HostApart], run_dir: Path) -> None:
+    """Assert that four steps were trained with rank 0 on the second host, as on one host."""
     rank_0 = json.loads((run_dir / "environment.json").read_text())
     assert rank_0["hostname"] == hosts[1].name
-    assert losses_in(run_dir) == pytest.approx(losses_alone(job, *SMALL, *MIX, "train.steps=4"))
+    expected = losses_alone(job, *SMALL, *MIX, "train.steps=4")
+    assert losses_in(run_dir) == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.full

@@ -11,8 +11,14 @@ from tests.unit.test_started_elsewhere import request_of
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.launcher.schedule import slurm_jobs
-from whale_train.launcher.schedule.slurm_jobs import SlurmProcess, SlurmQueue, slurm_starter
+from whale_train.launcher.schedule.slurm_jobs import (
+    SlurmProcess,
+    SlurmQueue,
+    slurm_starter,
+    threads_on_slurm,
+)
 from whale_train.launcher.schedule.slurm_nodes import SlurmNodes
+from whale_train.launcher.slurm.components import component_of
 from whale_train.launcher.slurm.slurm_job import SlurmJob
 from whale_train.machine.hosts import this_host
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
@@ -84,6 +90,31 @@ def test_gpus_are_asked_for_by_node_unless_a_kind_is_named() -> None:
     assert by_task == {"gpus_per_task": "a100:1"}
     cpus = "hardware.nodes=[{count: 2, devices: 6, device: cpu_process, link: shared_memory}]"
     assert asked("hardware=v100_512", cpus) == {}
+
+
+def test_nodes_say_how_slurm_gives_them_to_every_job() -> None:
+    def sixes(*slurms: str) -> tuple[str, str]:
+        device = "devices: 6, device: a100_sxm_80gb, link: nvlink3"
+        nodes = ",".join(f"{{{device}, slurm: {{{slurm}}}}}" for slurm in slurms)
+        return ("hardware=v100_512", f"hardware.nodes=[{nodes}]")
+
+    request = request_of("launcher=slurm", *sixes("cpus_per_task: 4, partition: new"))
+    nodes = nodes_of(*sixes("cpus_per_task: 4, partition: new"))
+    options = component_of(request, 1, 3, nodes.slurm).options
+    assert (options["partition"], options["cpus-per-task"]) == ("new", 4)
+    (node,) = cluster_of(nodes.hardware(3)).nodes
+    assert node.slurm == nodes.slurm
+    assert threads_on_slurm(request.launcher, node) == ["launcher.threads=4"]
+    for slurms, said in (
+        (("partition: new", "partition: old"), "hardware=v100_512 has nodes or devices that "
+         "differ, and a schedule does not choose Slurm's nodes; use an inventory of equal nodes, "
+         "and a schedule for each kind"),
+        (("gres: 'gpu:6'",), "hardware.nodes[].slurm.gres=gpu:6 is decided for each job; leave it "
+         "out; for a kind of GPU, use launcher.sbatch.gpus-per-task=KIND:1"),
+    ):  # fmt: skip
+        faults: list[Fault] = []
+        assert SlurmNodes.of(request_of("launcher=slurm", *sixes(*slurms)), [], faults) is None
+        assert [str(fault) for fault in faults] == [said]
 
 
 def test_all_that_is_wrong_is_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:

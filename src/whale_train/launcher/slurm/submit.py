@@ -15,6 +15,7 @@ from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.ranks.run_dir import write_json, write_text
 from whale_train.launcher.slurm.components import AROUND_S, components_of
+from whale_train.launcher.slurm.queue import cancel
 from whale_train.launcher.slurm.sbatch_file import Component, Option, SbatchFile
 from whale_train.launcher.slurm.slurm_job import SlurmJob
 
@@ -94,7 +95,7 @@ def submit(submissions: Sequence[Submission], folder: Path) -> list[SlurmJob]:
     submissions: the jobs.
     folder: the folder of their files, which need not exist.
 
-    Raises ConfigError where Slurm refuses a job.
+    Raises ConfigError where Slurm refuses a job; those that it has taken before are cancelled.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,12 @@ def submit(submissions: Sequence[Submission], folder: Path) -> list[SlurmJob]:
         if num > 1:
             write_json(_commands_path(path), [submissions[number].arguments for number in group])
         path.write_text(sbatch_file(first, path, Path.cwd(), num).text(), encoding="utf-8")
-        job_id = _sbatch(path, first)
+        try:
+            job_id = _sbatch(path, first)
+        except ConfigError:
+            for job in jobs.values():
+                cancel(job.job_id)
+            raise
         for index, number in enumerate(group):
             own_id = f"{job_id}_{index}" if num > 1 else job_id
             jobs[number] = SlurmJob(own_id, folder, len(first.components))
