@@ -79,6 +79,31 @@ def test_a_job_that_waits_for_no_reason_is_overlooked(
     ]
 
 
+def test_a_job_that_slurm_ends_and_queues_again_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where `PreemptMode=REQUEUE` preempts a job: its tasks get SIGTERM, and it saves."""
+    job = SlurmJob("3", tmp_path)
+    seen = iter(["RUNNING", "COMPLETING", "PENDING", "RUNNING", "COMPLETING", ""])
+    changes: list[str] = []
+
+    def look(ids: object) -> dict[str, str]:
+        state = next(seen)
+        if state == "RUNNING":  # the task of rank 0 removes what the start before has left
+            job.status_path.unlink(missing_ok=True)
+        else:
+            job.status_path.write_text("130")
+        return {"3": state} if state else {}
+
+    monkeypatch.setattr(wait.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(wait, "queue_states", look)
+    assert wait_for([job], lambda number, state: changes.append(state)) == [130]
+    assert changes == ["RUNNING", "COMPLETING", "PENDING", "RUNNING", "COMPLETING"]
+    monkeypatch.setattr(wait, "queue_states", lambda ids: {"3": "RUNNING"})
+    job.status_path.write_text("1")  # any other status is final
+    assert wait_for([job], lambda number, state: None) == [1]
+
+
 @pytest.mark.parametrize(("components", "told"), [(1, 0), (2, 2)])
 def test_an_overlooked_job_is_made_eligible_until_it_runs(
     components: int, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

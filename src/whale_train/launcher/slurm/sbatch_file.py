@@ -16,6 +16,7 @@ _SECRET = (
     "export WHALE_TRAIN_SECRET="
     "\"${WHALE_TRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}\""
 )
+_COMMAND = '"${command[@]}"'  # all words of the array, of which each stays one
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ class SbatchFile:
             written_options({"het-group": group, "cpus-per-task": own, **self.srun})
             for group, own in groups
         ]
-        command = '"${command[@]}"'
-        return " : \\\n    ".join(" ".join([*part, command]) for part in parts).join(("srun ", ""))
+        return "srun " + " : \\\n    ".join(" ".join([*part, _COMMAND]) for part in parts)
 
 
 def written_options(options: Mapping[str, Option]) -> list[str]:

@@ -35,7 +35,7 @@ class TaskOptions:
     folder: the folder of the job's files.
     notice: the answer to SIGUSR2. `requeue` has the job save, and queued again; `end` has it save
         and end; `ignore` does nothing, for a job that cannot save.
-    grace_s: seconds in which the command has saved.
+    grace_s: seconds after which a job is queued again whose command has not saved.
     log: the file that the output of rank 0's command is appended to; None for the task's own.
     """
 
@@ -105,7 +105,7 @@ def run_task(
     status = command.wait()
     _write(status_path, f"{status}\n")
     # Other ranks of a job that is not queued again would be ended with the first bad exit.
-    return 0 if options.notice == "end" else abs(status)
+    return 0 if options.notice == "end" else status if status >= 0 else 1
 
 
 def _signals_heard(*, listens: bool) -> list[int]:
@@ -153,7 +153,8 @@ def with_resume(arguments: Sequence[str], restarts: int) -> list[str]:
     start on, they continue from the newest checkpoint."""
     if not restarts:
         return list(arguments)
-    return [*(text for text in arguments if not text.startswith(_RESUMES)), f"{_RESUMES}auto"]
+    others = [text for text in arguments if not text.lstrip("+").startswith(_RESUMES)]
+    return [*others, f"{_RESUMES}auto"]
 
 
 def _requeue(variables: Mapping[str, str]) -> bool:

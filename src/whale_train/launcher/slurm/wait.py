@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+from whale_train.launcher.ranks.host_process import INTERRUPTED
 from whale_train.launcher.slurm.queue import is_overlooked, make_eligible, queue_states
 from whale_train.launcher.slurm.slurm_job import SlurmJob
 
@@ -26,10 +27,11 @@ def wait_for(jobs: Sequence[SlurmJob], changed: Callable[[int, str], None]) -> l
         for number, job in enumerate(jobs):
             if ended[number]:
                 continue
-            if job.status_path.exists():
+            state = queued.get(job.job_id, "")
+            # Slurm may queue a job again that it has ended by SIGTERM, and that has saved.
+            if job.status_path.exists() and (job.status() != INTERRUPTED or not state):
                 ended[number] = True
                 continue
-            state = queued.get(job.job_id, "")
             pending[number].see(state)
             if state and state != states[number]:
                 states[number] = state
