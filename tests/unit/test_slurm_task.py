@@ -21,6 +21,8 @@ import signal, sys, time
 from pathlib import Path
 for number, status in ((signal.SIGUSR1, 130), (signal.SIGTERM, 7)):
     signal.signal(number, lambda n, frame, status=status: sys.exit(status))
+if Path("deaf").exists():
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 Path("runs").write_text(" ".join(sys.argv[1:]))
 until = time.monotonic() + 60
 while not Path("end").exists() and time.monotonic() < until:
@@ -89,6 +91,18 @@ def test_a_job_that_has_saved_is_queued_again(tmp_path: Path) -> None:
     task = Task(tmp_path, "requeue")
     assert task.ends(signal.SIGUSR2) == 0
     assert (task.said("7.status"), task.said("asked")) == ("", "requeue 7\n")
+
+
+@pytest.mark.parametrize(("notice", "status"), [("requeue", ""), ("end", "130\n")])
+def test_a_command_that_does_not_listen_runs_again(
+    tmp_path: Path, notice: str, status: str
+) -> None:
+    """As one that has begun just now, or is about to end."""
+    (tmp_path / "deaf").touch()
+    task = Task(tmp_path, notice)
+    assert task.ends(signal.SIGUSR2) == 0
+    assert task.said("7.status") == status
+    assert task.said("asked") == ("requeue 7\n" if notice == "requeue" else "")
 
 
 def test_a_job_that_slurm_does_not_queue_again_has_ended(tmp_path: Path) -> None:

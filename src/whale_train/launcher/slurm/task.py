@@ -24,6 +24,9 @@ from typing import IO
 _POLL_S = 0.2
 _ANSWER_S = 60.0  # how long scontrol may take
 _INTERRUPTED = 130  # the exit status of a command that has saved and ended
+# The status of a command that did not listen yet, or not any more: it had nothing to save, or was
+# done. When the job runs again, it goes on from its newest checkpoint, if it has one.
+_DEAF = -signal.SIGUSR1
 _MOST_RESTARTS = 1000  # of a job that may never come as far as a checkpoint
 _RESUMES = "train.resume="
 
@@ -98,11 +101,13 @@ def run_task(
     if not is_first:
         command.wait()
         return 0  # the status of a job is rank 0's
-    has_saved = is_told and command.poll() in (None, _INTERRUPTED)  # None: it never will
+    has_saved = is_told and command.poll() in (None, _INTERRUPTED, _DEAF)  # None: it never will
     requeues = options.notice == "requeue" and restarts < _MOST_RESTARTS
     if has_saved and requeues and _requeue(variables):
         return 0
     status = command.wait()
+    if is_told and status == _DEAF:
+        status = _INTERRUPTED
     _write(status_path, f"{status}\n")
     # Other ranks of a job that is not queued again would be ended with the first bad exit.
     return 0 if options.notice == "end" else status if status >= 0 else 1
