@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whale-train needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,images,peft,slurm,ray,metrics,trackers,optuna,dev,docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,images,peft,ray,metrics,trackers,optuna,dev,docs]'
 	touch $(STAMP)
 
 # Pin what is installed: after changing the ranges, and running `make check`.

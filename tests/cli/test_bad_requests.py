@@ -315,6 +315,18 @@ MACHINE_AND_FILES = (
         f"One of: {LINKS}; or give its figures as a mapping",
     ),
     Case(
+        "slurm_of_a_node",
+        "hardware=v100_p100_mix '+hardware.nodes.1.slurm={partion: old, qos: [a]}' launcher=slurm "
+        "launcher.sbatch.time=soon mode=plan",
+        "hardware.nodes[1].slurm.partion=old is no key of a node's request to Slurm; did you mean "
+        "partition? One of: account, constraint, cpus_per_task, gres, mem, partition, qos, "
+        "reservation",
+        "hardware.nodes[1].slurm.qos=['a'] is no value of an option of sbatch; use text, or leave "
+        "it out",
+        "launcher.sbatch.time=soon is no time of Slurm's; give minutes, or as 12:00:00 or "
+        "2-00:00:00",
+    ),
+    Case(
         "negative_devices",
         "hardware=cpu hardware.devices=-1 mode=plan",
         "hardware.devices=-1 is not positive; use 1 or more",

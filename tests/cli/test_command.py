@@ -121,6 +121,18 @@ def test_a_head_of_100_billion_classes_is_planned(tmp_path: Path) -> None:
     )
 
 
+def test_a_plan_for_slurm_has_the_file_for_sbatch(tmp_path: Path) -> None:
+    slurm = "+hardware.nodes.1.slurm={partition: old}"
+    job = ["launcher=slurm", "hardware=v100_p100_mix", slurm, "strategy=dp"]
+    answer = whale_train([*job, "mode=plan", "hydra.run.dir=planned"], tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    text = (tmp_path / "planned" / "slurm" / "submission.sh").read_text()
+    assert text in answer.stdout
+    assert text.count("#SBATCH hetjob\n") == text.count("--partition=old\n") == 1
+    assert f"hydra.run.dir={tmp_path}/planned/run\n" in text
+    assert "mode=plan" not in text
+
+
 def test_a_plan_needs_none_of_its_devices_and_starts_nothing(tmp_path: Path) -> None:
     arguments = ["mode=plan", "strategy=zero1", "hardware=v100_512", "train.global_batch=1024"]
     answer = whale_train([*arguments, "hydra.run.dir=planned"], tmp_path)

@@ -47,7 +47,7 @@ def test_an_extra_whose_features_have_no_name_is_reported_by_its_own(
 def test_what_is_missing_is_named_with_what_it_is_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = ["torch>=99", "no-such-package>=2; extra == 'peft'", "numpy>=1; extra == 'slurm'"]
+    wanted = ["torch>=99", "no-such-package>=2; extra == 'peft'", "numpy>=1; extra == 'ray'"]
     monkeypatch.setattr(checks, "requires", lambda name: wanted)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "file").write_text("")
@@ -57,7 +57,7 @@ def test_what_is_missing_is_named_with_what_it_is_for(
     assert (torch.found, torch.remedy) == (version("torch"), "pip install 'torch>=99'")
     assert list(features()) == [
         Check("features", "model.adapters", "", remedy="pip install 'no-such-package>=2'"),
-        Check("features", "launcher=slurm", f"numpy {version('numpy')}"),
+        Check("features", "launcher=ray", f"numpy {version('numpy')}"),
     ]
     said = {check.name: check.remedy for check in (*compilers(), *folders())}
     assert said["g++"] == "install g++, for offload: {optimizer: cpu}, train.compile"

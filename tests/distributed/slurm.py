@@ -30,13 +30,15 @@ ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+# Heterogeneous jobs are started by backfill alone.
+SchedulerParameters=bf_interval=1
 ReturnToService=2
 MpiDefault=none
 # As many as there are ranks, whatever the machine has.
 SlurmdParameters=config_overrides
-NodeName={nodes} CPUs=8 RealMemory=2000 State=UNKNOWN
-PartitionName=all Nodes={nodes} Default=YES State=UP OverSubscribe=FORCE
 """
+_NODE = "NodeName={name} CPUs=8 RealMemory=2000 State=UNKNOWN{feature}\n"
+_PARTITION = "PartitionName={name} Nodes={nodes} State=UP OverSubscribe=FORCE{default}\n"
 
 
 def has_slurm() -> bool:
@@ -45,8 +47,14 @@ def has_slurm() -> bool:
 
 
 @contextmanager
-def slurm_on(hosts: Sequence[HostApart], folder: Path) -> Iterator[Mapping[str, str]]:
-    """Serve the hosts, which all see `folder`; return the variables of who submits to it."""
+def slurm_on(
+    hosts: Sequence[HostApart], folder: Path, kinds: Sequence[str] = ()
+) -> Iterator[Mapping[str, str]]:
+    """Serve the hosts, which all see `folder`; return the variables of who submits to it.
+
+    kinds: for every host the feature that its node has, and the name of a partition of the nodes
+        with that feature; there is a partition of all nodes as well.
+    """
     for name in ("state", "munge"):
         (folder / name).mkdir(mode=0o700)
     munge = folder / "munge"
@@ -54,8 +62,14 @@ def slurm_on(hosts: Sequence[HostApart], folder: Path) -> Iterator[Mapping[str, 
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
     files["seed-file"] = "seed"
     options = [f"--{option}={munge / name}" for option, name in files.items()]
-    nodes = ",".join(host.name for host in hosts)
-    written = _SETTINGS.format(controller=hosts[0].name, folder=folder, nodes=nodes)
+    names = [host.name for host in hosts]
+    written = _SETTINGS.format(controller=names[0], folder=folder)
+    features = dict(zip(names, (f" Feature={kind}" for kind in kinds), strict=False))
+    written += "".join(_NODE.format(name=x, feature=features.get(x, "")) for x in names)
+    written += _PARTITION.format(name="all", nodes=",".join(names), default=" Default=YES")
+    for kind in dict.fromkeys(kinds):
+        own = [name for name, other in zip(names, kinds, strict=True) if other == kind]
+        written += _PARTITION.format(name=kind, nodes=",".join(own), default="")
     (folder / "slurm.conf").write_text(written)
     named = {"SLURM_CONF": str(folder / "slurm.conf")}
     started: list[subprocess.Popen[bytes]] = []

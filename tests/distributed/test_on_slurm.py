@@ -1,5 +1,6 @@
 """Under a real Slurm of two nodes: ranks of srun, and jobs that `launcher=slurm` submits."""
 
+import json
 import os
 import re
 import subprocess
@@ -24,6 +25,18 @@ MIX = (
 )
 
 
+V100, P100 = "device: v100_sxm2_32gb, link: nvlink2", "device: p100_pcie_16gb, link: pcie3_x16"
+# The first node of the inventory is the second host.
+KINDS = ("p100", "v100")
+
+
+def in_partitions(devices: int) -> str:
+    """Return the override of the mix, each of whose nodes Slurm gives from a partition."""
+    new = f"{{devices: {devices}, {V100}, slurm: {{partition: v100, mem: 1500}}}}"
+    old = f"{{devices: {devices}, {P100}, slurm: {{constraint: p100, mem: 1000}}}}"
+    return f"hardware.nodes=[{new},{old}]"
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[list[HostApart]]:
     """Each with a folder of its own, beside the one of jobs, which they share."""
@@ -36,6 +49,13 @@ def hosts(tmp_path: Path) -> Iterator[list[HostApart]]:
 def slurm(hosts: list[HostApart], tmp_path: Path) -> Iterator[Mapping[str, str]]:
     (tmp_path / "slurm").mkdir()
     with slurm_on(hosts, tmp_path / "slurm") as variables:
+        yield variables
+
+
+@pytest.fixture
+def slurm_of_kinds(hosts: list[HostApart], tmp_path: Path) -> Iterator[Mapping[str, str]]:
+    (tmp_path / "slurm").mkdir()
+    with slurm_on(hosts, tmp_path / "slurm", KINDS) as variables:
         yield variables
 
 
@@ -146,3 +166,60 @@ def test_a_job_that_is_taken_off_its_nodes_goes_on(
     assert len([*(run_dir / "attempts").iterdir()]) == 1
     expected = losses_alone(job, *SMALL, *MIX, "train.steps=600")
     assert losses_in(run_dir)[-1] == pytest.approx(expected[-1], rel=2e-5)
+
+
+def test_nodes_of_two_partitions_are_one_job(
+    job: Job, hosts: list[HostApart], slurm_of_kinds: Mapping[str, str]
+) -> None:
+    run = (in_partitions(1), "launcher=slurm", "train.steps=4", "hydra.run.dir=runs/a/b")
+    start(job, hosts, slurm_of_kinds, *run)
+    assert job.wait() == [0], job.said("err")
+    assert "job 1: running" in job.said("out")
+    (run_dir,) = job.run_dirs()
+    script = (run_dir / "slurm" / "submission.sh").read_text()
+    first, second = script.split("#SBATCH hetjob")
+    assert ("--partition=v100" in first, "--mem=1500" in first) == (True, True)
+    assert ("--constraint=p100" in second, "--partition" in second) == (True, False)
+    assert_trained(job, hosts, run_dir)
+
+
+@pytest.mark.full
+def test_the_file_of_a_plan_is_submitted_by_hand(
+    job: Job, hosts: list[HostApart], slurm_of_kinds: Mapping[str, str]
+) -> None:
+    """Its components differ in cores, for which srun has options of each."""
+    run = (in_partitions(1), "+hardware.nodes.0.slurm.cpus_per_task=2", "train.steps=4")
+    start(job, hosts, slurm_of_kinds, *run, "mode=plan", "launcher=slurm", "hydra.run.dir=a")
+    assert job.wait() == [0], job.said("err")
+    script = job.folder / "a" / "slurm" / "submission.sh"
+    assert "srun --het-group=0 --cpus-per-task=2" in script.read_text()
+    by_hand = hosts[0].command("sbatch", "--wait", str(script))
+    subprocess.run(by_hand, env=os.environ | slurm_of_kinds, check=True, timeout=120)
+    assert (job.folder / "a" / "slurm" / "1.status").read_text() == "0\n"
+    assert_trained(job, hosts, job.folder / "a" / "run")
+
+
+def assert_trained(job: Job, hosts: list[HostApart], run_dir: Path) -> None:
+    """Assert that four steps were trained with rank 0 on the second host, as on one host."""
+    rank_0 = json.loads((run_dir / "environment.json").read_text())
+    assert rank_0["hostname"] == hosts[1].name
+    expected = losses_alone(job, *SMALL, *MIX, "train.steps=4")
+    assert losses_in(run_dir) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_mix_of_two_partitions_is_queued_again(
+    job: Job, hosts: list[HostApart], slurm_of_kinds: Mapping[str, str]
+) -> None:
+    run = (*MIXED, "train.steps=40", "checkpoint.every=100000")
+    slurms = (in_partitions(8), "launcher=slurm", "hydra.run.dir=runs/a/b")
+    job.start(*run, *slurms, environment=dict(slurm_of_kinds), inside=in_job(job, hosts))
+    job.wait_for_step(10)
+    preempts = [*in_job(job, hosts), "scancel", "--signal=USR2", "1"]
+    subprocess.run(preempts, env=os.environ | slurm_of_kinds, check=True)
+    assert job.wait(500.0) == [0], job.said("err")
+    (run_dir,) = job.run_dirs()
+    assert [line["step"] for line in job.metrics()] == list(range(1, 41))
+    assert len([*(run_dir / "attempts").iterdir()]) == 1
+    assert losses_in(run_dir) == pytest.approx(losses_alone(job, *run), rel=2e-5)

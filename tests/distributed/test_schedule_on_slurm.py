@@ -29,7 +29,7 @@ PAIR = """nodes:
   - {count: 2, devices: 1, device: cpu_process, link: shared_memory}
 network: ethernet_10g
 """
-OWN = {"a": ["train.steps=110"], "b": ["train.steps=110", "seed=1"], "late": ["train.steps=4"]}
+OWN = {"a": ["train.steps=220"], "b": ["train.steps=220", "seed=1"], "late": ["train.steps=4"]}
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_late_guarantee_gets_its_share_and_others_grow_back(
     alone.start("-m", "whale_train.launcher.cli", *FAST, *OWN["a"], *cpu, "hydra.run.dir=a")
     assert alone.wait() == [0]
     ran = losses(job.folder / "all/jobs/a")
-    assert len(ran) == 110
+    assert len(ran) == 220
     assert ran == pytest.approx(losses(job.folder / "a"), rel=2e-5)
 
 

@@ -9,7 +9,14 @@ import yaml
 from whale_train.errors import Fault
 from whale_train.strategies.hardware.calibration import Calibration, calibrated
 from whale_train.strategies.hardware.catalogue import DEVICES, HOSTS
-from whale_train.strategies.hardware.cluster import Cluster, Device, HostFigures, HostShare, Link
+from whale_train.strategies.hardware.cluster import (
+    Cluster,
+    Device,
+    HostFigures,
+    HostShare,
+    Link,
+    SlurmRequest,
+)
 from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
 
 CONF = Path(__file__).parents[2] / "conf" / "hardware"
@@ -177,6 +184,25 @@ def test_faults_of_hosts() -> None:
     ]
 
 
+def test_a_node_says_how_slurm_gives_it() -> None:
+    given = {"partition": "old", "gres": "gpu:p100:8", "mem": 500, "cpus_per_task": "4"}
+    cluster = read({"nodes": [node(slurm=given), node(slurm={})], "network": "ethernet_50g"})
+    options = SlurmRequest(partition="old", gres="gpu:p100:8", mem="500", cpus_per_task=4)
+    assert [one.slurm for one in cluster.nodes] == [options, SlurmRequest()]
+    assert cluster.nodes[0] == cluster.nodes[1]  # to the planner, which takes them for alike
+    key = "hardware.nodes[0].slurm"
+    assert refused({"nodes": [node(slurm={"partion": "old", "qos": True, "mem": ""})]}) == [
+        f"{key}.partion=old is no key of a node's request to Slurm; did you mean partition? One "
+        "of: account, constraint, cpus_per_task, gres, mem, partition, qos, reservation",
+        f"{key}.qos=True is no value of an option of sbatch; use text, or leave it out",
+        f"{key}.mem is no value of an option of sbatch; use text, or leave it out",
+    ]
+    assert refused({"nodes": [node(slurm="old")]}) == [
+        f"{key}=old is not a mapping; write a mapping with the keys partition, constraint, gres, "
+        "account, qos, reservation, mem, cpus_per_task"
+    ]
+
+
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     nodes = [node(), node(device="v100_sxm2_32g", link="nvlnk2")]
     device, link, network = refused({"nodes": nodes, "network": "ethernet_50gb"})
@@ -195,7 +221,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 def test_unknown_and_missing_keys() -> None:
     assert refused({"nodes": [{"devces": 2, "device": "t4_16gb", "link": "nvlink2"}]}) == [
         "hardware.nodes[0].devces=2 is no key of a node; "
-        "did you mean devices? One of: count, device, devices, host, link, nvme",
+        "did you mean devices? One of: count, device, devices, host, link, nvme, slurm",
         "hardware.nodes[0].devices is missing; add it, for instance devices: 8",
     ]
     assert refused({"node": []}) == [
@@ -265,7 +291,7 @@ def test_wrong_shapes() -> None:
     )
     assert refused({"nodes": ["t4_16gb"]})[0] == (
         "hardware.nodes[0]=t4_16gb is not a mapping; "
-        "write a mapping with the keys devices, device, link, count, host, nvme"
+        "write a mapping with the keys devices, device, link, count, host, nvme, slurm"
     )
     assert refused({"nodes": [node(device=None)]})[0].startswith(
         "hardware.nodes[0].device=null is no device of the catalogue; "

@@ -106,6 +106,7 @@ def test_the_page_has_the_keys_that_the_reader_of_inventories_names() -> None:
     faults: list[Fault] = []
     figures = {"zzz": 0}
     node = {"device": figures, "link": figures, "host": figures, "nvme": figures, "zzz": 0}
+    node["slurm"] = figures
     mapping = {"nodes": [node], "network": "ethernet_1g", "zzz": 0}
     assert read_inventory(mapping, "name", faults, MachineFacts(1, 1, (), None)) is None
     shown = {field.path.rpartition(".")[2] for field in HARDWARE}

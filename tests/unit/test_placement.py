@@ -42,6 +42,35 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in names}
 
 
+# Ranks 0 to 3 are on pear and quince, and rank 4 is on apple.
+TWO_COMPONENTS = SLURM | {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "apple,pear,quince",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2(x2)",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "pear,quince",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "apple",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2(x2)",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1",
+}
+
+
+def test_ranks_of_a_heterogeneous_job_follow_its_components() -> None:
+    assert place_from_environment(TWO_COMPONENTS) == LaunchPlace(4, 5, 0, 1, "pear", 20345)
+    second = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+    expected = LaunchPlace(3, 5, 1, 2, "pear", 20345)
+    assert place_from_environment(TWO_COMPONENTS | second) == expected
+    # A step over nodes of one component has nodes of its own.
+    alone = {"SLURM_STEP_NODELIST": "gpu[004,007]", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
+    place = place_from_environment(TWO_COMPONENTS | alone | {"SLURM_NODEID": "1"})
+    assert place == LaunchPlace(4, 5, 0, 2, "gpu004", 20345)
+    # Variables of no such step, in which the nodes are as srun has them.
+    place = place_from_environment(TWO_COMPONENTS | {"SLURM_TASKS_PER_NODE_HET_GROUP_1": "x"})
+    assert place is not None
+    assert place.address == "apple"
+
+
 def test_torchrun() -> None:
     assert place_from_environment(TORCHRUN) == LaunchPlace(5, 8, 1, 4, "10.0.0.7", 29511)
 

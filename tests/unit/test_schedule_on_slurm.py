@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,15 @@ from tests.unit.test_started_elsewhere import request_of
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.launcher.schedule import slurm_jobs
-from whale_train.launcher.schedule.slurm_jobs import SlurmProcess, SlurmQueue, slurm_starter
+from whale_train.launcher.schedule.slurm_jobs import (
+    SlurmProcess,
+    SlurmQueue,
+    slurm_starter,
+    threads_on_slurm,
+)
 from whale_train.launcher.schedule.slurm_nodes import SlurmNodes
+from whale_train.launcher.slurm.components import component_of
+from whale_train.launcher.slurm.slurm_job import SlurmJob
 from whale_train.machine.hosts import this_host
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
 from whale_train.strategies.hardware.cluster import Cluster
@@ -86,6 +92,31 @@ def test_gpus_are_asked_for_by_node_unless_a_kind_is_named() -> None:
     assert asked("hardware=v100_512", cpus) == {}
 
 
+def test_nodes_say_how_slurm_gives_them_to_every_job() -> None:
+    def sixes(*slurms: str) -> tuple[str, str]:
+        device = "devices: 6, device: a100_sxm_80gb, link: nvlink3"
+        nodes = ",".join(f"{{{device}, slurm: {{{slurm}}}}}" for slurm in slurms)
+        return ("hardware=v100_512", f"hardware.nodes=[{nodes}]")
+
+    request = request_of("launcher=slurm", *sixes("cpus_per_task: 4, partition: new"))
+    nodes = nodes_of(*sixes("cpus_per_task: 4, partition: new"))
+    options = component_of(request, 1, 3, nodes.slurm).options
+    assert (options["partition"], options["cpus-per-task"]) == ("new", 4)
+    (node,) = cluster_of(nodes.hardware(3)).nodes
+    assert node.slurm == nodes.slurm
+    assert threads_on_slurm(request.launcher, node) == ["launcher.threads=4"]
+    for slurms, said in (
+        (("partition: new", "partition: old"), "hardware=v100_512 has nodes or devices that "
+         "differ, and a schedule does not choose Slurm's nodes; use an inventory of equal nodes, "
+         "and a schedule for each kind"),
+        (("gres: 'gpu:6'",), "hardware.nodes[].slurm.gres=gpu:6 is decided for each job; leave it "
+         "out; for a kind of GPU, use launcher.sbatch.gpus-per-task=KIND:1"),
+    ):  # fmt: skip
+        faults: list[Fault] = []
+        assert SlurmNodes.of(request_of("launcher=slurm", *sixes(*slurms)), [], faults) is None
+        assert [str(fault) for fault in faults] == [said]
+
+
 def test_all_that_is_wrong_is_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "scancel" else name)
     request = request_of(
@@ -131,16 +162,11 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     return slurm
 
 
-def process_in(
-    folder: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, status: int | None
-) -> SlurmProcess:
+def process_in(folder: Path, slurm: Slurm, status: int | None) -> SlurmProcess:
     """Return job 7, whose rank 0 has ended with a status, or not yet."""
-    result = folder / "result"
+    job = SlurmJob("7", folder)
     if status is not None:
-        result.touch()
-    monkeypatch.setattr(slurm_jobs, "slurm_status", lambda job: 1 if status is None else status)
-    paths = SimpleNamespace(result_pickle=result, stderr=folder / "none")
-    job = SimpleNamespace(job_id="7", paths=paths)
+        job.status_path.write_text(str(status))
     return SlurmProcess(job, "", slurm, Allocation(1, "dp"), (0,), folder / "run", 0)
 
 
@@ -173,9 +199,8 @@ def test_the_end_of_a_job_by_its_state_and_its_status(
     said: str,
     tmp_path: Path,
     slurm: Slurm,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    process = process_in(tmp_path, slurm, monkeypatch, status)
+    process = process_in(tmp_path, slurm, status)
     if told:
         process.stop()
     slurm.now = state
@@ -191,17 +216,16 @@ def test_a_notice_is_repeated_until_the_job_has_ended(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(slurm_jobs.time, "monotonic", lambda: clock[0])
-    process = process_in(tmp_path, slurm, monkeypatch, None)
+    process = process_in(tmp_path, slurm, None)
     slurm.now = "RUNNING"
     process.stop()
     process.stop()
     for clock[0] in (102.0, 104.0, 106.0):
         assert process.ended() is None
     assert slurm.told == ["notice", "notice"]  # the second after five seconds
-    process.job.paths.result_pickle.touch()  # rank 0 ends before any step: nothing is to be saved
+    (tmp_path / "7.status").write_text("130")  # rank 0 ends before any step: nothing is to be saved
     for clock[0] in (120.0, 140.0):
         assert process.ended() is None
     assert slurm.told == ["notice", "notice", "cancel"]
     slurm.now = "CANCELLED"
-    monkeypatch.setattr(slurm_jobs, "slurm_status", lambda job: 130)
     assert process.ended() == "interrupted"

@@ -3,19 +3,23 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.compose.command_line import composed, rewritten
-from whale_train.launcher.ranks.on_slurm import Submission, minutes, slurm_summary
 from whale_train.launcher.ranks.rank_env import starter_of
 from whale_train.launcher.ranks.ranks_on import ranks_on
+from whale_train.launcher.slurm.components import minutes
+from whale_train.launcher.slurm.slurm_job import SlurmJob
+from whale_train.launcher.slurm.submit import Submission
 from whale_train.machine.hosts import Seen
 
 MIX = "hardware=v100_p100_mix"
+V100 = "{devices: 8, device: v100_sxm2_32gb, link: nvlink2}"
+P100 = "devices: 8, device: p100_pcie_16gb, link: pcie3_x16"
+OLD = "++hardware.nodes.1.slurm={partition: old}"
 
 
 def request_of(*overrides: str) -> Request:
@@ -23,10 +27,11 @@ def request_of(*overrides: str) -> Request:
     return read_request(composed(rewritten(overrides)), dict([["hardware", "local"], *names]))
 
 
-def on_slurm(*overrides: str) -> tuple[int, int]:
+def on_slurm(*overrides: str) -> list[tuple[int, int]]:
+    """Return the nodes of every component of a request's job, and the ranks on each node."""
     found = Submission.of(request_of("launcher=slurm", *overrides), ["a=b"], Path("runs"))
     assert found.arguments == ("a=b", "launcher.kind=auto")
-    return found.nodes, found.ranks_per_node
+    return [(component.nodes, component.ranks_per_node) for component in found.components]
 
 
 @pytest.fixture
@@ -45,15 +50,21 @@ def over_ssh(*overrides: str) -> Request:
 @pytest.mark.parametrize(
     ("overrides", "size"),
     [
-        ([MIX], (2, 8)),
-        ([MIX, "launcher.nodes=4", "launcher.ranks_per_node=4"], (4, 4)),
-        (["hardware=cpu", "hardware.devices=4"], (1, 4)),
-        (["hardware=cpu", "hardware.devices=4", "launcher.nodes=2"], (2, 2)),
-        (["launcher.nodes=2", "launcher.ranks_per_node=8"], (2, 8)),
+        ([MIX], [(2, 8)]),
+        ([MIX, "hardware.nodes.1.devices=4"], [(1, 8), (1, 4)]),
+        ([MIX, OLD], [(1, 8), (1, 8)]),
+        (
+            [MIX, f"hardware.nodes=[{V100},{{count: 2, {P100}}},{{{P100}, slurm: {{mem: 9}}}}]"],
+            [(3, 8), (1, 8)],
+        ),
+        ([MIX, "launcher.nodes=4", "launcher.ranks_per_node=4"], [(4, 4)]),
+        (["hardware=cpu", "hardware.devices=4"], [(1, 4)]),
+        (["hardware=cpu", "hardware.devices=4", "launcher.nodes=2"], [(2, 2)]),
+        (["launcher.nodes=2", "launcher.ranks_per_node=8"], [(2, 8)]),
     ],
 )
 def test_a_job_of_slurm_has_the_inventorys_size(
-    overrides: list[str], size: tuple[int, int], slurm: None
+    overrides: list[str], size: list[tuple[int, int]], slurm: None
 ) -> None:
     assert on_slurm(*overrides) == size
 
@@ -72,9 +83,9 @@ def test_a_job_of_slurm_has_the_inventorys_size(
             "launcher.ranks_per_node=8",
         ),
         (
-            [MIX, "hardware.nodes.1.devices=4"],
-            "launcher=slurm starts as many ranks on every node, and those of "
-            "hardware=v100_p100_mix have 8, 4 devices; start them by srun in a job of yours",
+            [MIX, OLD, "launcher.nodes=4"],
+            "launcher.nodes=4 makes all nodes alike, and those of hardware=v100_p100_mix differ in "
+            "slurm; leave it out, or give all nodes the same slurm",
         ),
     ],
 )
@@ -110,13 +121,18 @@ def test_times_are_slurms(written: str, expected: int) -> None:
 
 
 def test_how_a_job_ended_is_what_it_said_last(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    job = SimpleNamespace(paths=SimpleNamespace(stdout=out))
-    assert slurm_summary(job) == ""  # it never began
-    out.write_text("submitit INFO - x\nstep 1/1  loss 1\n")
-    assert slurm_summary(job) == ""
-    out.write_text("step 1/1\ndone: 1 steps\nthe trained model: m\nsubmitit INFO - y\n")
-    assert slurm_summary(job) == "done: 1 steps\nthe trained model: m"
+    job = SlurmJob("7", tmp_path)
+    assert (job.summary(), job.last_lines(), job.status()) == ("", "", 1)  # it never began
+    job.stdout.write_text("step 1/1  loss 1\n")
+    assert job.summary() == ""
+    job.stdout.write_text("step 1/1\ndone: 1 steps\nthe trained model: m\n")
+    assert job.summary() == "done: 1 steps\nthe trained model: m"
+    job.stderr.write_text("srun: error: x\nerror: y\nslurmstepd-apple: error: z\n")
+    assert job.last_lines() == "error: y"
+    job.status_path.write_text("-9\n")
+    assert job.status() == 1
+    job.status_path.write_text("130\n")
+    assert job.status() == 130
 
 
 @pytest.mark.parametrize(

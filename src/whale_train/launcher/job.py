@@ -69,7 +69,6 @@ from whale_train.launcher.ranks.external_ranks import JobProcess, RendezvousTime
 from whale_train.launcher.ranks.host_process import HostOutcome
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ranks.on_ray.run_on_ray import run_on_ray
-from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.over_ssh import run_over_ssh
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import (
@@ -97,6 +96,7 @@ from whale_train.launcher.resume import (
     saved_state,
     say_resumed,
 )
+from whale_train.launcher.slurm.submit import Submission, planned_file, write_planned
 from whale_train.launcher.store.copies import StoreCopies
 from whale_train.launcher.store.refuse_url import refuse_store, refuse_urls
 from whale_train.launcher.ui.progress import Progress
@@ -316,12 +316,18 @@ def _plan(request: Request, run_dir: Path, at: JobPlace) -> JobEnd:
         title = _title(request, ("model", "hardware"))
         files.insert(0, ("the page", write_comparison(run_dir, plans, title)))
     else:
+        job = None
+        if request.launcher.kind == "slurm" and asked.mode == "plan":
+            job = planned_file(request, at.arguments, run_dir)
         resolved = resolve_request(request)
         refuse_other_ranks(asked, resolved.plan)
         write_plan(run_dir, resolved, request)
         show_resolved(resolved, request, console)
         write_view(run_dir, None, run_dir / PLAN_PAGE)
         files = [("the page", run_dir / PLAN_PAGE), ("the plan", run_dir / "plan.json")]
+        if job is not None:
+            console.print(Text("\n" + job.text()), soft_wrap=True)
+            files.append(("the job, for sbatch", write_planned(job, run_dir)))
         if request.train.trace:
             files.append(("the predicted step's timeline", run_dir / "predicted_trace.json"))
         if resolved.found is not None:

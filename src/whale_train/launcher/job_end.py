@@ -18,10 +18,10 @@ from whale_train.errors import RequestError
 from whale_train.launcher.modes.verification import Verification
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.host_process import HostOutcome, HostProcess, describe_failure
-from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.run_dir import METRICS, remove_unused
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.report.report_files import REPORT, write_view
+from whale_train.launcher.slurm.submit import Submission
 from whale_train.launcher.ui.progress import (
     compiled_line,
     pasted_line,

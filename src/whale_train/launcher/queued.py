@@ -11,7 +11,8 @@ from rich.text import Text
 
 from whale_train.errors import RequestError
 from whale_train.launcher.job_end import JobEnd, started_elsewhere
-from whale_train.launcher.ranks.on_slurm import last_lines, slurm_summary, submit, wait_for
+from whale_train.launcher.slurm.submit import FOLDER, submit
+from whale_train.launcher.slurm.wait import wait_for
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 
 
@@ -28,7 +29,7 @@ def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
         return list(ends)
     final_ends = list(ends)
     folders = [submission.run_dir for submission in submissions]
-    folder = (folders[0] if len(folders) == 1 else Path(commonpath(folders))) / "slurm"
+    folder = (folders[0] if len(folders) == 1 else Path(commonpath(folders))) / FOLDER
     try:
         jobs = submit(submissions, folder)
     except RequestError as error:
@@ -39,7 +40,7 @@ def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
             )
         return final_ends
     for job, run_dir in zip(jobs, folders, strict=True):
-        _say(console, f"job {job.job_id}: {run_dir}, its output {job.paths.stdout}")
+        _say(console, f"job {job.job_id}: {run_dir}, its output {job.stdout}")
     if not submissions[0].request.launcher.wait:
         return final_ends
 
@@ -58,9 +59,9 @@ def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
         final_ends[number] = started_elsewhere(status, final_ends[number].run_dir)
         _say(console, f"job {job.job_id}: {final_ends[number].status}")
         if len(jobs) == 1:
-            _say(console, slurm_summary(job))
+            _say(console, job.summary())
         if final_ends[number].status in ("failed", "refused"):
-            output = last_lines(job) or "it ended without a word"
+            output = job.last_lines() or "it ended without a word"
             sys.stderr.write(f"error: job {job.job_id} {final_ends[number].status}:\n{output}\n")
     return final_ends
 

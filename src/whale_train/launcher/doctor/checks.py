@@ -34,7 +34,6 @@ _FEATURES = {
     "peft": "model.adapters",
     "bits": "optimizer=adamw8bit",
     "nf4": "model.quantize=nf4",
-    "slurm": "launcher=slurm",
     "ray": "launcher=ray",
     "remote": "checkpoint.to",
     "optuna": "hydra/sweeper=optuna",

@@ -27,6 +27,7 @@ from whale_train.launcher.schedule.ray_jobs import ray_starter
 from whale_train.launcher.schedule.running_jobs import LiveJob, RunningJobs
 from whale_train.launcher.schedule.slurm_jobs import slurm_starter, threads_on_slurm
 from whale_train.launcher.schedule.submissions import read_trace
+from whale_train.launcher.slurm.submit import FOLDER
 from whale_train.launcher.ui.show_schedule import gains_table, outcome_table, policies_table
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.machine.limits import cores
@@ -51,7 +52,6 @@ from whale_train.strategies.cluster_scheduling.simulate_schedule import (
 
 SCHEDULE = "schedule.json"
 JOBS = "jobs"  # the folder of the jobs' run directories
-SLURM = "slurm"  # the folder of submitit's files
 _SIMULATED_S = 78.0  # a checkpoint and a resume of Rubick's jobs, on average (arXiv 2408.08586)
 
 
@@ -75,8 +75,9 @@ def schedule_jobs(
     hardware = _of_all_jobs(arguments)
     starter: JobStarter
     if request.launcher.kind == "slurm":
-        hardware += threads_on_slurm(request.launcher) if place.cluster.on_cpu else []
-        starter = slurm_starter(request, hardware, run_dir / SLURM)
+        if place.cluster.on_cpu:
+            hardware += threads_on_slurm(request.launcher, place.cluster.nodes[0])
+        starter = slurm_starter(request, hardware, run_dir / FOLDER)
     elif request.launcher.kind == "ray":
         hardware.append(f"launcher.threads={threads_of_a_rank(request)}")
         starter = ray_starter(request, hardware, signals)

@@ -99,7 +99,7 @@ def place_from_environment(environment: Mapping[str, str]) -> LaunchPlace | None
     if any(name in environment for names in own for name in names):
         return _Reader(TORCHRUN, environment).place()
     if is_slurm_task(environment):
-        return _Reader(SLURM, environment).place()
+        return _Reader(SLURM, in_order_of_ranks(environment)).place()
     return None
 
 
@@ -140,6 +140,28 @@ def is_slurm_task(environment: Mapping[str, str]) -> bool:
         return False
     counts = (environment[name] for name in SLURM.world_size if name in environment)
     return next(counts, "") != "1"
+
+
+def in_order_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a task of srun, with the nodes of its step in the order of ranks.
+
+    In a step over the components of a heterogeneous job, srun sorts the nodes by name, and ranks
+    follow the components (`findings/slurm_sorts_the_nodes_of_a_heterogeneous_step.sh`). The nodes
+    of a step over some of several components stay sorted: the task is not told which they are.
+    """
+    in_order = dict(environment)
+    nodes_name, tasks_name = SLURM.address[1], SLURM.local_world_size[0]
+    size = environment.get("SLURM_HET_SIZE", "")
+    groups = range(int(size) if size.isdecimal() else 0)
+    nodes = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "") for group in groups]
+    tasks = [environment.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}", "") for group in groups]
+    try:
+        in_components = sorted(tasks_per_node(",".join(tasks)))
+        if groups and in_components == sorted(tasks_per_node(environment.get(tasks_name, ""))):
+            in_order |= {nodes_name: ",".join(nodes), tasks_name: ",".join(tasks)}
+    except ValueError:  # the variables of no such step
+        pass
+    return in_order
 
 
 def first_host(node_list: str) -> str:

@@ -9,20 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from whale_train.config import LauncherOptions, Request
 from whale_train.errors import ConfigError, RequestError
 from whale_train.launcher.job_end import EXIT_STATUS
-from whale_train.launcher.ranks.on_slurm import (
-    Submission,
-    last_lines,
-    minutes,
-    missing_for_slurm,
-    slurm_status,
-    submit,
-)
-from whale_train.launcher.ranks.slurm_queue import ENDED, cancel, notify, queue_states
 from whale_train.launcher.schedule.job_files import (
     end_of_log,
     has_stepped_after,
@@ -31,7 +21,12 @@ from whale_train.launcher.schedule.job_files import (
 )
 from whale_train.launcher.schedule.job_starter import Ended
 from whale_train.launcher.schedule.slurm_nodes import SlurmNodes
+from whale_train.launcher.slurm.components import component_of, minutes
+from whale_train.launcher.slurm.queue import ENDED, cancel, notify, queue_states
+from whale_train.launcher.slurm.slurm_job import SlurmJob
+from whale_train.launcher.slurm.submit import Submission, missing_for_slurm, submit
 from whale_train.strategies.cluster_scheduling.schedulable_job import Allocation
+from whale_train.strategies.hardware.cluster import Node
 
 _COMMANDS = ("sbatch", "squeue", "scancel")
 _LOOK_S = 1.0  # between two questions to Slurm
@@ -72,7 +67,7 @@ class SlurmQueue:
 class SlurmProcess:
     """A job of Slurm that trains a job of the schedule, as a `JobAttempt`.
 
-    job: submitit's job; None for one that Slurm has not taken.
+    job: the job; None for one that Slurm has not taken.
     refusal: what Slurm said of a job that it has not taken.
     queue: the states of all jobs.
     allocation: what it runs on.
@@ -83,7 +78,7 @@ class SlurmProcess:
     state: its state in Slurm when that was last asked for.
     """
 
-    job: Any
+    job: SlurmJob | None
     refusal: str
     queue: SlurmQueue
     allocation: Allocation
@@ -97,6 +92,12 @@ class SlurmProcess:
     _result_s: float | None = None
     _left_s: float | None = None
     _is_cut_short: bool = False
+
+    @property
+    def _taken(self) -> SlurmJob:
+        """Return the job, which Slurm has taken."""
+        assert self.job is not None
+        return self.job
 
     @property
     def is_queued(self) -> bool:
@@ -113,20 +114,20 @@ class SlurmProcess:
         """Cancel the job. Slurm gives it some seconds before SIGKILL."""
         if self.ended() is None:
             self.is_stopping = True
-            cancel(self.job.job_id)
+            cancel(self._taken.job_id)
 
     def ended(self) -> Ended | None:
         """Return the status with which the job ended, or None while Slurm has it."""
         if self.job is None:
             return "failed"
         if self._end is None:
-            self.state = self.queue.state(self.job.job_id)
+            self.state = self.queue.state(self._taken.job_id)
             if self.state and self.state not in ENDED:
                 self._press()
                 return None
             self._end = self._status()
             if self._end is not None:
-                self.queue.forget(self.job.job_id)
+                self.queue.forget(self._taken.job_id)
         return self._end
 
     def said(self) -> str:
@@ -135,14 +136,14 @@ class SlurmProcess:
             return self.refusal
         lines = []
         if self.state == "CANCELLED" and not self.is_stopping:
-            lines.append(f"job {self.job.job_id} of Slurm was cancelled, not by the schedule")
+            lines.append(f"job {self._taken.job_id} of Slurm was cancelled, not by the schedule")
         elif self.state in ENDED - {"COMPLETED", "CANCELLED"}:
-            lines.append(f"job {self.job.job_id} of Slurm ended as {self.state}")
-        lines.append(end_of_log(self.run_dir) or last_lines(self.job))
+            lines.append(f"job {self._taken.job_id} of Slurm ended as {self.state}")
+        lines.append(end_of_log(self.run_dir) or self._taken.last_lines())
         return "\n".join(filter(None, lines))
 
     def _notify(self) -> None:
-        notify(self.job.job_id)
+        notify(self._taken.job_id)
         self._noticed_s = time.monotonic()
 
     def _press(self) -> None:
@@ -153,7 +154,7 @@ class SlurmProcess:
             leaving_s = _LEAVING_S if self._has_stepped() else 0.0
             if now_s - self._result_s >= leaving_s and not self._is_cut_short:
                 self._is_cut_short = True
-                cancel(self.job.job_id)
+                cancel(self._taken.job_id)
         elif self.is_stopping and now_s - self._noticed_s > _NOTICE_S:
             self._notify()
 
@@ -167,7 +168,7 @@ class SlurmProcess:
             if self.state in ("", "COMPLETED") and time.monotonic() - self._left_s < _RESULT_S:
                 return None
         named = {number: name for name, number in EXIT_STATUS.items()}
-        status = named.get(slurm_status(self.job), "failed")
+        status = named.get(self._taken.status(), "failed")
         if status == "interrupted" or self.state == "PREEMPTED":  # by Slurm, where not by us
             self.is_stopping = True
             return "interrupted"
@@ -180,7 +181,7 @@ class SlurmProcess:
 
     def _has_result(self) -> bool:
         """Return whether rank 0's command has ended."""
-        return bool(self.job.paths.result_pickle.exists())
+        return self._taken.status_path.exists()
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class SlurmStarter:
 
     nodes: the nodes that are shared.
     options: the launcher's options of the schedule, of which `sbatch` goes to each job.
-    folder: the folder of submitit's files, which all nodes see.
+    folder: the folder of the jobs' files, which all nodes see.
     queue: the states of all jobs.
     """
 
@@ -218,12 +219,12 @@ class SlurmStarter:
         began = last_step(run_dir)
         nodes, ranks = self.nodes.size(allocation.devices)
         launcher = self.nodes.launcher(self.options, allocation.devices)
+        request = request.model_copy(update={"launcher": launcher})
         submission = Submission(
-            request.model_copy(update={"launcher": launcher}),
+            request,
             (*self.nodes.hardware(allocation.devices), *arguments),
             run_dir,
-            nodes,
-            ranks,
+            (component_of(request, nodes, ranks, self.nodes.slurm),),
             log_of(run_dir).absolute(),
             requeues=False,
         )
@@ -240,10 +241,10 @@ def slurm_starter(request: Request, hardware: Sequence[str], folder: Path) -> Sl
 
     request: the request of the schedule.
     hardware: command-line arguments that make its inventory.
-    folder: the folder of submitit's files, which need not exist.
+    folder: the folder of the jobs' files, which need not exist.
 
     Raises ConfigError with all faults where the nodes of the inventory are not alike, where options
-    of sbatch are wrong, and where jobs are to start and Slurm's commands or submitit are missing.
+    of sbatch are wrong, and where jobs are to start and Slurm's commands are missing.
     """
     faults = [] if request.schedule.simulate else missing_for_slurm(_COMMANDS)
     minutes(request, faults)
@@ -253,7 +254,11 @@ def slurm_starter(request: Request, hardware: Sequence[str], folder: Path) -> Sl
     return SlurmStarter(nodes, request.launcher, folder)
 
 
-def threads_on_slurm(options: LauncherOptions) -> list[str]:
-    """Return the override of the threads of each rank on a CPU: as many as Slurm gives it cores."""
+def threads_on_slurm(options: LauncherOptions, node: Node) -> list[str]:
+    """Return the override of the threads of each rank on a CPU: as many as Slurm gives it cores.
+
+    node: a node of the inventory, whose options replace those of the launcher.
+    """
     by_name = {key.replace("_", "-"): value for key, value in options.sbatch.items()}
-    return [f"launcher.threads={by_name.get('cpus-per-task', 1)}"]
+    own = None if node.slurm is None else node.slurm.cpus_per_task
+    return [f"launcher.threads={own or by_name.get('cpus-per-task', 1)}"]

@@ -13,6 +13,7 @@ from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.launcher.python.overrides import overrides_of
 from whale_train.launcher.schedule.planned_job import counts_of
 from whale_train.machine.hosts import this_host
+from whale_train.strategies.hardware.cluster import SlurmRequest
 from whale_train.strategies.hardware.inventory import read_inventory
 
 # Options of sbatch for a job's size, which the schedule decides.
@@ -22,6 +23,7 @@ _SIZES = (
 )
 _NUMBERS = ("hardware.nodes", "hardware.devices")
 _GPUS_PER_TASK = "gpus-per-task"  # the one option for GPUs that is the same for jobs of any size
+_KIND_OF_GPU = f"launcher.sbatch.{_GPUS_PER_TASK}=KIND:1"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class SlurmNodes:
     has_gpus: whether devices are GPUs, which jobs ask Slurm for.
     entry: the entry of a node in the inventory; None for one node of CPU processes.
     overrides: arguments that make the inventory, but for the number of its devices.
+    slurm: the options by which Slurm gives a job any of them; None where there are none.
     """
 
     name: str
@@ -42,6 +45,7 @@ class SlurmNodes:
     has_gpus: bool
     entry: Mapping[str, Any] | None
     overrides: tuple[str, ...]
+    slurm: SlurmRequest | None = None
 
     @classmethod
     def of(
@@ -62,12 +66,18 @@ class SlurmNodes:
         cluster = read_inventory(content, name, new, facts_of(this_host(())))
         if cluster is not None:
             first = cluster.nodes[0]
-            if any(x != first for x in cluster.nodes) or len(cluster.kinds) > 1:
+            if any((x, x.slurm) != (first, first.slurm) for x in cluster.nodes) or (
+                len(cluster.kinds) > 1
+            ):
                 rule = (
                     "has nodes or devices that differ, and a schedule does not choose Slurm's nodes"
                 )
                 remedy = "use an inventory of equal nodes, and a schedule for each kind"
                 new.append(Fault("hardware", name, rule, remedy))
+            if first.slurm is not None and first.slurm.gres is not None:
+                remedy = f"leave it out; for a kind of GPU, use {_KIND_OF_GPU}"
+                rule = "is decided for each job"
+                new.append(Fault("hardware.nodes[].slurm.gres", first.slurm.gres, rule, remedy))
         faults += new
         if new or cluster is None:
             return None
@@ -75,7 +85,8 @@ class SlurmNodes:
         overrides = [x for x in hardware if x.partition("=")[0] not in _NUMBERS]
         per_node = len(cluster.nodes[0].devices)
         is_gpu = not cluster.on_cpu
-        return cls(name, len(cluster.nodes), per_node, is_gpu, entry, tuple(overrides))
+        slurm = cluster.nodes[0].slurm
+        return cls(name, len(cluster.nodes), per_node, is_gpu, entry, tuple(overrides), slurm)
 
     def may_hold(self, devices: int) -> bool:
         """Return whether a job can have so many devices: part of a node, or whole nodes."""
@@ -117,7 +128,7 @@ def _written(key: str) -> str:
 
 def _faults_of_options(options: LauncherOptions) -> list[Fault]:
     """Return a fault for each option of sbatch that says what the schedule decides."""
-    remedy = f"leave it out; for a kind of GPU, use launcher.sbatch.{_GPUS_PER_TASK}=KIND:1"
+    remedy = f"leave it out; for a kind of GPU, use {_KIND_OF_GPU}"
     return [
         Fault(f"launcher.sbatch.{key}", str(value), "is decided for each job", remedy)
         for key, value in options.sbatch.items()

@@ -168,6 +168,32 @@ class NvmeFigures:
 
 
 @dataclass(frozen=True)
+class SlurmRequest:
+    """Options of sbatch by which a job of Slurm gets nodes of one kind.
+
+    partition: name of the partition.
+    constraint: features that a node must have, in the form of sbatch.
+    gres: generic resources of each node, as `gpu:v100:8`.
+    account: the account that is charged.
+    qos: quality of service.
+    reservation: name of the reservation.
+    mem: memory of each node, as `64G`.
+    cpus_per_task: number of cores of each rank.
+
+    None leaves an option out.
+    """
+
+    partition: str | None = None
+    constraint: str | None = None
+    gres: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    mem: str | None = None
+    cpus_per_task: int | None = None
+
+
+@dataclass(frozen=True)
 class Node:
     """A host of the inventory.
 
@@ -176,6 +202,8 @@ class Node:
     host: the figures of the host itself; None where they are unknown.
     at: the name of the machine that was identified as this node; '' for none.
     nvme: the figures of its NVMe disks; None where they are unknown.
+    slurm: the options by which Slurm gives a job this node; None where there are none. Nodes that
+        differ by them alone are equal, since a plan does not depend on them.
     """
 
     devices: tuple[Device, ...]
@@ -183,6 +211,7 @@ class Node:
     host: HostFigures | None = None
     at: str = ""
     nvme: NvmeFigures | None = None
+    slurm: SlurmRequest | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

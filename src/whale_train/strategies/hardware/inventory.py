@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import TypeVar
 
 from whale_train.errors import Fault, nearest, shortened
@@ -22,6 +23,7 @@ from whale_train.strategies.hardware.cluster import (
     Link,
     Node,
     NvmeFigures,
+    SlurmRequest,
 )
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -82,6 +84,7 @@ class _NodeEntry:
     link: Link
     host: HostFigures | None = None
     nvme: NvmeFigures | None = None
+    slurm: SlurmRequest | None = None
 
 
 def read_inventory(
@@ -162,16 +165,15 @@ def _long_form(
 
 
 def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | None:
-    fields = _mapping(
-        value, key, "a node", ("devices", "device", "link"), ("count", "host", "nvme"), faults
-    )
-    fields = {"count": 1, **fields}
+    required, optional = ("devices", "device", "link"), ("count", "host", "nvme", "slurm")
+    fields = {"count": 1, **_mapping(value, key, "a node", required, optional, faults)}
     count = _field(fields, key, "count", _count, faults)
     devices = _field(fields, key, "devices", _count, faults)
     kinds = _field(fields, key, "device", _devices, faults)
     link = _field(fields, key, "link", _link, faults)
     host = _field(fields, key, "host", _host, faults)
     nvme = _field(fields, key, "nvme", _nvme, faults)
+    slurm = _field(fields, key, "slurm", _slurm, faults)
     if kinds and devices and len(kinds) not in (1, devices):
         rule = f"names {len(kinds)} devices, and devices is {devices}"
         faults.append(Fault(f"{key}.device", "", rule, "name one for all of them, or each"))
@@ -181,7 +183,7 @@ def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | No
         faults.append(Fault(f"{key}.host", _text(fields["host"]), rule, "leave it out"))
     if count is None or devices is None or kinds is None or link is None:
         return None
-    return _NodeEntry(count, kinds * (devices // len(kinds)), link, host, nvme)
+    return _NodeEntry(count, kinds * (devices // len(kinds)), link, host, nvme, slurm)
 
 
 def _cluster(
@@ -204,7 +206,7 @@ def _cluster(
             if own == nominal:
                 own = replace(own, memory_bytes=machine.memory_bytes / processes)
             devices.append(own if share is None else replace(own, host=share))
-        node = Node(tuple(devices), entry.link, entry.host, nvme=entry.nvme)
+        node = Node(tuple(devices), entry.link, entry.host, nvme=entry.nvme, slurm=entry.slurm)
         nodes += [node] * entry.count
     return Cluster(name, tuple(nodes), network)
 
@@ -288,6 +290,24 @@ def _nvme(value: object, key: str, faults: list[Fault]) -> NvmeFigures | None:
     if None in figures:
         return None
     return NvmeFigures(*(figure for figure in figures if figure is not None))
+
+
+def _slurm(value: object, key: str, faults: list[Fault]) -> SlurmRequest | None:
+    names = tuple(option.name for option in dataclass_fields(SlurmRequest))
+    given = _mapping(value, key, "a node's request to Slurm", (), names, faults)
+    cores = _field(given, key, "cpus_per_task", _count, faults)
+    words = {n: _field(given, key, n, _word, faults) for n in names if n != "cpus_per_task"}
+    return SlurmRequest(**words, cpus_per_task=cores)
+
+
+def _word(value: object, key: str, faults: list[Fault]) -> str | None:
+    """Return an option's value as sbatch has it: text, or a number."""
+    is_word = isinstance(value, str | int) and not isinstance(value, bool)
+    if is_word and str(value).strip() and "\n" not in str(value):
+        return str(value)
+    rule, remedy = "is no value of an option of sbatch", "use text, or leave it out"
+    faults.append(Fault(key, _text(value), rule, remedy))
+    return None
 
 
 def _flops(value: object, key: str, faults: list[Fault]) -> dict[str, float] | None:
