@@ -203,10 +203,21 @@ def _apart(
             continue
         put_together = view.put_together(operation, name)
         if put_together is not None and (operation.name, name) not in view.gathers_again:
-            made_of, part = put_together
-            is_half = lowers or made_of in view.halves
-            num_bytes = view.graph.num_bytes[name] * part * (0.5 if is_half else 1.0)
-            yield (f"{made_of} as {part}", OWN), num_bytes
+            reader = "" if (operation.name, name) in view.reads_as_one else f" for {operation.name}"
+            num_bytes = view.graph.num_bytes[put_together[0]]
+            yield _made(view, put_together, num_bytes, reader, lowers)
+
+
+def _made(
+    view: View, put_together: tuple[str, float], num_bytes: float, reader: str, lowers: bool
+) -> tuple[tuple[str, int], float]:
+    """Return the key in `kept` and the bytes per sample of a value that is gathered or sliced, of
+    `num_bytes` in fp32 as a whole. A cast copy has the `reader` in its key."""
+    made_of, part = put_together
+    casts = lowers and made_of not in view.halves
+    is_half = lowers or made_of in view.halves
+    name = f"{made_of} as {part}{reader if casts else ''}"
+    return (name, OWN), num_bytes * part * (0.5 if is_half else 1.0)
 
 
 def on_cpus(profile: ModelProfile) -> ModelProfile:
@@ -232,7 +243,6 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
     """Yield the tensors that autograd saves for `operation`, each as its key in `kept` and its
     bytes per sample."""
     lowers = view.casts and kind_of(operation) in LOWERED
-    yield from _apart(view, operation, lowers)
     for place, num_bytes in operation.saved:
         if place == INSIDE:
             yield (operation.name, INSIDE), num_bytes * view.inside(operation)
@@ -249,14 +259,11 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
         # A copy is shared by all operations in `reads_as_one`; any other has its own.
         reader = "" if (operation.name, read) in view.reads_as_one else f" for {operation.name}"
         if put_together is not None:
-            made_of, part = put_together
-            casts = lowers and made_of not in view.halves
-            name = f"{made_of} as {part}{reader if casts else ''}"
-            is_half = lowers or made_of in view.halves
-            yield (name, OWN), num_bytes * part * (0.5 if is_half else 1.0)
+            yield _made(view, put_together, num_bytes, reader, lowers)
             continue
         is_cast = lowers and "float" in view.graph[source].dtype  # a mask of bools is not
         if is_cast and place != OWN and source not in view.halves:
             yield (source + reader, _CAST), num_bytes * view.part(source) / 2
         else:
             yield (source, OWN), num_bytes * view.part(source)
+    yield from _apart(view, operation, lowers)
