@@ -11,6 +11,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.options import HUGGING_FACE, ModelOptions
 from whale_train.models.profile.measure import profile_model
 from whale_train.strategies.graph.operation_graph import InputField
+from whale_train.strategies.graph.saved_tensors import on_cpus
 
 TOKENS = tuple(InputField(name, (16,), "int64", 31) for name in ("input_ids", "labels"))
 SMALL = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
@@ -33,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_kept_of_a_sample_is_what_a_cpu_keeps(name: str) -> None:
     pytest.importorskip("transformers")
     options = ModelOptions.from_mapping({**MODELS[name], "loss": "model"})
-    profile = profile_model(options, name, TOKENS)
+    profile = on_cpus(profile_model(options, name, TOKENS))
     assert profile.graph is not None
     module = LossModule(build_model(options), options).train()
     held = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
