@@ -191,8 +191,8 @@ def test_a_node_says_how_slurm_gives_it() -> None:
     assert [one.slurm for one in cluster.nodes] == [options, SlurmRequest()]
     assert cluster.nodes[0] == cluster.nodes[1]  # to the planner, which takes them for alike
     key = "hardware.nodes[0].slurm"
-    assert refused({"nodes": [node(slurm={"partion": "old", "qos": True, "mem": ""})]}) == [
-        f"{key}.partion=old is no key of a node's request to Slurm; did you mean partition? One "
+    assert refused({"nodes": [node(slurm={"partitions": "old", "qos": True, "mem": ""})]}) == [
+        f"{key}.partitions=old is no key of a node's request to Slurm; did you mean partition? One "
         "of: account, constraint, cpus_per_task, gres, mem, partition, qos, reservation",
         f"{key}.qos=True is no value of an option of sbatch; use text, or leave it out",
         f"{key}.mem is no value of an option of sbatch; use text, or leave it out",
