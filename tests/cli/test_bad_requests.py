@@ -316,10 +316,10 @@ MACHINE_AND_FILES = (
     ),
     Case(
         "slurm_of_a_node",
-        "hardware=v100_p100_mix '+hardware.nodes.1.slurm={partitions: old, qos: [a]}' launcher=slurm "
-        "launcher.sbatch.time=soon mode=plan",
-        "hardware.nodes[1].slurm.partitions=old is no key of a node's request to Slurm; did you mean "
-        "partition? One of: account, constraint, cpus_per_task, gres, mem, partition, qos, "
+        "hardware=v100_p100_mix '+hardware.nodes.1.slurm={partitions: old, qos: [a]}' "
+        "launcher=slurm launcher.sbatch.time=soon mode=plan",
+        "hardware.nodes[1].slurm.partitions=old is no key of a node's request to Slurm; did you "
+        "mean partition? One of: account, constraint, cpus_per_task, gres, mem, partition, qos, "
         "reservation",
         "hardware.nodes[1].slurm.qos=['a'] is no value of an option of sbatch; use text, or leave "
         "it out",
