@@ -203,9 +203,14 @@ def _apart(
             continue
         put_together = view.put_together(operation, name)
         if put_together is not None and (operation.name, name) not in view.gathers_again:
-            reader = "" if (operation.name, name) in view.reads_as_one else f" for {operation.name}"
             num_bytes = view.graph.num_bytes[put_together[0]]
-            yield _made(view, put_together, num_bytes, reader, lowers)
+            yield _made(view, put_together, num_bytes, _reader(view, operation, name), lowers)
+
+
+def _reader(view: View, operation: Operation, name: str) -> str:
+    """Return the end of the key of a copy of `name` that `operation` reads: '' where operations in
+    `reads_as_one` share the copy; any other has its own."""
+    return "" if (operation.name, name) in view.reads_as_one else f" for {operation.name}"
 
 
 def _made(
@@ -256,8 +261,7 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
         again = (operation.name, read) in view.gathers_again
         put_together = None if again else view.put_together(operation, source)
         source = view.graph.memory_of[source]
-        # A copy is shared by all operations in `reads_as_one`; any other has its own.
-        reader = "" if (operation.name, read) in view.reads_as_one else f" for {operation.name}"
+        reader = _reader(view, operation, read)
         if put_together is not None:
             yield _made(view, put_together, num_bytes, reader, lowers)
             continue
